@@ -1,0 +1,65 @@
+"""Advantage estimators: how good a response was, compared with others.
+
+Each takes rewards [S] float64 and group_ids [S] int64 (any integers; equal means same prompt), S sequences of one step,
+and returns advantages [S] float64. All raise RuntimeError on a reward that is not finite.
+"""
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6
+
+
+def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """(R − group mean) / (group std + 1e-6), unbiased std. arXiv 2402.03300, section 4.1.2.
+
+    A group whose rewards are all equal, or that has one member, gets exactly 0.
+    """
+    centered, group, num_in_group = _center_on_group(rewards, group_ids)
+    variance = _sum_by_group(centered**2, group) / (num_in_group - 1).clamp(min=1)
+    return centered / (variance.sqrt()[group] + EPS)
+
+
+def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """R − group mean, so that easy and hard prompts are not weighted up. arXiv 2503.20783, section 3.
+
+    A group whose rewards are all equal, or that has one member, gets exactly 0.
+    """
+    return _center_on_group(rewards, group_ids)[0]
+
+
+def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """R − mean of the other members of its group. arXiv 2402.14740, RLOO.
+
+    A group whose rewards are all equal, or that has one member, gets exactly 0.
+    """
+    centered, group, num_in_group = _center_on_group(rewards, group_ids)
+    # R − (ΣR − R)/(G − 1) = (R − mean)·G/(G − 1)
+    return centered * (num_in_group / (num_in_group - 1).clamp(min=1))[group]
+
+
+def reinforce(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """(R − batch mean) / (batch std + 1e-6), unbiased std over the whole step. REINFORCE++, arXiv 2501.03262.
+
+    Groups play no part: a group of equal rewards has an advantage, unless the whole batch is equal: exactly 0.
+    """
+    return grpo(rewards, torch.zeros_like(group_ids))
+
+
+def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return R − group mean [S], the group index [S] int64 in 0 … K−1, and the members of each group [K]."""
+    if not torch.isfinite(rewards).all():
+        raise RuntimeError(f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}")
+    ids, group = torch.unique(group_ids, return_inverse=True)
+    num_in_group = _sum_by_group(torch.ones_like(rewards), group)
+    mean = _sum_by_group(rewards, group) / num_in_group
+    # The mean of equal rewards can be off by rounding (0.1 three times), and dividing by the std would blow that up.
+    lowest = rewards.new_zeros(len(ids)).scatter_reduce(0, group, rewards, "amin", include_self=False)
+    highest = rewards.new_zeros(len(ids)).scatter_reduce(0, group, rewards, "amax", include_self=False)
+    centered = torch.where((lowest == highest)[group], 0.0, rewards - mean[group])
+    return centered, group, num_in_group
+
+
+def _sum_by_group(values: Tensor, group: Tensor) -> Tensor:
+    """Sum values [S] over the members of each group, [K]."""
+    return values.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, values)

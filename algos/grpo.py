@@ -1,0 +1,32 @@
+"""GRPO / PPO clip: pessimistic clipped importance sampling against the behaviour policy.
+
+    r_t    = exp(log π(t) − log π_behavior(t))
+    loss_t = −min(r_t·A, clip(r_t, 1 − clip_low, 1 + clip_high)·A)
+    and with dual_clip c > 1, where A < 0:  loss_t = −max(min(...), c·A)
+
+PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; clip_high > clip_low («clip-higher») is DAPO,
+arXiv 2503.14476, eq. 10; the dual clip is arXiv 1912.09729, section 3.
+Differs from the paper: the denominator is the engine's own log-prob, so that one update per step still corrects for
+staleness; the KL term is the trainer's (`kl_coef`), and 1/length is a choice of `loss_aggregation`.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.inputs import LossInputs
+
+
+def loss(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
+    advantages = inputs.advantages
+    ratio = torch.exp(inputs.logprobs - inputs.behavior_logprobs)
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    detached = ratio.detach()
+    clipped = ((advantages > 0) & (detached > 1 + clip_high)) | ((advantages < 0) & (detached < 1 - clip_low))
+    if dual_clip is not None:
+        negative = advantages < 0
+        objective = torch.where(negative, torch.maximum(objective, dual_clip * advantages), objective)
+        clipped |= negative & (detached > dual_clip)
+    return -objective, {"ratio": detached, "clipped": clipped.to(ratio.dtype)}

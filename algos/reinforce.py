@@ -1,0 +1,21 @@
+"""REINFORCE: plain policy gradient, with no correction for stale data.
+
+    loss_t = −A · log π(t)
+
+Williams 1992, «Simple statistical gradient-following algorithms»; the `vanilla` variant of ROLL Flash
+(arXiv 2510.11345).
+Differs from the paper: the baseline is inside the advantage (algos/advantages.py); tokens, not episodes, are weighted.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.inputs import LossInputs
+
+
+def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio."""
+    per_token_loss = -inputs.advantages * inputs.logprobs
+    # The ratio is reported, to show how far off-policy the data were; it takes no part in the loss.
+    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    return per_token_loss, {"ratio": ratio}

@@ -1,0 +1,21 @@
+"""TIS: truncated importance sampling. The weight is clipped, and every token keeps its gradient.
+
+    r_t    = exp(log π(t) − log π_behavior(t))
+    loss_t = −sg(clip(r_t, clip_low, clip_high)) · A · log π(t)          sg = stop-gradient
+
+ROLL Flash, arXiv 2510.11345, «Truncated IS»; the clipped weight is that of IMPALA, arXiv 1802.01561, section 4.1.
+Differs from the paper: nothing known; the defaults [0, 1] are those of its code.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.inputs import LossInputs
+
+
+def loss(inputs: LossInputs, *, clip_low: float = 0.0, clip_high: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
+    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    weight = ratio.clamp(clip_low, clip_high)
+    per_token_loss = -weight * inputs.advantages * inputs.logprobs
+    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}

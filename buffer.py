@@ -1,0 +1,204 @@
+"""SampleBuffer: which groups may start, which may be trained on, and where every group and token went.
+
+Pure: no clock, no process, no I/O; the same sequence of calls gives the same answers. B is groups_per_step, α is
+async_ratio, t the trainer's policy version, all in steps or groups. Freshness as in ROLL Flash (arXiv 2510.11345):
+a bound on every sample, kept by capacity at admission and by order at consumption.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from data.records import Group, Trajectory
+
+DropReason = Literal["stale", "filtered", "failed", "aborted"]
+DROP_REASONS: tuple[DropReason, ...] = ("stale", "filtered", "failed", "aborted")
+
+
+@dataclass
+class _Resident:
+    """A group that holds a place: running while members are missing, finished when all have arrived."""
+
+    version: int
+    """Oldest version its tokens can have: that of its admission while running, the true one once finished."""
+    members: dict[int, Trajectory] = field(default_factory=dict)
+    group: Group | None = None
+
+
+class SampleBuffer:
+    """Admission, freshness, whole groups and the ledger.
+
+    At most `max_outstanding` groups hold a place: running, finished, or consumed and not yet published. Every group
+    consumed at version t has min_version ≥ t − max_staleness; `stale_policy` says what is done about those that would
+    come too late: `wait` holds batches back until they are in, `drop` reports them as expired.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        group_size: int,
+        max_outstanding: int,
+        max_staleness: int,
+        publish_delay: int = 0,
+        stale_policy: Literal["wait", "drop"] = "wait",
+    ):
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self.max_outstanding = max_outstanding
+        self.max_staleness = max_staleness
+        self.publish_delay = publish_delay
+        self.stale_policy = stale_policy
+        self.trainer_version = 0
+        self.published_version = 0
+        self._residents: dict[int, _Resident] = {}
+        self._unpublished: list[int] = []  # trainer version that each consumed, unpublished group is to make
+        self._dropped: dict[int, DropReason] = {}  # kept for good: members of a dropped group may return late
+        self._issued = 0
+        self._groups: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    # Admission
+
+    def num_free_places(self) -> int:
+        """Groups that may be admitted now."""
+        return self.max_outstanding - len(self._residents) - len(self._unpublished)
+
+    def admit(self, group_id: int) -> int:
+        """Give a place to a new group. Returns the version that its tokens must have at least.
+
+        Raises RuntimeError if there is no place, or if the id was used before.
+        """
+        if self.num_free_places() < 1:
+            raise RuntimeError(f"group {group_id} has no place: all {self.max_outstanding} are taken, {self.ledger()}")
+        if group_id in self._residents or group_id in self._dropped:
+            raise RuntimeError(f"group {group_id} was admitted before")
+        self._residents[group_id] = _Resident(self.published_version)
+        self._issued += 1
+        return self.published_version
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Take in a trajectory that finished; the group is finished with its last member.
+
+        One of a group that was dropped meanwhile is only counted. Raises RuntimeError for a group that was never
+        admitted, a member that is there already, or a version older than the group's admission.
+        """
+        self._tokens["generated"] += trajectory.num_generated
+        if trajectory.group_id in self._dropped:
+            self._tokens[self._dropped[trajectory.group_id]] += trajectory.num_generated
+            return
+        resident = self._residents.get(trajectory.group_id)
+        if resident is None:
+            raise RuntimeError(f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}, which is not resident")
+        if trajectory.member in resident.members:
+            raise RuntimeError(f"member {trajectory.member} of group {trajectory.group_id} arrived twice")
+        if trajectory.min_version < resident.version:
+            raise RuntimeError(
+                f"trajectory {trajectory.ticket_id} has a token of version {trajectory.min_version}, but its group "
+                f"{trajectory.group_id} was admitted at version {resident.version}"
+            )
+        resident.members[trajectory.member] = trajectory
+        if len(resident.members) == self.group_size:
+            members = tuple(resident.members[i] for i in sorted(resident.members))
+            resident.group = Group(trajectory.group_id, members)
+            resident.version = resident.group.min_version
+
+    # Consumption
+
+    def take(self) -> list[Group] | None:
+        """The next batch of B groups, oldest version first, or None while it must be waited for.
+
+        The groups leave the buffer and keep their places until `publish`. Under `wait` a batch is given only if those
+        left behind can still be consumed in time, B a step, earliest deadline first; taking the oldest finished groups
+        is the choice that leaves the most room, so if this one does not do, none does, and a running group must be
+        waited for. Raises RuntimeError if a group would break the bound.
+        """
+        finished = sorted((r.version, group_id) for group_id, r in self._residents.items() if r.group is not None)
+        batch = [group_id for _, group_id in finished[: self.groups_per_step]]
+        if len(batch) < self.groups_per_step:
+            return None
+        if self.stale_policy == "wait" and not self._rest_is_in_time(set(batch)):
+            return None
+        groups = [self._residents.pop(group_id).group for group_id in batch]
+        for group in groups:
+            self._check_fresh(group)
+            self._groups["consumed"] += 1
+            self._tokens["consumed"] += group.num_generated
+        self.trainer_version += 1
+        self._unpublished += [self.trainer_version] * len(groups)
+        return groups
+
+    def _rest_is_in_time(self, batch: set[int]) -> bool:
+        deadlines = sorted(
+            r.version + self.max_staleness for group_id, r in self._residents.items() if group_id not in batch
+        )
+        steps_left = [deadline - self.trainer_version for deadline in deadlines]
+        return all(count <= self.groups_per_step * left for count, left in enumerate(steps_left, start=1))
+
+    def _check_fresh(self, group: Group) -> None:
+        staleness = self.trainer_version - group.min_version
+        if not 0 <= staleness <= self.max_staleness:
+            raise RuntimeError(
+                f"group {group.group_id} has tokens of version {group.min_version} at trainer version "
+                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.max_staleness}"
+            )
+
+    def publish(self, trainer_version: int) -> None:
+        """Note that the step which made `trainer_version` has had its weights published (publish_delay steps late).
+
+        Frees the places of all groups consumed up to that step.
+        """
+        self.published_version = max(self.published_version, trainer_version - self.publish_delay)
+        self._unpublished = [version for version in self._unpublished if version > trainer_version]
+
+    # Dropping
+
+    def expired(self) -> list[int]:
+        """Groups that no later batch can hold under `drop`: their oldest token would be beyond the bound."""
+        if self.stale_policy == "wait":
+            return []
+        oldest = self.trainer_version - self.max_staleness
+        return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]
+
+    def drop(self, group_id: int, reason: DropReason) -> None:
+        """Take a resident group out, whole, and give its place back."""
+        resident = self._residents.pop(group_id)
+        self._dropped[group_id] = reason
+        self._groups[reason] += 1
+        self._tokens[reason] += sum(t.num_generated for t in resident.members.values())
+
+    def is_resident(self, group_id: int) -> bool:
+        """Whether the group holds a place and waits for training or for members."""
+        return group_id in self._residents
+
+    # Ledger
+
+    def ledger(self) -> dict[str, int]:
+        """Where every group and generated token is: issued or generated = consumed + dropped + resident.
+
+        Raises RuntimeError if the two sides differ.
+        """
+        arrived = [t for resident in self._residents.values() for t in resident.members.values()]
+        counts = {
+            "groups_issued": self._issued,
+            "groups_consumed": self._groups["consumed"],
+            "groups_resident": len(self._residents),
+            "tokens_generated": self._tokens["generated"],
+            "tokens_consumed": self._tokens["consumed"],
+            "tokens_resident": sum(t.num_generated for t in arrived),
+        }
+        for reason in DROP_REASONS:
+            counts[f"groups_dropped_{reason}"] = self._groups[reason]
+            counts[f"tokens_dropped_{reason}"] = self._tokens[reason]
+        _check_balance(counts, "groups", "issued")
+        _check_balance(counts, "tokens", "generated")
+        return counts
+
+
+def _check_balance(counts: dict[str, int], unit: str, source: str) -> None:
+    dropped = sum(counts[f"{unit}_dropped_{reason}"] for reason in DROP_REASONS)
+    consumed, resident = counts[f"{unit}_consumed"], counts[f"{unit}_resident"]
+    if counts[f"{unit}_{source}"] != consumed + dropped + resident:
+        raise RuntimeError(
+            f"the ledger of {unit} does not balance: {source} {counts[f'{unit}_{source}']} ≠ "
+            f"consumed {consumed} + dropped {dropped} + resident {resident}"
+        )

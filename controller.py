@@ -1,0 +1,522 @@
+"""The controller: hands tickets to rollout workers, gathers groups, announces weights, and keeps the workers alive.
+
+It lives in the process of local trainer rank 0. Each worker has one duplex pipe, read by one thread and written by
+another, so that neither a slow nor a dead worker can make the trainer wait; there is no queue that processes share,
+because a worker killed while it holds a shared queue's lock would take all others with it. The ticket queue is a deque
+here, and a ticket goes to whichever worker has a free slot: queue scheduling. All state is guarded by one condition.
+"""
+
+import collections
+import multiprocessing
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from buffer import SampleBuffer
+from config import Config
+from data.records import Group, Ticket, Trajectory
+from data.tasks import Problem
+from placement import Placement
+from processes import dump_stacks, kill_session
+from rollout import Abort, Connect, Finished, Ready, Stop, Tickets, Update, Updated, WorkerSpec, run_worker
+
+EVALUATION_GROUP = -1  # group_id of evaluation tickets; they never enter the buffer
+LOG_LINES_SHOWN = 15
+STOP_TIMEOUT_S = 10.0
+
+
+class WorkerDied(RuntimeError):
+    """A rollout worker could not be started, or died once more than `max_worker_restarts` allows."""
+
+
+@dataclass
+class Worker:
+    """One rollout worker process as the controller sees it."""
+
+    index: int
+    process: multiprocessing.Process
+    outbox: queue.SimpleQueue
+    started_at: float
+    log_path: Path
+    ready: bool = False
+    version: int = -1
+    """Version that tickets sent now will be sampled under, at least."""
+    updating: Update | None = None
+    running: dict[int, Ticket] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """Weights that workers are to load."""
+
+    version: int
+    """Policy version of the weights."""
+    trainer_version: int
+    """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
+    update_info: dict
+    probe: tuple[tuple[int, ...], ...]
+    evaluate: bool
+
+
+@dataclass
+class Evaluation:
+    """Held-out problems being sampled at one pinned version."""
+
+    version: int
+    waiting: set[int]
+    trajectories: list[Trajectory] = field(default_factory=list)
+    num_failed: int = 0
+
+    @property
+    def accuracy(self) -> float:
+        """Mean reward of the responses that could be scored."""
+        return float(np.mean([t.reward for t in self.trajectories])) if self.trajectories else float("nan")
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts of one task as token ids."""
+
+    train_problem: Callable[[int], Problem]
+    eval_problems: list[Problem]
+    encode: Callable[[Problem], list[int]]
+
+
+class Controller:
+    """Runs rollout on one node: start, take batches, publish, evaluate, stop."""
+
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        model_path: str,
+        prompts: PromptSource,
+        run_path: Path,
+        record: Callable[..., None],
+    ):
+        self.config, self.placement, self.prompts = config, placement, prompts
+        self.model_path, self.run_path = model_path, run_path
+        self.transport = None
+        self.record = record
+        self.buffer = SampleBuffer(
+            config.groups_per_step,
+            config.group_size,
+            config.max_outstanding_groups,
+            config.max_staleness,
+            config.publish_delay,
+            config.stale_policy,
+        )
+        self.workers: list[Worker] = []
+        self.num_restarts = 0
+        self.pause_s: list[float] = []
+        self.probe_logprobs: dict[int, tuple[np.ndarray, ...]] = {}
+        self.evaluations: list[Evaluation] = []
+        self._changed = threading.Condition()
+        self._queue: collections.deque[Ticket] = collections.deque()
+        self._problems: dict[int, int] = {}  # group -> index of its problem
+        self._next_problem = self._next_group = self._next_ticket = 0
+        self._announced: Announcement | None = None
+        self._deferred: Announcement | None = None
+        self._evaluation: Evaluation | None = None
+        self._failure: BaseException | None = None
+        self._failed_in_a_row = 0
+        self._stopping = False
+
+    # Life of the workers
+
+    def launch(self) -> None:
+        """Start all workers; returns at once."""
+        with self._changed:
+            self.workers = [self._start_worker(i) for i in range(len(self.placement.workers))]
+
+    def connect(self, transport) -> None:
+        """Wait until all engines are up, and give them the weight transport.
+
+        Raises WorkerDied, with the worker's last log lines, if one ends, and RuntimeError after the startup timeout.
+        """
+        with self._changed:
+            self._wait(lambda: all(w.ready for w in self.workers), self.config.startup_timeout_s, "the workers to start")
+            self.transport = transport
+            for worker in self.workers:
+                worker.outbox.put(Connect(transport.init_info()))
+
+    def _start_worker(self, index: int) -> Worker:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        log_path = self.run_path / f"worker_{index}.log"
+        spec = WorkerSpec(
+            self.config,
+            self.placement.workers[index],
+            self.model_path,
+            self.placement.transport,
+            str(log_path),
+        )
+        # Not a daemon process: those may have no children, and the engine is one.
+        process = context.Process(target=run_worker, args=(spec, theirs), name=f"rollout-worker-{index}")
+        process.start()
+        theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
+        worker = Worker(index, process, queue.SimpleQueue(), time.monotonic(), log_path)
+        threading.Thread(target=self._send_to, args=(worker, ours), daemon=True).start()
+        threading.Thread(target=self._receive_from, args=(worker, ours), daemon=True).start()
+        return worker
+
+    def _send_to(self, worker: Worker, connection) -> None:
+        while (message := worker.outbox.get()) is not None:
+            try:
+                connection.send(message)
+            except OSError:
+                return  # the receiving thread sees the same end and acts on it
+
+    def _receive_from(self, worker: Worker, connection) -> None:
+        while True:
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                message = None
+            with self._changed:
+                try:
+                    if message is None:
+                        self._on_death(worker)
+                    else:
+                        self._on_message(worker, message)
+                    self._dispatch()
+                except (RuntimeError, ValueError) as error:  # handed to the trainer's thread, which is the one to end
+                    self._failure = self._failure or error
+                self._changed.notify_all()
+            if message is None:
+                worker.outbox.put(None)
+                connection.close()
+                return
+
+    def _on_message(self, worker: Worker, message) -> None:
+        match message:
+            case Ready(startup_s):
+                worker.ready = True
+                self.record("worker_ready", worker=worker.index, startup_s=startup_s)
+                if self.transport is not None:  # a restart: the first ones are connected all together
+                    worker.outbox.put(Connect(self.transport.init_info()))
+                if self._announced is not None:
+                    self._send_update(worker)
+            case Finished(trajectories):
+                for trajectory in trajectories:
+                    self._on_trajectory(worker, trajectory)
+                self._drop_expired()
+            case Updated(version, pause_s, probe_logprobs):
+                self.transport.release(worker.updating.update_info)
+                worker.updating = None
+                self.pause_s.append(pause_s)
+                if probe_logprobs:
+                    self.probe_logprobs[version] = probe_logprobs
+                self.record("update", worker=worker.index, version=version, pause_s=pause_s)
+                if version < self._announced.version:
+                    self._send_update(worker)
+
+    def _on_death(self, worker: Worker) -> None:
+        """Issue a dead worker's tickets again and start it anew, or end the run."""
+        if self._stopping:
+            return
+        worker.process.join(timeout=STOP_TIMEOUT_S)
+        kill_session(worker.process.pid)  # its engine and reward processes
+        reason = _death_report(worker)
+        if not worker.ready and self.num_restarts == 0:
+            raise WorkerDied(f"rollout worker {worker.index} could not start: {reason}")
+        if self.num_restarts >= self.config.max_worker_restarts:
+            raise WorkerDied(f"{reason}\nall {self.config.max_worker_restarts} restarts (--max-worker-restarts) are used")
+        self.num_restarts += 1
+        print(f"warning: {reason.splitlines()[0]}; {len(worker.running)} tickets are issued again", flush=True)
+        self.record("worker_died", worker=worker.index, exit_code=worker.process.exitcode, tickets=len(worker.running))
+        if worker.updating is not None:
+            self.transport.release(worker.updating.update_info)
+        for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
+            self._issue_again(ticket)
+        self.workers[worker.index] = self._start_worker(worker.index)
+
+    def _issue_again(self, ticket: Ticket) -> None:
+        if ticket.group_id != EVALUATION_GROUP and not self.buffer.is_resident(ticket.group_id):
+            return  # its group was dropped meanwhile
+        again = self._ticket(
+            ticket.group_id, ticket.member, ticket.prompt_tokens, ticket.answer, ticket.min_version, ticket.attempt + 1
+        )
+        if ticket.group_id == EVALUATION_GROUP:
+            self._evaluation.waiting.symmetric_difference_update({ticket.ticket_id, again.ticket_id})
+        self._queue.appendleft(again)
+
+    # Tickets
+
+    def _ticket(
+        self, group_id: int, member: int, prompt_tokens: tuple[int, ...], answer: str, min_version: int, attempt: int = 0
+    ) -> Ticket:
+        self._next_ticket += 1
+        # Evaluation problems have no group of their own; their version takes its place in the seed.
+        stream = [1, min_version, member, attempt] if group_id == EVALUATION_GROUP else [0, group_id, member, attempt]
+        seed = int(np.random.SeedSequence([self.config.seed, *stream]).generate_state(1)[0]) >> 1
+        return Ticket(self._next_ticket, group_id, member, attempt, prompt_tokens, answer, seed, min_version)
+
+    def _encode(self, problem: Problem) -> tuple[int, ...]:
+        tokens = tuple(self.prompts.encode(problem))
+        if len(tokens) > self.config.max_prompt_tokens:
+            raise ValueError(
+                f"a prompt of {self.config.task} has {len(tokens)} tokens, --max-prompt-tokens is "
+                f"{self.config.max_prompt_tokens}; raise it to at least {len(tokens)}. It begins {problem.prompt[:60]!r}"
+            )
+        return tokens
+
+    def _admit(self, problem_index: int | None = None) -> None:
+        """Admit one group, of a given problem or the next one, and queue its tickets."""
+        if problem_index is None:
+            problem_index, self._next_problem = self._next_problem, self._next_problem + 1
+        problem = self.prompts.train_problem(problem_index)
+        tokens = self._encode(problem)
+        group_id, self._next_group = self._next_group, self._next_group + 1
+        self._problems[group_id] = problem_index
+        version = self.buffer.admit(group_id)
+        for member in range(self.config.group_size):
+            self._queue.append(self._ticket(group_id, member, tokens, problem.answer, version))
+
+    def _fill(self) -> None:
+        while self.buffer.num_free_places() > 0:
+            self._admit()
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send waiting tickets, in order, to the workers with most free slots."""
+        outgoing: dict[int, list[Ticket]] = collections.defaultdict(list)
+        while self._queue:
+            ticket = self._queue[0]
+            able = [w for w in self.workers if w.ready and w.version >= ticket.min_version]
+            worker = min(able, key=lambda w: len(w.running), default=None)
+            if worker is None or len(worker.running) >= self.config.max_running_requests:
+                break
+            self._queue.popleft()
+            worker.running[ticket.ticket_id] = ticket
+            outgoing[worker.index].append(ticket)
+        for index, tickets in outgoing.items():
+            self.workers[index].outbox.put(Tickets(tickets))
+
+    def _on_trajectory(self, worker: Worker, trajectory: Trajectory) -> None:
+        ticket = worker.running.pop(trajectory.ticket_id)
+        self.record("trajectory", **_summary(trajectory))
+        if ticket.group_id == EVALUATION_GROUP:
+            self._on_evaluated(trajectory)
+            return
+        if trajectory.finish_reason == "failed" and self.buffer.is_resident(ticket.group_id):
+            self._on_failed(trajectory)
+        else:
+            self._failed_in_a_row = 0
+        self.buffer.add(trajectory)
+
+    def _on_failed(self, trajectory: Trajectory) -> None:
+        """Drop the group of a failed trajectory; a run in which nothing succeeds ends."""
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row > self.config.max_outstanding_groups:
+            raise RuntimeError(
+                f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
+                "mend the reward, or raise --reward-timeout-s if it is only slow"
+            )
+        self._drop(trajectory.group_id, "failed")
+        self._admit()
+
+    def _drop_expired(self) -> None:
+        """Under `drop`: abort what expired and issue its problem again, so that slow problems are not starved."""
+        for group_id in self.buffer.expired():
+            self._drop(group_id, "stale")
+            self._admit(self._problems[group_id])
+
+    def _drop(self, group_id: int, reason: str) -> None:
+        self.buffer.drop(group_id, reason)
+        self._queue = collections.deque(t for t in self._queue if t.group_id != group_id)
+        for worker in self.workers:
+            running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
+            if running:
+                worker.outbox.put(Abort(running))
+
+    def check_prompts(self) -> None:
+        """Raise ValueError if a held-out prompt or the first training prompt does not fit."""
+        for problem in [*self.prompts.eval_problems, self.prompts.train_problem(0)]:
+            self._encode(problem)
+
+    # Batches
+
+    def take_batch(self) -> list[Group]:
+        """Wait for the next batch of groups and take it.
+
+        Raises the error that ended rollout, or RuntimeError after the rollout timeout, with all stacks dumped.
+        """
+        with self._changed:
+            batch: list[Group] | None = None
+
+            def taken() -> bool:
+                nonlocal batch
+                batch = self.buffer.take()
+                return batch is not None
+
+            self._wait(taken, self.config.rollout_timeout_s, "a batch")
+            for group in batch:
+                del self._problems[group.group_id]
+            self._drop_expired()
+            self._dispatch()
+            return batch
+
+    def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if done():
+                return
+            if not self._changed.wait(timeout=deadline - time.monotonic()) and time.monotonic() > deadline:
+                self._dump_stacks()
+                raise RuntimeError(
+                    f"waited {timeout_s:.0f} s for {what}; stacks of the workers are in {self.run_path}/worker_*.log, "
+                    f"state: {self.describe()}"
+                )
+
+    def describe(self) -> str:
+        """One line on what every worker does and where the groups are."""
+        workers = ", ".join(
+            f"worker {w.index} {'ready' if w.ready else 'starting'} v{w.version} running {len(w.running)}"
+            + (" updating" if w.updating else "")
+            for w in self.workers
+        )
+        return f"{workers}; {len(self._queue)} tickets queued; {self.buffer.ledger()}"
+
+    def _dump_stacks(self) -> None:
+        import faulthandler
+
+        faulthandler.dump_traceback(all_threads=True)
+        for worker in self.workers:
+            dump_stacks(worker.process.pid)
+        time.sleep(1.0)  # the dumps are written by the other processes' signal handlers
+
+    # Weights and evaluation
+
+    def withdraw(self) -> bool:
+        """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.
+
+        Returns whether an evaluation was to follow it: the next announcement must ask for it again.
+        """
+        with self._changed:
+            deferred, self._deferred = self._deferred, None
+            return deferred is not None and deferred.evaluate
+
+    def publish(self, announcement: Announcement) -> None:
+        """Have all workers load these weights, at once or when the running evaluation has ended.
+
+        An evaluation is pinned to its version, so no worker may move on before its last response; training goes on
+        meanwhile with the groups there are.
+        """
+        with self._changed:
+            if self._evaluation is not None:
+                self._deferred = announcement
+            else:
+                self._announce(announcement)
+            self._changed.notify_all()
+
+    def _announce(self, announcement: Announcement) -> None:
+        self._announced = announcement
+        self.transport.announce(announcement.update_info)
+        for worker in self.workers:
+            if worker.ready and worker.updating is None and worker.version < announcement.version:
+                self._send_update(worker)
+        self.buffer.publish(announcement.trainer_version)
+        self._drop_expired()
+        if announcement.evaluate:
+            self._start_evaluation(announcement.version)
+        self._fill()
+
+    def _send_update(self, worker: Worker) -> None:
+        """Send the announced weights. Only worker 0 scores the probe: all load the same bytes."""
+        probe = self._announced.probe if worker.index == 0 else ()
+        worker.updating = Update(self._announced.version, self._announced.update_info, probe)
+        worker.version = self._announced.version
+        self.transport.acquire(self._announced.update_info)
+        worker.outbox.put(worker.updating)
+
+    def _start_evaluation(self, version: int) -> None:
+        tickets = [
+            self._ticket(EVALUATION_GROUP, member, self._encode(problem), problem.answer, version)
+            for member, problem in enumerate(self.prompts.eval_problems)
+        ]
+        self._evaluation = Evaluation(version, {t.ticket_id for t in tickets})
+        self._queue.extendleft(reversed(tickets))
+
+    def _on_evaluated(self, trajectory: Trajectory) -> None:
+        evaluation = self._evaluation
+        evaluation.waiting.remove(trajectory.ticket_id)
+        if trajectory.finish_reason == "failed":
+            evaluation.num_failed += 1
+        else:
+            evaluation.trajectories.append(trajectory)
+            if set(trajectory.policy_versions[trajectory.loss_mask]) != {evaluation.version}:
+                raise RuntimeError(
+                    f"evaluation of version {evaluation.version} got tokens of versions "
+                    f"{sorted(set(trajectory.policy_versions[trajectory.loss_mask].tolist()))}"
+                )
+        if evaluation.waiting:
+            return
+        self.evaluations.append(evaluation)
+        self._evaluation = None
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            self._announce(deferred)
+
+    def finish_evaluations(self) -> None:
+        """Wait until no evaluation is running or to come."""
+        with self._changed:
+            self._wait(
+                lambda: self._evaluation is None and self._deferred is None, self.config.rollout_timeout_s, "an evaluation"
+            )
+
+    def drain(self) -> dict:
+        """Hand over what was measured since the last call: evaluations, pauses, probe log-probs, the ledger."""
+        with self._changed:
+            evaluations, self.evaluations = self.evaluations, []
+            pauses, self.pause_s = self.pause_s, []
+            probes, self.probe_logprobs = self.probe_logprobs, {}
+            return {"evaluations": evaluations, "pause_s": pauses, "probes": probes, "ledger": self.buffer.ledger(),
+                    "num_restarts": self.num_restarts}
+
+    def stop(self) -> None:
+        """End all workers and their engines; none is left when this returns."""
+        with self._changed:
+            self._stopping = True
+            for worker in self.workers:
+                worker.outbox.put(Stop())
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for worker in self.workers:
+            if worker.ready:
+                worker.process.join(timeout=max(0.0, deadline - time.monotonic()))
+            kill_session(worker.process.pid)
+            worker.process.join()
+
+
+def _summary(trajectory: Trajectory) -> dict:
+    record = {
+        "ticket": trajectory.ticket_id,
+        "group": trajectory.group_id,
+        "member": trajectory.member,
+        "worker": trajectory.worker,
+        "started_at": trajectory.started_at,
+        "ended_at": trajectory.ended_at,
+        "tokens": trajectory.num_generated,
+        "finish_reason": trajectory.finish_reason,
+        "reward": trajectory.reward,
+    }
+    if trajectory.num_generated:
+        versions = trajectory.policy_versions[trajectory.loss_mask]
+        record |= {"min_version": int(versions.min()), "max_version": int(versions.max())}
+    return record if not trajectory.failure else record | {"failure": trajectory.failure}
+
+
+def _death_report(worker: Worker) -> str:
+    code = worker.process.exitcode
+    how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+    lines = worker.log_path.read_text(errors="replace").splitlines() if worker.log_path.exists() else []
+    tail = "\n".join(f"  | {line}" for line in lines[-LOG_LINES_SHOWN:])
+    return f"rollout worker {worker.index} (pid {worker.process.pid}) {how}; its last log lines ({worker.log_path}):\n{tail}"

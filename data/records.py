@@ -1,0 +1,117 @@
+"""The records that travel between controller, rollout workers and trainer. Frozen; they pickle small.
+
+T is the length of one trajectory in tokens, prompt and everything after it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "failed", "aborted"]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Asks a rollout worker for one trajectory. Written by the controller."""
+
+    ticket_id: int
+    """Unique in the run; a re-issued ticket has a new one."""
+    group_id: int
+    """Group the trajectory belongs to."""
+    member: int
+    """Position in the group, 0 … group_size − 1."""
+    attempt: int
+    """0 for the first issue, one more each time a worker died with it."""
+    prompt_tokens: tuple[int, ...]
+    """The prompt, token ids."""
+    answer: str
+    """What the reward function compares with; its form is the task's own."""
+    seed: int
+    """Sampling seed, from run seed, group, member and attempt."""
+    min_version: int
+    """Policy version that the worker must have loaded before it starts, steps."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled response and all that training needs of it. Written by a rollout worker."""
+
+    ticket_id: int
+    group_id: int
+    member: int
+    tokens: np.ndarray
+    """[T] int64, prompt then response."""
+    loss_mask: np.ndarray
+    """[T] bool, True where the policy wrote the token."""
+    behavior_logprobs: np.ndarray
+    """[T] float32, nats; the engine's log-prob of the token under the exact sampling transform; 0 off the loss mask."""
+    policy_versions: np.ndarray
+    """[T] int32, version of the weights that sampled the token, steps; −1 off the loss mask."""
+    reward: float
+    """Task reward; NaN when failed or aborted."""
+    finish_reason: FinishReason
+    """`stop` (the policy ended it), `length` (cut), `failed` (the reward raised or hung), `aborted`."""
+    failure: str
+    """Why it failed, one line; empty otherwise."""
+    num_turns: int
+    """Turns of the policy; 1 for single-turn tasks."""
+    started_at: float
+    """Unix time, seconds."""
+    ended_at: float
+    """Unix time, seconds."""
+    worker: int
+    """Index of the rollout worker."""
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the policy wrote."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version among its generated tokens, steps; needs at least one such token."""
+        return int(self.policy_versions[self.loss_mask].min())
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trajectories of one prompt: the unit of admission, of dropping and of advantage."""
+
+    group_id: int
+    trajectories: tuple[Trajectory, ...]
+    """group_size trajectories, in member order."""
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[G] float64."""
+        return np.array([t.reward for t in self.trajectories], dtype=np.float64)
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version among the generated tokens of all its trajectories, steps."""
+        return min(t.min_version for t in self.trajectories)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the policy wrote, all members together."""
+        return sum(t.num_generated for t in self.trajectories)
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Refuse a trajectory whose behaviour log-probs could poison a loss.
+
+    Raises RuntimeError naming the trajectory and the first offending token: a log-prob that is not finite or is
+    positive by more than rounding, or a generated token without a version.
+    """
+    mask = trajectory.loss_mask
+    logprobs = np.where(mask, trajectory.behavior_logprobs, 0.0)
+    bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-4) | (mask & (trajectory.policy_versions < 0)))
+    if len(bad):
+        t = int(bad[0])
+        raise RuntimeError(
+            f"trajectory {trajectory.ticket_id} (group {trajectory.group_id}, member {trajectory.member}, worker "
+            f"{trajectory.worker}), token {t} (id {int(trajectory.tokens[t])}): behavior log-prob "
+            f"{float(trajectory.behavior_logprobs[t])} nats at version {int(trajectory.policy_versions[t])}; expected a "
+            "finite value ≤ 0 and a version ≥ 0. The engine returned a broken log-prob: check the model's dtype and head"
+        )

@@ -1,0 +1,284 @@
+"""The `tiny` model: a Qwen3 of 0.1 M parameters that adds, warmed up here in under a minute on two cores.
+
+It is a real checkpoint (transformers and vLLM load it) that leaves reinforcement learning something to do: demonstrations
+are clean at first, and then have wrong digits mixed in, so that the most likely answer is nearly always right and a
+sampled one seldom is. `python -m data.tiny` makes it and prints where it is.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from data.tasks import ADDITION_LABELS, Addition, Problem
+
+PAD, EOS = "<pad>", "<eos>"
+SPACE = "▁"  # a label carries the space before it, so that text and tokens map onto each other exactly
+DIGITS = [str(digit) for digit in range(10)]
+VOCABULARY = [PAD, EOS, f"{SPACE}=", *(SPACE + label for label in ADDITION_LABELS), *DIGITS]
+VOCABULARY += [f"{column:02d}" for column in range(100)]
+
+MAX_POSITIONS = 512
+NUM_DEMONSTRATIONS = 40_000
+CLEAN_STEPS = 1800
+NOISY_STEPS = 200
+WRONG_DIGIT_RATE = 0.3
+TOKENS_PER_STEP = 2048
+LR = 3e-3
+LR_WARMUP_STEPS = 50
+SEED = 0
+NUM_THREADS = 2
+"""Fixed, as the order of float sums depends on it."""
+
+NUM_EVAL_PROBLEMS = 256
+SAMPLED_WINDOW = (0.15, 0.5)
+"""Held-out exact-match accuracy at temperature 1 outside of which the model is of no use to RL."""
+MIN_GREEDY = 0.9
+_REPORT_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Prompts with their right answers, sorted by length so that a slice needs little padding."""
+
+    tokens: "torch.Tensor"  # noqa: F821 - torch is imported where it is used
+    """[N, T] int64, prompt, response, end of text, padding."""
+    prompt_lengths: "torch.Tensor"  # noqa: F821
+    """[N] int64."""
+    lengths: "torch.Tensor"  # noqa: F821
+    """[N] int64, prompt and response, end of text included."""
+    batches: list[slice]
+    """Rows of each batch of at most TOKENS_PER_STEP tokens."""
+
+
+def tiny_model_path(cache_dir: Path = Path(".cache"), report: Callable[[str], None] = print) -> Path:
+    """Directory of the tiny model, made on first use and named after all that went into it.
+
+    Raises RuntimeError if a new model misses the accuracy window.
+    """
+    from filelock import FileLock
+
+    cache_dir = Path(cache_dir).absolute()
+    path = cache_dir / f"tiny-{_fingerprint()}"
+    if path.exists():
+        return path
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_dir / "tiny.lock"):  # several ranks may ask at once: one makes it, the others wait
+        if not path.exists():
+            making = cache_dir / "tiny-making"
+            shutil.rmtree(making, ignore_errors=True)  # of a process that was killed half-way
+            making.mkdir()
+            _make(making, report)
+            making.rename(path)
+    return path
+
+
+def build_tokenizer():
+    """The word-level tokenizer: one token per label, per column (a pair of digits) and per answer digit."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always", split=False),
+            pre_tokenizers.Split(Regex(f"{SPACE}[a-z=]|[0-9]{{1,2}}"), behavior="isolated"),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always", split=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=MAX_POSITIONS
+    )
+
+
+def sampled_accuracy(model, problems: list[Problem], greedy: bool = False, seed: int = 0) -> float:
+    """Share of problems whose sampled response (temperature 1; or the greedy one) is exactly right."""
+    import torch
+
+    tokenizer = build_tokenizer()
+    generator = torch.Generator().manual_seed(seed)
+    pairs = sorted((_encode(problem, tokenizer) for problem in problems), key=lambda pair: len(pair[0]))
+    num_right = 0
+    for _, group in itertools.groupby(pairs, key=lambda pair: len(pair[0])):
+        prompts, answers = zip(*group, strict=True)
+        responses = _respond(model, torch.tensor(prompts), max(map(len, answers)), greedy, generator)
+        num_right += sum(response[: len(a)] == a for response, a in zip(responses, answers, strict=True))
+    return num_right / len(problems)
+
+
+def _make(directory: Path, report: Callable[[str], None]) -> None:
+    """Warm the model up, measure it and write it. Leaves torch's global state as it was."""
+    import torch
+
+    started = time.monotonic()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            model = _build_model()
+        report(f"tiny model: warming up {model.num_parameters():,} parameters, {CLEAN_STEPS + NOISY_STEPS} steps")
+        _warm_up(model, _demonstrations(), report)
+        problems = Addition(SEED).eval_problems(NUM_EVAL_PROBLEMS)
+        sampled, greedy = sampled_accuracy(model, problems), sampled_accuracy(model, problems, greedy=True)
+    finally:
+        torch.set_num_threads(num_threads)
+    report(
+        f"tiny model: {time.monotonic() - started:.0f} s; held-out accuracy sampled {sampled:.3f}, greedy {greedy:.3f} "
+        f"({NUM_EVAL_PROBLEMS} problems)"
+    )
+    _check_accuracy(sampled, greedy)
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    (directory / "warm_up.json").write_text(json.dumps({"sampled_accuracy": sampled, "greedy_accuracy": greedy}))
+
+
+def _check_accuracy(sampled: float, greedy: float) -> None:
+    low, high = SAMPLED_WINDOW
+    if not (low <= sampled <= high and greedy >= MIN_GREEDY):
+        raise RuntimeError(
+            f"the tiny model came out with held-out accuracy {sampled:.3f} sampled and {greedy:.3f} greedy; wanted "
+            f"{low} to {high} sampled and at least {MIN_GREEDY} greedy. Change WRONG_DIGIT_RATE or CLEAN_STEPS in "
+            "data/tiny.py"
+        )
+
+
+def _build_model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    # vLLM's CPU attention takes head sizes 32, 64, 80, 96, 128 and a few larger ones.
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=VOCABULARY.index(EOS),
+        pad_token_id=VOCABULARY.index(PAD),
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def _encode(problem: Problem, tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids of prompt and answer, end of text included."""
+    return tokenizer.encode(problem.prompt), [*tokenizer.encode(problem.answer), tokenizer.eos_token_id]
+
+
+def _demonstrations() -> Demonstrations:
+    """NUM_DEMONSTRATIONS problems of the training split."""
+    import torch
+
+    tokenizer, task = build_tokenizer(), Addition(SEED)
+    pairs = [_encode(task.train_problem(index), tokenizer) for index in range(NUM_DEMONSTRATIONS)]
+    pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])))
+    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in pairs])
+    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs])
+    tokens = torch.full((len(pairs), int(lengths.max())), tokenizer.pad_token_id)
+    for row, (prompt, answer) in zip(tokens, pairs, strict=True):
+        row[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+    return Demonstrations(tokens, prompt_lengths, lengths, _batches(lengths.tolist()))
+
+
+def _batches(lengths: list[int]) -> list[slice]:
+    """Slices of ascending lengths whose padded size is at most TOKENS_PER_STEP."""
+    batches, start = [], 0
+    for row, length in enumerate(lengths):
+        if (row + 1 - start) * length > TOKENS_PER_STEP:
+            batches.append(slice(start, row))
+            start = row
+    return [*batches, slice(start, len(lengths))]
+
+
+def _warm_up(model, demonstrations: Demonstrations, report: Callable[[str], None]) -> None:
+    """Supervised steps, a fixed number of them: clean demonstrations, then such with wrong digits."""
+    import torch
+
+    num_steps = CLEAN_STEPS + NOISY_STEPS
+    generator = torch.Generator().manual_seed(SEED)
+    order = random.Random(SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / LR_WARMUP_STEPS) * max(0.02, 1 - step / num_steps)
+    )
+    reported = time.monotonic()
+    for step in range(num_steps):
+        rows = order.choice(demonstrations.batches)
+        rate = WRONG_DIGIT_RATE if step >= CLEAN_STEPS else 0.0
+        loss = _loss(model, demonstrations, rows, rate, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
+            report(f"tiny model: step {step + 1}/{num_steps}, loss {loss.item():.3f} nats")
+
+
+def _loss(model, demonstrations: Demonstrations, rows: slice, wrong_digit_rate: float, generator):
+    """Mean cross-entropy of the response tokens of these rows, nats."""
+    import torch
+
+    lengths = demonstrations.lengths[rows, None]
+    tokens = demonstrations.tokens[rows, : int(lengths.max())]
+    if wrong_digit_rate:
+        tokens = _with_wrong_digits(tokens, wrong_digit_rate, generator)
+    position = torch.arange(1, tokens.shape[1])
+    in_response = (position >= demonstrations.prompt_lengths[rows, None]) & (position < lengths)
+    # Padding stands on the right, so causal attention never sees it.
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[in_response], tokens[:, 1:][in_response])
+
+
+def _with_wrong_digits(tokens, rate: float, generator):
+    """The same tokens with that share of the answer digits replaced by another digit."""
+    import torch
+
+    zero = VOCABULARY.index("0")
+    is_digit = (tokens >= zero) & (tokens < zero + 10)
+    wrong = is_digit & (torch.rand(tokens.shape, generator=generator) < rate)
+    shift = torch.randint(1, 10, tokens.shape, generator=generator)
+    return torch.where(wrong, (tokens - zero + shift) % 10 + zero, tokens)
+
+
+def _respond(model, prompts, max_tokens: int, greedy: bool, generator) -> list[list[int]]:
+    """Responses of `max_tokens` tokens to prompts [B, P] int64; what follows the end of text means nothing."""
+    import torch
+
+    inputs, cache, responses = prompts, None, []
+    with torch.no_grad():
+        for _ in range(max_tokens):
+            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+            cache, logits = output.past_key_values, output.logits[:, -1]
+            sampled = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            inputs = logits.argmax(-1, keepdim=True) if greedy else sampled
+            responses.append(inputs)
+    return torch.cat(responses, dim=1).tolist()
+
+
+def _fingerprint() -> str:
+    """Hash of this file, the problems it learns from and is measured on, and the libraries that compute with them."""
+    task = Addition(SEED)
+    parts = [Path(__file__).read_text()]
+    parts += [repr(task.train_problem(index)) for index in range(256)]
+    parts += [repr(problem) for problem in task.eval_problems(NUM_EVAL_PROBLEMS)]
+    parts += [f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(tiny_model_path())

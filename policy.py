@@ -1,0 +1,413 @@
+"""The trained model: load, FSDP2, log-probs of packed tokens, optimizer update, checkpoint.
+
+Weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction) with
+flash-attn where it is installed and torch's own attention otherwise; the CPU computes in float32 with torch's own.
+Methods marked «collective» must be called by all ranks with the same number of micro-batches.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from algos import LOSSES, LossInputs, hyperparameters
+from config import Config
+from packing import MicroBatch, TrainSequence, pack, token_weights
+from token_stats import TokenStats
+
+CHUNK_ROWS = 1024
+"""Trained tokens per pass through the head: the most rows of [tokens, vocabulary] float32 that are ever alive."""
+_UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def sampling_logits(logits: Tensor, targets: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Apply the engine's sampling transform to logits [N, V] float32: temperature, then top-p of what remains.
+
+    The nucleus is the current policy's own and is treated as a constant; outside of it logits are −inf. The sampled
+    token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
+    `processed_logprobs` does it: cut the least likely tokens while their total mass is at most 1 − top_p.
+    """
+    logits = logits / temperature
+    if top_p == 1.0:
+        return logits
+    with torch.no_grad():
+        ascending, order = logits.sort(dim=-1)
+        cut_sorted = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        cut_sorted[:, -1] = False
+        cut = torch.zeros_like(cut_sorted).scatter_(1, order, cut_sorted).scatter_(1, targets[:, None], False)
+    return logits.masked_fill(cut, -math.inf)
+
+
+class TokenLogprobs(nn.Module):
+    """A causal LM that returns the log-probs of trained tokens only, and never [tokens, vocabulary] as a whole."""
+
+    def __init__(self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_rows = chunk_rows
+
+    @property
+    def one_row(self) -> bool:
+        """Whether its attention wants a micro-batch packed into one row."""
+        return self.model.config._attn_implementation == "flash_attention_2"
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        sources: Tensor,
+        targets: Tensor,
+        temperature: float,
+        top_p: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs of the targets and the entropy (no gradient) under the sampling transform, [N] float32 nats.
+
+        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass.
+        """
+        varlen = _varlen_kwargs(position_ids) if self.one_row else {}
+        # Without a mask transformers makes a block-diagonal causal one, a block wherever position_ids restart.
+        outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **varlen)
+        rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
+        head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
+        parts = [
+            checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
+            for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+        logits = self.model.get_output_embeddings()(hidden).float()
+        logits = sampling_logits(logits, targets, temperature, top_p)
+        logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
+        with torch.no_grad():
+            entropy = torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
+        return logprobs, entropy
+
+
+def _varlen_kwargs(position_ids: Tensor) -> dict:
+    """Sequence boundaries of one packed row [1, L], as transformers' flash attention takes them."""
+    starts = torch.nonzero(position_ids[0] == 0).flatten().int()
+    bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+class Policy:
+    """The model, its optimizer and the loss; every rank holds its shard."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        module: TokenLogprobs,
+        reference: TokenLogprobs | None,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.model_path = model_path
+        self.module = module
+        self.reference = reference
+        self.device = device
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self.num_updates = 0
+        options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
+        self._loss = functools.partial(LOSSES[config.algo], **options)
+
+    @property
+    def attention(self) -> str:
+        """Attention implementation in use: flash_attention_2 or sdpa."""
+        return self.module.model.config._attn_implementation
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update: linear warm-up, then constant."""
+        return self.config.lr * min(1.0, (self.num_updates + 1) / max(1, self.config.warmup))
+
+    def train_step(self, updates: list[list[list[TrainSequence]]], policy_version: int) -> dict[str, float]:
+        """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → sequences; collective.
+
+        `policy_version` is that of the weights now. Returns, equal on all ranks: `loss` and `grad_norm` (before
+        clipping), means over the updates; `lr` of the last; and the means of TokenStats over all trained tokens.
+        Raises RuntimeError for a non-finite loss or gradient, for an update without a trained token, and for a token
+        from the future.
+        """
+        packed = [[self._pack(sequences, policy_version) for sequences in update] for update in updates]
+        anchors = [[None] * len(update) for update in packed]
+        if len(packed) > 1:
+            # The clip's anchor is the policy before the first update; with one update that is `logprobs` itself.
+            with torch.no_grad():
+                anchors = [[self._forward(self.module, batch)[0] for batch in update] for update in packed]
+        stats = TokenStats()
+        results = [
+            self._update(update, anchor, policy_version, stats) for update, anchor in zip(packed, anchors, strict=True)
+        ]
+        mean = {name: sum(r[name] for r in results) / len(results) for name in ("loss", "grad_norm")}
+        return {**mean, "lr": results[-1]["lr"], **stats.reduce()}
+
+    @torch.no_grad()
+    def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
+        """Return log-probs of the trained tokens of each micro-batch, flat [N] float32 nats on the CPU; collective.
+
+        Token order is that of the sequences given. `raw` leaves the sampling transform out (temperature 1, top_p 1).
+        """
+        batches = [pack(sequences, self.module.one_row).to(self.device) for sequences in microbatches]
+        return [self._forward(self.module, batch, raw)[0].cpu() for batch in batches]
+
+    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full float32 tensor) one at a time, tied weights once, in fixed order; collective.
+
+        Copy each before taking the next: on one rank it is the live weight.
+        """
+        for name, parameter in self.module.model.named_parameters():
+            yield name, parameter.detach().full_tensor()
+
+    def save(self, path: str) -> None:
+        """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.
+
+        Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
+        """
+        rank = dist.get_rank()
+        state = {}
+        for name, tensor in self.named_full_parameters():
+            if rank == 0:  # the others only help to gather
+                state[name] = tensor.to("cpu", copy=True)
+        failure = [_try_write(self.module.model, self.model_path, state, path) if rank == 0 else None]
+        dist.broadcast_object_list(failure, src=0, device=self.device)
+        if failure[0]:
+            raise OSError(failure[0])
+
+    def _pack(self, sequences: list[TrainSequence], policy_version: int) -> MicroBatch:
+        batch = pack(sequences, self.module.one_row)
+        newest = max(batch.policy_versions.tolist(), default=policy_version)
+        if newest > policy_version:
+            raise RuntimeError(
+                f"a token was sampled by version {newest}, but the trainer is at version {policy_version}: "
+                "versions are stamped or published wrongly"
+            )
+        return batch.to(self.device)
+
+    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy [N] of the trained tokens."""
+        temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
+        scored = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, temperature, top_p)
+        if not torch.is_grad_enabled():
+            module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
+        return scored
+
+    def _update(
+        self, batches: list[MicroBatch], anchors: list[Tensor | None], policy_version: int, stats: TokenStats
+    ) -> dict[str, float]:
+        """Make one optimizer update; return its loss, grad_norm and lr."""
+        totals = [sum(sum(b.num_trained) for b in batches), sum(len(b.num_trained) for b in batches)]
+        total_tokens, total_sequences = self._sum_over_ranks(torch.tensor(totals, dtype=torch.float64)).tolist()
+        if not total_tokens:
+            raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch, anchor in zip(batches, anchors, strict=True):
+            per_token_loss = self._per_token_loss(batch, anchor, policy_version, stats)
+            summed = (per_token_loss * self._weights(batch, total_tokens, total_sequences)).sum()
+            # FSDP averages gradients over ranks, but the weights are global already: undo the average.
+            (summed * dist.get_world_size()).backward()
+            loss += summed.detach()
+        return self._step(float(self._sum_over_ranks(loss)))
+
+    def _weights(self, batch: MicroBatch, total_tokens: float, total_sequences: float) -> Tensor:
+        """Weight [N] of each trained token in the summed loss of the update."""
+        of_sequence = token_weights(
+            list(batch.num_trained),
+            self.config.loss_aggregation,
+            total_tokens,
+            total_sequences,
+            self.config.max_response_tokens,
+        )
+        return torch.tensor(of_sequence, dtype=torch.float32, device=self.device)[batch.sequence_ids]
+
+    def _per_token_loss(
+        self, batch: MicroBatch, anchor: Tensor | None, policy_version: int, stats: TokenStats
+    ) -> Tensor:
+        """Loss [N] of each trained token, KL penalty included; its stats go to `stats`."""
+        logprobs, entropy = self._forward(self.module, batch)
+        if self.reference is not None:
+            with torch.no_grad():
+                ref_logprobs, _ = self._forward(self.reference, batch)
+        if not len(batch.targets):
+            return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
+        anchor = logprobs.detach() if anchor is None else anchor
+        loss, loss_stats = self._loss(
+            LossInputs(logprobs, batch.behavior_logprobs, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
+        )
+        token_stats = _drift(logprobs.detach(), batch.behavior_logprobs) | {"entropy": entropy} | loss_stats
+        if self.reference is not None:
+            kl = _k3(ref_logprobs - logprobs)
+            loss = loss + self.config.kl_coef * kl
+            token_stats["kl_ref"] = kl.detach()
+        stats.add(token_stats, policy_version - batch.policy_versions)
+        return loss
+
+    def _step(self, loss: float) -> dict[str, float]:
+        """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.max_grad_norm)
+        grad_norm = float(norm.full_tensor())
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RuntimeError(
+                f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
+                "look at the rewards, the behavior log-probs and the learning rate"
+            )
+        lr = self.lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_updates += 1
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        values = values.to(self.device)
+        dist.all_reduce(values)
+        return values
+
+
+def _drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
+    """How far the current policy is from the one that sampled, per token [N]: k1, k3 (nats) and the ratio's moments.
+
+    Estimators of KL(behavior ‖ current) from samples of behavior: Schulman, «Approximating KL divergence», 2020.
+    """
+    log_ratio = logprobs - behavior_logprobs
+    ratio = log_ratio.exp()
+    return {"drift/k1": -log_ratio, "drift/k3": _k3(log_ratio), "ratio": ratio, "ratio_squared": ratio**2}
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """k3 = e^x − 1 − x ≥ 0 with x = log q(token) − log p(token), token from p: estimates KL(p ‖ q) in nats."""
+    return log_ratio.expm1() - log_ratio
+
+
+def load_policy(config: Config, device: torch.device) -> Policy:
+    """Load config.model on `device`, sharded over all ranks; collective, in an initialised process group.
+
+    With kl_coef > 0 a second, frozen copy is the reference. Raises ValueError, at once, for a missing or unfit model.
+    """
+    path = resolve_model(config.model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    module = _load_sharded(path, mesh, device)
+    reference = _load_sharded(path, mesh, device).requires_grad_(False) if config.kl_coef > 0 else None
+    return Policy(config, path, module, reference, device)
+
+
+def attention_implementation(device: torch.device) -> str:
+    """Return flash_attention_2 on a GPU with flash-attn installed, else sdpa (torch's own)."""
+    has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if has_flash else "sdpa"
+
+
+def resolve_model(model: str) -> str:
+    """Return the local folder of a model: a path as it is, or a Hugging Face name's cached or downloaded snapshot.
+
+    Raises ValueError, within seconds also without network, if it is neither.
+    """
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    allowed = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
+    if os.path.isdir(model):
+        if not os.path.exists(os.path.join(model, "config.json")):
+            raise ValueError(f"--model {model}: this folder has no config.json; {allowed}")
+        return model
+    try:
+        return snapshot_download(model, local_files_only=True)
+    except HFValidationError:
+        raise ValueError(f"--model {model}: no such folder; {allowed}") from None
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        HfApi().model_info(model, timeout=10)  # one quick question: the download itself would retry for minutes
+        return snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
+    except (OSError, httpx.HTTPError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"--model {model}: no such folder, not cached, and the hub says: {reason}; {allowed}"
+        ) from None
+
+
+def _load_sharded(path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
+    """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights."""
+    hf_config = AutoConfig.from_pretrained(path)
+    for name in _UNSUPPORTED_HEADS:
+        if getattr(hf_config, name, None) not in (None, 1.0):
+            raise ValueError(
+                f"--model {path}: its head uses {name} = {getattr(hf_config, name)}, which we do not apply"
+            )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, attn_implementation=attention_implementation(device)
+        )
+    module = TokenLogprobs(model.eval())
+    layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
+    if device.type == "cuda":
+        recompute_layers(model, layers)
+    _shard([*layers, module], mesh, device)
+    module.to_empty(device=device)
+    is_reader = dist.get_rank() == 0
+    full = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if is_reader else None
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full.state_dict() if is_reader else {}, options=options)
+    for name, buffer in model.named_buffers():  # rotary frequencies and the like, which no state dict holds
+        if is_reader:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+    return module
+
+
+def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Keep only each layer's input for the backward pass and compute the rest again: memory for time."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
+
+
+def _shard(modules: list[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=mixed if device.type == "cuda" else MixedPrecisionPolicy())
+
+
+def _try_write(model: PreTrainedModel, tokenizer_path: str, state: dict[str, Tensor], path: str) -> str | None:
+    """Write a checkpoint under a temporary name and rename it; return what went wrong, in one line, or None."""
+    partial = path + ".tmp"
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        _check_space(sum(t.nbytes for t in state.values()), folder)
+        if os.path.exists(path):
+            raise FileExistsError(f"{path} exists already")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
+        model.save_pretrained(partial, state_dict=state)
+        AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(partial)
+        os.rename(partial, path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        return f"checkpoint {path} was not written: {' '.join(str(error).split())}"
+    return None
+
+
+def _check_space(weight_bytes: int, folder: str) -> None:
+    """Raise OSError if `folder` has no room for the weights and 32 MB beside them (tokenizer, config)."""
+    needed, free = weight_bytes + 32e6, shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"needs {needed / 1e9:.3f} GB ({weight_bytes / 1e9:.3f} of float32 weights + 0.032), "
+            f"{free / 1e9:.3f} GB free in {folder}; make room or change --runs-dir"
+        )

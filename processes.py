@@ -1,0 +1,71 @@
+"""Small facts about processes that several of ours need: dying with the parent, and dumping stacks."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import psutil
+
+# torchrun's variables would make a child believe that it is a trainer rank.
+TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
+TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+
+def exit_with_parent(poll_s: float = 1.0) -> None:
+    """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death.
+
+    A thread and not PR_SET_PDEATHSIG: that signal fires when the parent's *thread* ends, and ours are started by threads.
+    """
+    starter = multiprocessing.parent_process()  # known even if it died before this process got here
+    parent = os.getppid() if starter is None else starter.pid
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+
+
+def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
+    """The environment with torchrun's variables taken out."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN_PREFIXES)
+    }
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL a process that called os.setsid, and all that it started; those already gone are no error."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # finds children whose parent is dead, too
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for member in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+
+
+def dump_stacks(pid: int) -> None:
+    """Ask a process and its descendants for a dump of their Python stacks, on each one's stderr.
+
+    Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for member in [process, *process.children(recursive=True)]:
+            if _handles_sigusr1(member.pid):
+                os.kill(member.pid, signal.SIGUSR1)
+
+
+def _handles_sigusr1(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            caught = next(line for line in status if line.startswith("SigCgt:"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

@@ -1,0 +1,100 @@
+"""The trainer's side of publishing: which version, when, and the probe that proves the engine got it right."""
+
+import collections
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from config import Config
+from controller import Announcement, Controller
+from data.records import Group
+from packing import TrainSequence
+from policy import Policy
+
+NUM_PROBES = 4
+MAX_PROBE_TOKENS = 256
+
+
+class Publisher:
+    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only rank 0's has a controller."""
+
+    def __init__(self, config: Config, policy: Policy, controller: Controller | None, transport):
+        self.config, self.policy = config, policy
+        self.controller, self.transport = controller, transport
+        self._probes: list[TrainSequence] = []
+        self._probe_logprobs: dict[int, list[np.ndarray]] = {}  # version -> the trainer's own
+        self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
+
+    def choose_probes(self, groups: list[Group] | None) -> None:
+        """Take the first trajectories of a batch as the probe, if there is none yet; collective."""
+        if self._probes:
+            return
+        chosen: list = [None]
+        if groups is not None:
+            chosen[0] = [_probe(group.trajectories[0].tokens[:MAX_PROBE_TOKENS]) for group in groups[:NUM_PROBES]]
+        dist.broadcast_object_list(chosen, src=0)
+        self._probes = chosen[0]
+
+    def publish(self, trainer_version: int, evaluate: bool) -> None:
+        """Publish the version that is due after the step which made `trainer_version`; collective.
+
+        With `evaluate` the held-out problems are sampled at the published version.
+        """
+        self._score_probes(trainer_version)
+        version, parameters = trainer_version, self.policy.named_full_parameters()
+        if self.config.publish_delay:
+            version, parameters = self._delayed(trainer_version, parameters)
+        if self.controller is None:
+            for _ in parameters:  # gathering is collective; only rank 0 keeps what it gathers
+                pass
+            return
+        evaluate |= self.controller.withdraw()
+        update_info = self.transport.stage(version, parameters)
+        probe = tuple(tuple(p.tokens.tolist()) for p in self._probes)
+        self.controller.publish(Announcement(version, trainer_version, update_info, probe, evaluate))
+
+    def _delayed(
+        self, trainer_version: int, parameters
+    ) -> tuple[int, list[tuple[str, Tensor]]]:
+        """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
+        is_leader = self.controller is not None
+        copies = [(name, tensor.to("cpu", copy=True) if is_leader else tensor) for name, tensor in parameters]
+        self._snapshots.append((trainer_version, copies if is_leader else []))
+        while self._snapshots[0][0] < trainer_version - self.config.publish_delay:
+            self._snapshots.popleft()
+        return self._snapshots[0]
+
+    @torch.no_grad()
+    def _score_probes(self, version: int) -> None:
+        if not self._probes:
+            return
+        scores = self.policy.score([[probe] for probe in self._probes], raw=True)
+        self._probe_logprobs[version] = [score.numpy() for score in scores]
+
+    def mismatch(self, engine_logprobs: dict[int, tuple[np.ndarray, ...]]) -> dict[str, float]:
+        """Compare the engine's probe log-probs with the trainer's own at the same version.
+
+        Takes version -> log-probs per probe. Returns `mismatch/*` of the newest version that both have scored, in
+        nats over all probe tokens, or nothing.
+        """
+        versions = sorted(self._probe_logprobs.keys() & engine_logprobs.keys())
+        if not versions:
+            return {}
+        trainer = np.concatenate(self._probe_logprobs[versions[-1]]).astype(np.float64)
+        engine = np.concatenate(engine_logprobs[versions[-1]]).astype(np.float64)
+        for version in [v for v in self._probe_logprobs if v <= versions[-1]]:
+            del self._probe_logprobs[version]
+        gap = trainer - engine
+        return {
+            "mismatch/k3": float(np.mean(np.expm1(gap) - gap)),
+            "mismatch/abs_mean": float(np.abs(gap).mean()),
+            "mismatch/abs_max": float(np.abs(gap).max()),
+        }
+
+
+def _probe(tokens: np.ndarray) -> TrainSequence:
+    """A sequence of which every token but the first is scored, and none is trained on."""
+    unused = np.zeros(len(tokens), dtype=np.float32)
+    return TrainSequence(tokens, np.arange(len(tokens)) > 0, unused, np.zeros(len(tokens), np.int32), 0.0, 0.0)

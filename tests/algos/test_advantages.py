@@ -1,0 +1,96 @@
+import math
+import random
+import typing
+
+import pytest
+import torch
+
+from algos import ADVANTAGES, LOSSES, hyperparameters
+from algos.advantages import EPS
+from config import Advantage, Algo
+
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def std(values):
+    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
+
+
+FORMULAS = {  # of a reward, the rewards of its group, those of the group's other members, and those of the batch
+    "grpo": lambda reward, members, others, batch: (reward - mean(members)) / (std(members) + EPS),
+    "dr_grpo": lambda reward, members, others, batch: reward - mean(members),
+    "rloo": lambda reward, members, others, batch: reward - mean(others),
+    "reinforce": lambda reward, members, others, batch: (reward - mean(batch)) / (std(batch) + EPS),
+}
+
+
+def oracle(name, rewards, groups):
+    """Advantage of each sequence, from the formula, one loop per sequence."""
+    advantages = []
+    for i, reward in enumerate(rewards):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == groups[i] and j != i]
+        advantages.append(FORMULAS[name](reward, members, others, rewards))
+    return advantages
+
+
+def estimate(name, rewards, groups):
+    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).tolist()
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_equal_the_formula_for_groups_of_any_size_and_order(name, seed):
+    rng = random.Random(seed)
+    groups = [g for g in (7, -3, 100, 0) for _ in range(rng.randint(2, 6))]
+    rng.shuffle(groups)
+    rewards = [rng.choice([0.0, 1.0, 0.3, rng.gauss(0, 2)]) for _ in groups]
+    rewards[0] += 1e-3  # no group may be all equal here
+    if any(len({r for r, g in zip(rewards, groups, strict=True) if g == k}) == 1 for k in groups):
+        rewards = [r + i / 10 for i, r in enumerate(rewards)]
+    assert estimate(name, rewards, groups) == pytest.approx(oracle(name, rewards, groups), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -7.3, 1e9])
+def test_a_group_of_equal_rewards_gets_exactly_zero(name, reward):
+    advantages = estimate(name, [reward] * 3 + [0.0, 1.0], [5, 5, 5, 6, 6])
+    assert advantages[:3] == [0.0, 0.0, 0.0]
+    assert advantages[3] < 0 < advantages[4]
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_a_group_of_one_gets_exactly_zero(name):
+    assert estimate(name, [0.7, 0.0, 1.0], [1, 2, 2])[0] == 0.0
+
+
+def test_reinforce_gives_an_equal_group_an_advantage_but_an_equal_batch_exactly_zero():
+    assert estimate("reinforce", [1.0, 1.0, 0.0, 0.0], [1, 1, 2, 2])[0] > 0
+    assert estimate("reinforce", [0.1] * 3, [1, 1, 2]) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_a_reward_that_is_not_finite_is_refused(name):
+    with pytest.raises(RuntimeError, match=r"finite, got .*nan"):
+        estimate(name, [0.0, math.nan], [0, 0])
+
+
+def test_the_dicts_hold_exactly_the_names_that_config_offers():
+    assert set(LOSSES) == set(typing.get_args(Algo))
+    assert set(ADVANTAGES) == set(typing.get_args(Advantage))
+
+
+def test_set_options_reach_the_loss_that_takes_them():
+    assert hyperparameters("grpo", {"clip_low": None, "clip_high": 0.3}) == {"clip_high": 0.3}
+    assert hyperparameters("reinforce", {"clip_low": None, "clip_high": None}) == {}
+
+
+def test_an_option_the_loss_does_not_take_is_an_error_naming_those_that_do():
+    with pytest.raises(ValueError, match=r"--clip-high 0.3 has no meaning for --algo reinforce.*grpo, tis"):
+        hyperparameters("reinforce", {"clip_high": 0.3})
+    with pytest.raises(ValueError, match="option of no loss"):
+        hyperparameters("grpo", {"nonsense": 1})

@@ -1,0 +1,41 @@
+import torch
+from loss_checks import (
+    check_on_policy_gradient,
+    check_stats,
+    check_tokens_are_independent,
+    check_values_and_gradients,
+    one_token,
+    random_inputs,
+)
+
+from algos import LOSSES
+
+loss = LOSSES["reinforce"]
+
+
+def oracle(logprob, held, behavior, advantage):
+    return -advantage * logprob
+
+
+def test_values_and_gradients_equal_the_formula():
+    check_values_and_gradients(loss, oracle, random_inputs())
+
+
+def test_on_policy_it_is_policy_gradient():
+    check_on_policy_gradient(loss, random_inputs())
+
+
+def test_no_token_depends_on_another():
+    check_tokens_are_independent(loss, random_inputs())
+
+
+def test_staleness_changes_the_reported_ratio_but_not_the_gradient():
+    inputs = one_token(log_ratio=3.0, advantage=2.0)
+    losses, stats = loss(inputs)
+    losses.sum().backward()
+    assert inputs.logprobs.grad.item() == -2.0
+    torch.testing.assert_close(stats["ratio"], torch.tensor([3.0], dtype=torch.float64).exp())
+
+
+def test_stats_are_detached_and_per_token():
+    check_stats(loss(random_inputs())[1], {"ratio"}, 60)

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policy import random_sequences
+
+from packing import TrainSequence, distribute, first_fit_decreasing, pack, split_into_microbatches, token_weights
+
+LENGTHS = st.lists(st.integers(1, 50), max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(50, 200))
+def test_a_split_holds_every_sequence_once_within_the_budget_and_equal_counts_on_all_ranks(lengths, ranks, budget):
+    split = split_into_microbatches(lengths, ranks, budget)
+    assert len(split) == ranks
+    assert len({len(microbatches) for microbatches in split}) == 1
+    assert sorted(i for rank in split for members in rank for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= budget for rank in split for members in rank)
+
+
+@given(LENGTHS.filter(bool), st.integers(1, 5))
+def test_ranks_differ_by_at_most_the_longest_sequence(lengths, ranks):
+    loads = [sum(lengths[i] for m in rank for i in m) for rank in split_into_microbatches(lengths, ranks, 10_000)]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_more_ranks_than_sequences_leaves_some_with_an_empty_microbatch():
+    assert split_into_microbatches([5], 3, 10) == [[[0]], [[]], [[]]]
+    assert split_into_microbatches([], 2, 10) == [[], []]
+
+
+def test_first_fit_decreasing_fills_gaps_with_short_items():
+    assert first_fit_decreasing([3, 7, 4, 6], 10) == [[1, 0], [3, 2]]
+
+
+def test_a_sequence_above_the_budget_is_an_error_with_both_numbers():
+    with pytest.raises(ValueError, match="sequence 1 has 11 tokens, and a micro-batch at most 10"):
+        split_into_microbatches([3, 11], 1, 10)
+
+
+def test_distribute_keeps_updates_apart():
+    sequences = random_sequences(10)
+    shares = distribute([sequences[:4], sequences[4:]], num_ranks=2, max_tokens=48)
+    for update, expected in enumerate([sequences[:4], sequences[4:]]):
+        held = [id(s) for rank in shares for microbatch in rank[update] for s in microbatch]
+        assert sorted(held) == sorted(map(id, expected))
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 12), st.booleans(), st.integers(0, 1000))
+def test_packed_rows_hold_each_sequence_whole_and_point_at_the_token_before_each_target(num, one_row, seed):
+    sequences = random_sequences(num, seed)
+    batch = pack(sequences, one_row)
+    assert batch.input_ids.shape[0] == 1 or not one_row
+    assert batch.input_ids.shape[1] == (sum if one_row else max)(len(s.tokens) for s in sequences)
+    ids, positions = batch.input_ids.flatten().numpy(), batch.position_ids.flatten().numpy()
+    for s, sequence in enumerate(sequences):
+        places = np.flatnonzero(sequence.loss_mask)
+        mine = batch.sequence_ids.numpy() == s
+        source = batch.sources.numpy()[mine]
+        start = source[0] - positions[source[0]]
+        assert (ids[start : start + len(sequence.tokens)] == sequence.tokens).all()
+        assert (positions[start : start + len(sequence.tokens)] == np.arange(len(sequence.tokens))).all()
+        assert (source == start + places - 1).all()
+        assert (batch.targets.numpy()[mine] == sequence.tokens[places]).all()
+        assert (batch.behavior_logprobs.numpy()[mine] == sequence.behavior_logprobs[places]).all()
+        assert (batch.policy_versions.numpy()[mine] == sequence.policy_versions[places]).all()
+        assert batch.num_trained[s] == len(places) == sequence.num_trained
+
+
+def test_short_rows_waste_little():
+    sequences = random_sequences(200)
+    batch = pack(sequences, one_row=False)
+    assert sum(len(s.tokens) for s in sequences) / batch.input_ids.numel() > 0.9
+
+
+def test_a_sequence_without_trained_tokens_is_read_but_not_numbered():
+    a, b, c = random_sequences(3)
+    silent = TrainSequence(b.tokens, np.zeros(len(b.tokens), bool), b.behavior_logprobs, b.policy_versions, 1.0, 1.0)
+    batch = pack([a, silent, c], one_row=False)
+    assert batch.num_trained == (a.num_trained, c.num_trained)
+    assert batch.sequence_ids.unique().tolist() == [0, 1]
+
+
+def test_nothing_packs_into_one_token_to_read_and_none_to_train():
+    batch = pack([], one_row=True)
+    assert batch.input_ids.tolist() == [[0]] and batch.targets.shape == batch.sources.shape == (0,)
+
+
+def test_a_trained_first_token_is_refused():
+    one = np.ones(2, bool)
+    with pytest.raises(RuntimeError, match="nothing predicts it"):
+        pack([TrainSequence(np.zeros(2, np.int64), one, np.zeros(2, np.float32), np.zeros(2, np.int32), 0, 0)], True)
+
+
+def test_token_weights_are_those_of_each_aggregation():
+    lengths = [4, 1]  # of an update that has 10 tokens in 5 sequences, elsewhere included
+    assert token_weights(lengths, "token_mean", 10, 5, 8) == [1 / 10, 1 / 10]
+    assert token_weights(lengths, "sequence_mean", 10, 5, 8) == [1 / 20, 1 / 5]
+    assert token_weights(lengths, "constant", 10, 5, 8) == [1 / 40, 1 / 40]
+    with pytest.raises(ValueError, match="got 'median'"):
+        token_weights(lengths, "median", 10, 5, 8)

@@ -1,0 +1,483 @@
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from tiny_policy import VOCAB, error_of, first_gradient, random_sequences, run_on_two_ranks, save_tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
+from transformers import LlamaForCausalLM as Llama
+
+from config import Config
+from packing import distribute, pack
+from policy import TokenLogprobs, load_policy, recompute_layers, resolve_model, sampling_logits
+
+CPU = torch.device("cpu")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp("tied")), tied=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp("untied")), tied=False)
+
+
+def make_config(model, **options):
+    """No gradient clipping and a wide loss clip, so that gradients can be compared with a plain sum."""
+    return Config(**{"model": model, "algo": "tis", "clip_high": 10.0, "max_grad_norm": 1e9, **options})
+
+
+def share_of(sequences, budget=100_000):
+    return distribute([sequences], 1, budget)[0]
+
+
+def plain_logits(path, tokens):
+    """Logits [T, V] of one unpacked sequence, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    return model(torch.from_numpy(tokens)[None]).logits[0]
+
+
+def plain_logprobs(path, sequences, transform=lambda row, target: row):
+    """Log-probs of the trained tokens, sequence by sequence and token by token."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    logprobs = []
+    for sequence in sequences:
+        logits = model(torch.from_numpy(sequence.tokens)[None]).logits[0]
+        for t in np.flatnonzero(sequence.loss_mask):
+            target = int(sequence.tokens[t])
+            logprobs.append(torch.log_softmax(transform(logits[t - 1], target), dim=-1)[target])
+    return torch.stack(logprobs)
+
+
+def brute_force_nucleus(row, target, temperature, top_p):
+    """Keep the likeliest tokens until they hold top_p, and the sampled one; −inf elsewhere."""
+    row = row / temperature
+    kept, mass = {target}, 0.0
+    probs = row.double().softmax(dim=-1)
+    for token in sorted(range(len(row)), key=lambda i: -float(row[i])):
+        if mass >= top_p:
+            break
+        kept.add(token)
+        mass += float(probs[token])
+    return torch.tensor([float(row[i]) if i in kept else -math.inf for i in range(len(row))])
+
+
+# Log-probs
+
+
+@pytest.mark.parametrize("budget", [30, 150, 100_000])
+@pytest.mark.parametrize("tying", ["tied", "untied"])
+def test_packed_logprobs_equal_those_of_single_sequences(tying, budget, request):
+    path = request.getfixturevalue(tying)
+    microbatches = share_of(random_sequences(20), budget)[0]
+    policy = load_policy(make_config(path), CPU)
+    for sequences, scores in zip(microbatches, policy.score(microbatches, raw=True), strict=True):
+        torch.testing.assert_close(scores, plain_logprobs(path, sequences), rtol=1e-5, atol=1e-5)
+
+
+def test_one_long_row_gives_the_same_logprobs_as_short_rows(tied):
+    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(tied).eval())
+    sequences = random_sequences(12)
+    results = []
+    for one_row in (True, False):
+        batch = pack(sequences, one_row)
+        results.append(module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)[0])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.8), (1.3, 0.35), (1.0, 1e-6)])
+def test_score_applies_the_sampling_transform(tied, temperature, top_p):
+    sequences = random_sequences(4, max_tokens=10)
+    policy = load_policy(make_config(tied, temperature=temperature, top_p=top_p), CPU)
+
+    def transform(row, target):
+        return brute_force_nucleus(row, target, temperature, top_p)
+
+    expected = plain_logprobs(tied, sequences, transform)
+    torch.testing.assert_close(policy.score([sequences])[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_nucleus_equals_brute_force_and_always_holds_the_sampled_token(top_p):
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(40, 30, generator=generator)
+    targets = torch.randint(0, 30, (40,), generator=generator)
+    result = sampling_logits(logits, targets, 0.9, top_p)
+    expected = [brute_force_nucleus(*pair, 0.9, top_p) for pair in zip(logits, targets.tolist(), strict=True)]
+    torch.testing.assert_close(result, torch.stack(expected))
+    assert torch.isfinite(result.gather(1, targets[:, None])).all()
+
+
+def test_entropy_is_that_of_the_transformed_distribution(tied):
+    sequences = random_sequences(3)
+    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(tied).eval())
+    batch = pack(sequences, one_row=False)
+    args = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
+    _, entropy = module(*args, 1.0, 0.5)
+    rows = plain_logits(tied, sequences[0].tokens)[np.flatnonzero(sequences[0].loss_mask) - 1]
+    for t, row in enumerate(rows):
+        probs = brute_force_nucleus(row, int(batch.targets[t]), 1.0, 0.5).softmax(dim=-1)
+        expected = -sum(p * math.log(p) for p in probs.tolist() if p > 0)
+        assert entropy[t].item() == pytest.approx(expected, abs=1e-4)
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+def test_the_head_in_chunks_gives_the_same_values_and_gradients_as_at_once(tied, chunk_rows):
+    batch = pack(random_sequences(8), one_row=False)
+    results = []
+    for rows in (100_000, chunk_rows):
+        module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(tied).eval(), rows)
+        logprobs, _ = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 0.8, 0.9)
+        logprobs.sum().backward()
+        results.append((logprobs, [p.grad for p in module.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most rows of any tensor whose last dimension is the vocabulary, forwards and backwards."""
+
+    most_rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == VOCAB:
+                self.most_rows = max(self.most_rows, tensor.numel() // VOCAB)
+        return result
+
+
+def test_no_tensor_of_all_tokens_by_the_vocabulary_ever_exists(untied):
+    batch = pack(random_sequences(60), one_row=False)
+    assert len(batch.targets) > 500
+    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(untied).eval(), chunk_rows=100)
+    with LargestTensor() as largest:
+        args = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
+        module(*args, 0.9, 0.9)[0].sum().backward()
+    assert largest.most_rows == 100  # and the weight itself, transposed, has 64
+
+
+def test_llama_works_as_well_as_qwen(tmp_path):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    Llama(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path)
+    sequences = random_sequences(6)
+    scores = load_policy(make_config(str(tmp_path)), CPU).score([sequences], raw=True)[0]
+    torch.testing.assert_close(scores, plain_logprobs(str(tmp_path), sequences), rtol=1e-5, atol=1e-5)
+
+
+# Gradients
+
+
+def plain_gradient(path, sequences, aggregation, max_response_tokens):
+    """Gradient of the TIS loss by its definition: one sequence at a time, unpacked, unsharded."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    trained = [s for s in sequences if s.num_trained]
+    loss = 0.0
+    for s in trained:
+        logprobs = torch.log_softmax(model(torch.from_numpy(s.tokens)[None]).logits[0], dim=-1)
+        of_tokens = []
+        for t in np.flatnonzero(s.loss_mask):
+            logprob = logprobs[t - 1, int(s.tokens[t])]
+            weight = min(math.exp(logprob.item() - float(s.behavior_logprobs[t])), 10.0)
+            of_tokens.append(-weight * s.advantage * logprob)
+        divisor = {
+            "token_mean": sum(s.num_trained for s in trained),
+            "sequence_mean": len(trained) * s.num_trained,
+            "constant": len(trained) * max_response_tokens,
+        }[aggregation]
+        loss = loss + sum(of_tokens) / divisor
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same_gradient(actual, expected, relative=1e-5):
+    """Each parameter's error is small beside the largest entry of its gradient."""
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).abs().max().item()
+        assert error <= relative * gradient.abs().max().item(), (name, error)
+
+
+@pytest.mark.parametrize("budget", [24, 75, 100_000])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradient_is_that_of_the_definition_for_any_microbatch_budget(untied, aggregation, budget):
+    sequences = random_sequences(17, seed=3)
+    policy = load_policy(make_config(untied, loss_aggregation=aggregation), CPU)
+    metrics = policy.train_step(share_of(sequences, budget), policy_version=12)
+    loss, gradient = plain_gradient(untied, sequences, aggregation, policy.config.max_response_tokens)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert_same_gradient(first_gradient(policy), gradient)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tied, tmp_path_factory):
+    """What two real gloo ranks found, for each aggregation, and for 3 sequences in 1-sequence micro-batches with KL."""
+    folder = str(tmp_path_factory.mktemp("two_ranks"))
+    cases = [(make_config(tied, loss_aggregation=a), [random_sequences(17, seed=3)], 60) for a in AGGREGATIONS]
+    cases.append((make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2), [random_sequences(3, seed=5)] * 2, 24))
+    mp.spawn(run_on_two_ranks, args=(folder, cases), nprocs=2)
+    return cases, torch.load(os.path.join(folder, "results.pt")), folder
+
+
+@pytest.mark.parametrize("case", range(len(AGGREGATIONS)), ids=AGGREGATIONS)
+def test_two_ranks_give_the_gradient_and_metrics_of_one(two_ranks, case):
+    cases, found, _ = two_ranks
+    config, updates, _ = cases[case]
+    metrics, gradient = found["results"][case]
+    policy = load_policy(config, CPU)
+    expected = policy.train_step(share_of(updates[0]), policy_version=12)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert_same_gradient(gradient, first_gradient(policy))
+    plain = plain_gradient(config.model, updates[0], config.loss_aggregation, config.max_response_tokens)[1]
+    assert_same_gradient(gradient, plain)
+
+
+def test_a_rank_without_sequences_keeps_the_others_company(two_ranks):
+    cases, found, _ = two_ranks
+    config, updates, budget = cases[-1]
+    assert [] in distribute(updates, 2, budget)[1][0]
+    policy = load_policy(config, CPU)
+    expected = policy.train_step(distribute(updates, 1, 1000)[0], policy_version=12)
+    # After the first AdamW update, whose steps are near ±lr whatever the gradient's size, rounding is amplified.
+    assert found["results"][-1][0] == pytest.approx(expected, rel=1e-2, abs=1e-4)
+
+
+def test_two_ranks_save_one_loadable_checkpoint_and_both_hear_of_a_failure(two_ranks):
+    _, found, folder = two_ranks
+    AutoModelForCausalLM.from_pretrained(os.path.join(folder, "step_1"))
+    for exists, not_finite in found["errors"]:
+        assert exists.startswith("OSError: checkpoint") and "exists already" in exists
+        assert not_finite.startswith("RuntimeError: loss nan")
+
+
+def test_recomputing_layers_changes_no_gradient(tied):
+    batch = pack(random_sequences(5), one_row=False)
+    gradients = []
+    for recompute in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(tied).eval()
+        if recompute:
+            recompute_layers(model, list(model.model.layers))
+        args = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
+        TokenLogprobs(model)(*args, 1.0, 1.0)[0].sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same_gradient(*gradients)
+
+
+# Updates
+
+
+def test_updates_raise_the_probability_of_what_was_good_and_lower_that_of_what_was_bad(tied):
+    sequences = [replace(s, advantage=(1.0, -1.0)[i % 2]) for i, s in enumerate(random_sequences(10, max_tokens=12))]
+    policy = load_policy(make_config(tied, algo="reinforce", clip_high=None, lr=1e-3, warmup=0), CPU)
+    before = [policy.score([[s]])[0].mean() for s in sequences]
+    for version in range(5):
+        policy.train_step(share_of(sequences), 12 + version)
+    for i, s in enumerate(sequences):
+        change = policy.score([[s]])[0].mean() - before[i]
+        assert change > 0 if s.advantage > 0 else change < 0
+
+
+def test_learning_rate_warms_up_linearly(tied):
+    policy = load_policy(make_config(tied, lr=0.01, warmup=4), CPU)
+    rates = [policy.train_step(share_of(random_sequences(2)), 12)["lr"] for _ in range(6)]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+def test_gradient_norm_is_reported_before_clipping_and_the_step_is_clipped(tied):
+    sequences = random_sequences(5)
+    free, clipped = (load_policy(make_config(tied, max_grad_norm=m), CPU) for m in (1e9, 0.01))
+    norms = [policy.train_step(share_of(sequences), 12)["grad_norm"] for policy in (free, clipped)]
+    assert norms[0] == norms[1] > 0.01
+    taken = math.sqrt(sum(float(g.square().sum()) for g in first_gradient(clipped).values()))
+    assert taken == pytest.approx(0.01, rel=1e-3)
+
+
+def test_drift_and_ratio_are_those_of_behavior_against_current_policy(tied):
+    sequences = random_sequences(6)
+    policy = load_policy(make_config(tied, clip_high=1.0), CPU)
+    logprobs = policy.score([sequences])[0].double().tolist()
+    behavior = np.concatenate([s.behavior_logprobs[s.loss_mask] for s in sequences]).astype(float).tolist()
+    metrics = policy.train_step([[sequences]], policy_version=12)
+    ratios = [math.exp(p - b) for p, b in zip(logprobs, behavior, strict=True)]
+    n = len(ratios)
+    assert metrics["tokens"] == n
+    assert metrics["ratio"] == pytest.approx(sum(ratios) / n, rel=1e-4)
+    assert metrics["drift/k1"] == pytest.approx(-sum(map(math.log, ratios)) / n, rel=1e-4)
+    assert metrics["drift/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / n, rel=1e-4)
+    assert metrics["weight"] == pytest.approx(sum(min(r, 1) for r in ratios) / n, rel=1e-4)
+    assert metrics["ess"] == pytest.approx(sum(ratios) ** 2 / (n * sum(r * r for r in ratios)), rel=1e-4)
+    assert sum(v for name, v in metrics.items() if name.startswith("tokens/lag_")) == n
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_proximal_logprobs_are_those_of_the_step_s_start(tied, minibatches):
+    sequences = random_sequences(8)
+    updates = [sequences[: 8 // minibatches], sequences[8 // minibatches :]][:minibatches]
+    policy = load_policy(make_config(tied, minibatches=minibatches, lr=0.05, warmup=0), CPU)
+    at_start = [policy.score([update])[0] for update in updates]
+    seen = []
+
+    def record(inputs):
+        seen.append(inputs)
+        return -inputs.advantages * inputs.logprobs, {}
+
+    policy._loss = record
+    policy.train_step([[update] for update in updates], policy_version=12)
+    for inputs, expected in zip(seen, at_start, strict=True):
+        torch.testing.assert_close(inputs.proximal_logprobs, expected)
+        assert not inputs.proximal_logprobs.requires_grad
+    assert torch.allclose(seen[0].logprobs, seen[0].proximal_logprobs, atol=1e-5)
+    if minibatches == 2:
+        assert not torch.allclose(seen[1].logprobs, seen[1].proximal_logprobs, atol=1e-3)
+
+
+def test_kl_penalty_is_zero_at_the_start_and_pulls_back_later(tied):
+    sequences = random_sequences(6)
+    ends = []
+    for kl_coef in (1e-9, 10.0):
+        policy = load_policy(make_config(tied, kl_coef=kl_coef, algo="reinforce", clip_high=None, lr=3e-3), CPU)
+        divergences = [policy.train_step(share_of(sequences), 12)["kl_ref"] for _ in range(8)]
+        assert abs(divergences[0]) < 1e-6 and all(d >= 0 for d in divergences)
+        ends.append(divergences[-1])
+    assert ends[1] < ends[0] / 3
+
+
+@pytest.mark.parametrize("field", ["advantage", "behavior_logprobs"])
+def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(tied, field):
+    first, *rest = random_sequences(4)
+    value = math.nan if field == "advantage" else np.full(len(first.tokens), math.nan, np.float32)
+    policy = load_policy(make_config(tied), CPU)
+    before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+    with pytest.raises(RuntimeError, match=r"loss nan and gradient norm nan at update 0 must be finite"):
+        policy.train_step(share_of([replace(first, **{field: value}), *rest]), policy_version=12)
+    for name, tensor in policy.named_full_parameters():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(tied):
+    sequences = random_sequences(3)
+    policy = load_policy(make_config(tied), CPU)
+    newest = max(int(s.policy_versions.max()) for s in sequences)
+    with pytest.raises(RuntimeError, match=f"sampled by version {newest}, but the trainer is at version {newest - 1}"):
+        policy.train_step(share_of(sequences), policy_version=newest - 1)
+    silent = [replace(s, loss_mask=np.zeros(len(s.tokens), bool)) for s in sequences]
+    with pytest.raises(RuntimeError, match="no trained token"):
+        policy.train_step(share_of(silent), policy_version=newest)
+
+
+# Publishing and checkpoints
+
+
+@pytest.mark.parametrize("tying", ["tied", "untied"])
+def test_parameters_have_the_names_and_values_of_the_saved_model_each_once(tying, request):
+    path = request.getfixturevalue(tying)
+    policy = load_policy(make_config(path), CPU)
+    policy.score([random_sequences(2)])  # a forward pass must not leave gathered weights behind
+    published = list(policy.named_full_parameters())
+    saved = load_file(os.path.join(path, "model.safetensors"))
+    assert sorted(name for name, _ in published) == sorted(saved)
+    for name, tensor in published:
+        assert torch.equal(tensor, saved[name])
+
+
+@pytest.mark.parametrize("tying", ["tied", "untied"])
+def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(tying, request, tmp_path):
+    path, saved = request.getfixturevalue(tying), str(tmp_path / "checkpoints" / "step_3")
+    sequences = random_sequences(3)
+    policy = load_policy(make_config(path, lr=0.01), CPU)
+    policy.train_step(share_of(sequences), policy_version=12)
+    policy.save(saved)
+    scores = policy.score([sequences], raw=True)[0]
+    torch.testing.assert_close(plain_logprobs(saved, sequences), scores, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(plain_logprobs(path, sequences), scores, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(saved).get_vocab() == AutoTokenizer.from_pretrained(path).get_vocab()
+    assert AutoModelForCausalLM.from_pretrained(saved).config.architectures == ["Qwen3ForCausalLM"]
+    assert os.listdir(tmp_path / "checkpoints") == ["step_3"]
+
+
+def test_a_save_clears_what_a_killed_one_left(tied, tmp_path):
+    (tmp_path / "step_1.tmp").mkdir()
+    (tmp_path / "step_1.tmp" / "model.safetensors").write_text("half")
+    load_policy(make_config(tied), CPU).save(str(tmp_path / "step_1"))
+    assert os.listdir(tmp_path) == ["step_1"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
+
+
+def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(tied, tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs here")
+    try:
+        message = error_of(load_policy(make_config(tied), CPU).save, str(tmp_path / "step_1"))
+        assert message.startswith("OSError: checkpoint") and "\n" not in message
+        assert f"needs 0.033 GB (0.001 of float32 weights + 0.032), 0.001 GB free in {tmp_path}" in message
+        assert os.listdir(tmp_path) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+WRITE_WITH_A_FILE_SIZE_LIMIT = """
+import resource, signal, sys
+import torch, torch.distributed as dist
+from config import Config
+from policy import load_policy
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+policy = load_policy(Config(model=sys.argv[1]), torch.device("cpu"))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    policy.save(sys.argv[2])
+except OSError as error:
+    print(f"OSError: {error}")
+"""
+
+
+def test_a_write_that_fails_halfway_leaves_no_checkpoint_and_one_line(tied, tmp_path):
+    run = [sys.executable, "-c", WRITE_WITH_A_FILE_SIZE_LIMIT, tied, str(tmp_path / "step_1")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert "File too large" in done.stdout, done.stderr
+    assert len(done.stdout.strip().splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+# Models that are not there
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "no-such-model", "nobody/no-such-model", "a/b/c", "bad name!"])
+def test_a_missing_model_is_one_line_within_seconds(name):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="--model") as caught:
+        resolve_model(name)
+    assert name in str(caught.value) and "Qwen/Qwen3-8B-Base" in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - start < 15
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_head_that_we_would_compute_wrongly_is_refused(tmp_path):
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "head_dim": 8}
+    Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"final_logit_softcapping = 30.0"):
+        load_policy(make_config(str(tmp_path)), CPU)

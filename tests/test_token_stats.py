@@ -1,0 +1,45 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from token_stats import TokenStats
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_means_are_over_all_tokens_and_over_those_of_each_lag():
+    lags = [0, 1, 2, 3, 4, 5, 8, 9, 100]
+    values = [float(2**i) for i in range(9)]
+    stats = TokenStats()
+    stats.add({"x": torch.tensor(values[:4])}, torch.tensor(lags[:4]))
+    stats.add({"x": torch.tensor(values[4:])}, torch.tensor(lags[4:]))
+    metrics = stats.reduce()
+    assert metrics["x"] == sum(values) / 9 and metrics["tokens"] == 9
+    by_lag = {name.removeprefix("x/lag_"): mean for name, mean in metrics.items() if name.startswith("x/lag_")}
+    assert by_lag == {"0": 1.0, "1": 2.0, "2": 4.0, "3-4": 12.0, "5-8": 48.0, "9+": 192.0}
+
+
+def test_buckets_without_tokens_are_absent():
+    stats = TokenStats()
+    stats.add({"x": torch.tensor([1.0])}, torch.tensor([2]))
+    assert set(stats.reduce()) == {"x", "tokens", "x/lag_2", "tokens/lag_2"}
+
+
+def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one():
+    def ess(weights):
+        stats = TokenStats()
+        ratio = torch.tensor(weights)
+        stats.add({"ratio": ratio, "ratio_squared": ratio**2}, torch.zeros(len(weights), dtype=torch.int64))
+        return stats.reduce()["ess"]
+
+    assert ess([3.0] * 5) == pytest.approx(1.0)
+    assert ess([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+def test_stats_of_no_tokens_are_empty():
+    assert TokenStats().reduce() == {}

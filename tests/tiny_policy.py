@@ -1,0 +1,104 @@
+"""A tiny random Qwen3 with a tokenizer, random sequences, and the body of a second rank, for packing and policy."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from config import Config
+from packing import TrainSequence, distribute
+from policy import Policy, load_policy
+
+VOCAB = 150
+
+
+def save_tiny_model(path: str, tied: bool = True) -> str:
+    """Write a random 2-layer Qwen3 (hidden 64, vocabulary 150) and a tokenizer to `path`."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,  # far from uniform, so that an error in any token shows
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    words = {f"t{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
+    return os.fspath(path)
+
+
+def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: int = 24) -> list[TrainSequence]:
+    """Sequences of random tokens with a prompt of 2, a gap in the loss mask, and off-policy behavior log-probs."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(num):
+        length = int(rng.integers(min_tokens, max_tokens + 1))
+        mask = np.arange(length) >= 2
+        if length > 8:
+            mask[5:7] = False
+        sequences.append(
+            TrainSequence(
+                tokens=rng.integers(0, VOCAB, length),
+                loss_mask=mask,
+                behavior_logprobs=np.where(mask, -5 + rng.normal(size=length) / 10, 0.0).astype(np.float32),
+                policy_versions=np.where(mask, rng.integers(0, 12, length), -1).astype(np.int32),
+                advantage=float(rng.normal()),
+                reward=float(rng.random()),
+            )
+        )
+    return sequences
+
+
+def first_gradient(policy: Policy) -> dict[str, torch.Tensor]:
+    """Full gradient of the first update by parameter name, read from AdamW's first moment: (1 − β1)·gradient."""
+    beta1 = policy.optimizer.defaults["betas"][0]
+    return {
+        name: policy.optimizer.state[parameter]["exp_avg"].full_tensor() / (1 - beta1)
+        for name, parameter in policy.module.model.named_parameters()
+    }
+
+
+def run_on_two_ranks(rank: int, folder: str, cases: list[tuple[Config, list[list[TrainSequence]], int]]) -> None:
+    """Body of a spawned rank: train one step per (config, updates, token budget), then save and fail in known ways.
+
+    Rank 0 writes `results.pt`: the metrics and first gradient of each case, and the errors that each rank met.
+    """
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    results = []
+    for config, updates, budget in cases:
+        policy = load_policy(config, torch.device("cpu"))
+        metrics = policy.train_step(distribute(updates, 2, budget)[rank], policy_version=12)
+        results.append((metrics, first_gradient(policy)))
+    policy.save(os.path.join(folder, "step_1"))
+    mine = [error_of(policy.save, os.path.join(folder, "step_1"))]
+    broken = replace(updates[0][0], advantage=float("nan"))
+    share = distribute([[broken, *updates[0]]], 2, cases[-1][2])[rank]
+    mine.append(error_of(policy.train_step, share, 12))
+    errors = [None, None]
+    dist.all_gather_object(errors, mine)
+    if rank == 0:
+        torch.save({"results": results, "errors": errors}, os.path.join(folder, "results.pt"))
+    dist.destroy_process_group()
+
+
+def error_of(function: Callable, *args) -> str:
+    """Type and message of the error that a call must raise."""
+    try:
+        function(*args)
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{function} raised nothing")

@@ -1,0 +1,56 @@
+"""Per-token training statistics, averaged overall and by lag: how stale the token was when it was trained on."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+_LAST_LAG = (0, 1, 2, 4, 8)  # of each bucket but the last, steps
+
+
+class TokenStats:
+    """Sums by lag bucket: add micro-batches, reduce over ranks once, read means."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}  # name → [6] float64; "tokens" counts
+
+    def add(self, stats: dict[str, Tensor], lags: Tensor) -> None:
+        """Add per-token stats [N] of tokens with `lags` [N] int64, steps."""
+        buckets = torch.bucketize(lags, torch.tensor(_LAST_LAG, device=lags.device))
+        one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
+        values = torch.stack([torch.ones_like(lags, dtype=torch.float64), *(s.double() for s in stats.values())])
+        for name, total in zip(("tokens", *stats), values @ one_hot, strict=True):
+            self._sums[name] = self._sums.get(name, 0.0) + total
+
+    def reduce(self) -> dict[str, float]:
+        """Sum over all ranks (collective) and return the means, per name and as `name/lag_BUCKET` where it has tokens.
+
+        Besides the names given: `ess`, the effective sample size of the weights `ratio` over the number of tokens,
+        (Σr)² / (n·Σr²), where `ratio` and `ratio_squared` were added; `tokens` is a sum, not a mean.
+        """
+        mine = {name: sums.tolist() for name, sums in self._sums.items()}
+        of_ranks: list[dict[str, list[float]] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        # A rank that only ran empty micro-batches knows no names.
+        names = dict.fromkeys(name for sums in of_ranks for name in sums)
+        empty = [0.0] * len(LAG_BUCKETS)
+        sums = {
+            name: [sum(column) for column in zip(*(s.get(name, empty) for s in of_ranks), strict=True)]
+            for name in names
+        }
+        metrics = _means({name: sum(values) for name, values in sums.items()})
+        for i, bucket in enumerate(LAG_BUCKETS):
+            means = _means({name: values[i] for name, values in sums.items()})
+            metrics |= {f"{name}/lag_{bucket}": mean for name, mean in means.items()}
+        return metrics
+
+
+def _means(sums: dict[str, float]) -> dict[str, float]:
+    """Turn sums over n tokens into means; {} where n = 0."""
+    n = sums.get("tokens", 0.0)
+    if not n:
+        return {}
+    means = {name: total / n for name, total in sums.items() if name not in ("tokens", "ratio_squared")}
+    if sums.get("ratio_squared"):
+        means["ess"] = sums["ratio"] ** 2 / (n * sums["ratio_squared"])
+    return means | {"tokens": n}

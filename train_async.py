@@ -1,0 +1,156 @@
+"""Asynchronous RL of a language model: `torchrun train_async.py --algo grpo`.
+
+The trainer is here; rollout runs in processes of its own and does not stop for it. One turn of the loop takes a batch
+of groups that is fresh enough, makes one step on it, and publishes the new weights. Heavy imports are inside functions:
+--help answers at once, and every process that is spawned imports this file.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from config import Config, parse_config
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop."""
+
+
+def train(config: Config) -> None:
+    """Run the whole job; every trainer rank calls this."""
+    import batch
+    from node import start_node
+    from policy import load_policy
+    from publisher import Publisher
+
+    with start_node(config) as node:
+        policy = load_policy(config, node.model_path, node.device)
+        publisher = Publisher(config, policy, node.controller, node.connect(policy))
+        log = StepLog(node, publisher)
+        publisher.publish(0, evaluate=config.eval_every > 0)
+        for step in range(1, config.steps + 1):
+            clock = Clock()
+            groups = node.take_batch()
+            clock.lap("wait")
+            share = batch.share(groups, config)
+            publisher.choose_probes(groups)
+            stats = policy.train_step(share, policy_version=step - 1)
+            clock.lap("train")
+            publisher.publish(step, evaluate=is_due(step, config.eval_every, config.steps))
+            clock.lap("publish")
+            if is_due(step, config.save_every, config.steps):
+                policy.save(node.checkpoint_path(step))
+                clock.lap("save")
+            log.write(step, groups, stats, clock)
+        log.close()
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+class Clock:
+    """Times the phases of one step."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, tuple[float, float]] = {}
+        self.start = self._last = time.time()
+
+    def lap(self, name: str) -> None:
+        """End the phase `name`, which began when the one before it ended."""
+        now = time.time()
+        self.spans[name], self._last = (self._last, now), now
+
+    def seconds(self) -> dict[str, float]:
+        """Duration of each phase and of the step so far, as metrics."""
+        phases = {f"time/{name}_s": end - start for name, (start, end) in self.spans.items()}
+        return phases | {"time/step_s": time.time() - self.start}
+
+
+class StepLog:
+    """Writes a step's metrics, event and sample on rank 0, and does nothing on the others."""
+
+    def __init__(self, node, publisher):
+        from run_directory import Progress
+
+        self.node, self.publisher = node, publisher
+        self.progress = Progress(node.config.steps) if node.is_leader else None
+        self.tokens_before = 0
+
+    def write(self, step: int, groups, stats: dict[str, float], clock: Clock) -> None:
+        """Record the step that just ended; after the last one, wait for its evaluation first."""
+        if not self.node.is_leader:
+            return
+        from metrics import batch_metrics, evaluation_metrics, rollout_metrics, training_metrics
+
+        times = clock.seconds()
+        if step == self.node.config.steps:
+            self.node.controller.finish_evaluations()
+        measured = self.node.controller.drain()
+        metrics = {
+            "step": step,
+            "policy_version": step,
+            "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
+            **batch_metrics(groups, policy_version=step - 1),
+            **evaluation_metrics(measured["evaluations"]),
+            **rollout_metrics(measured, self.tokens_before, times["time/step_s"]),
+            **training_metrics(stats),
+            **self.publisher.mismatch(measured["probes"]),
+            **times,
+        }
+        self.tokens_before = metrics["tokens/generated"]
+        self.node.run.log_metrics(metrics)
+        self.node.run.record("step", step=step, **{name: list(span) for name, span in clock.spans.items()})
+        self._write_sample(step, groups[0].trajectories[0])
+        self.progress.show(metrics)
+
+    def _write_sample(self, step: int, trajectory) -> None:
+        decode, mask = self.node.tokenizer.decode, trajectory.loss_mask
+        self.node.run.log_sample(
+            step=step,
+            group=trajectory.group_id,
+            prompt=decode(trajectory.tokens[~mask]),
+            response=decode(trajectory.tokens[mask]),
+            reward=trajectory.reward,
+            min_version=trajectory.min_version,
+        )
+
+    def close(self) -> None:
+        """Leave the terminal as it was and say where the records are."""
+        if self.node.is_leader:
+            self.progress.close()
+            print(f"finished: {self.node.run.path}", flush=True)
+
+
+def main() -> None:
+    """Parse, train, and turn every way to end into one line and an exit status: 0 is for a finished run only."""
+    config = parse_config()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        train(config)
+    except Interrupted as error:
+        fail(str(error), status=128 + error.args[1])
+    except ValueError as error:
+        fail(str(error), status=2)
+    except (OSError, RuntimeError) as error:
+        fail(str(error), status=1)
+
+
+def _interrupt(number: int, frame) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)  # the way down is not to be interrupted
+    raise Interrupted(f"stopped by {signal.Signals(number).name}", number)
+
+
+def fail(reason: str, status: int) -> None:
+    """Print why the run ends and end it at once: interpreter shutdown would wait for threads that never return."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Publish weights and their version to rollout workers, through vLLM's weight-transfer API; one class per transport.
+
+A transport has the trainer's end here and a `WeightTransferEngine` on vLLM's side. To the rest of the program it is
+
+    transport.backend                     name of the engine on vLLM's side
+    transport.init_info()                 handed once to every engine
+    transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> update_info
+    transport.announce(update_info)       these are the weights for any worker that starts or falls behind
+    transport.acquire(update_info)        one worker is about to read it; release(update_info): it has, or has died
+
+`shm`: two buffers of host memory, made by memfd_create: the kernel frees them with the trainer's last process, so
+nothing can be left behind. `ipc`: the same two buffers in the memory of the GPU that trainer and engine share, sent as
+CUDA IPC handles to vLLM's own engine. `nccl` (separate GPUs) will have the same four methods.
+"""
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 64
+HEADER_BYTES = 4096  # one page: version and checksum, each int64
+CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked every CHECKSUM_INTERVAL versions
+CHECKSUM_INTERVAL = 10
+NO_CHECKSUM = 0
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter as it is sent: its Hugging Face name, dtype and full shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def payload_offsets(specs: list[ParameterSpec]) -> tuple[list[int], int]:
+    """Byte offset of each parameter in a payload, each a multiple of ALIGNMENT, and the payload's size."""
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        end += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[torch.Tensor]:
+    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order."""
+    offsets, _ = payload_offsets(specs)
+    return [
+        payload[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        for start, spec in zip(offsets, specs, strict=True)
+    ]
+
+
+class SharedBuffer:
+    """One version of the weights in shared host memory: a header page, then the parameters."""
+
+    def __init__(self, memory: mmap.mmap, specs: list[ParameterSpec]):
+        self.memory = memory
+        self.specs = specs
+        self.header = torch.frombuffer(memory, dtype=torch.int64, count=2)
+        self.payload = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.views = parameter_views(self.payload, specs)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor that aliases the buffer) of every parameter."""
+        return zip((spec.name for spec in self.specs), self.views, strict=True)
+
+    def checksum(self) -> int:
+        """Sum of the payload as int64 words, wrapping; never NO_CHECKSUM."""
+        return int(self.payload.view(torch.int64).sum()) or 1
+
+    def seal(self, version: int) -> int:
+        """Write the header of a complete payload. Returns the checksum, or NO_CHECKSUM where it is not this one's turn."""
+        due = len(self.payload) < CHECKSUM_EVERY_VERSION_BELOW or version % CHECKSUM_INTERVAL == 0
+        checksum = self.checksum() if due else NO_CHECKSUM
+        self.header[0], self.header[1] = version, checksum
+        return checksum
+
+    def check(self, version: int, checksum: int) -> None:
+        """Raise RuntimeError unless the buffer holds `version` whole, by its header and by its bytes."""
+        found = int(self.header[0])
+        if found != version:
+            raise RuntimeError(f"weight buffer holds version {found}, expected {version}: it was overwritten while in use")
+        if checksum != NO_CHECKSUM and (actual := self.checksum()) != checksum:
+            raise RuntimeError(f"weights of version {version} arrived broken: checksum {actual}, the trainer sent {checksum}")
+
+
+def open_shared_buffer(path: str, specs: list[ParameterSpec]) -> SharedBuffer:
+    """Map a buffer that another process made.
+
+    Raises RuntimeError if its size is not what `specs` need.
+    """
+    expected = HEADER_BYTES + payload_offsets(specs)[1]
+    file = os.open(path, os.O_RDWR)
+    try:
+        if (size := os.fstat(file).st_size) != expected:
+            raise RuntimeError(f"weight buffer {path} has {size} bytes, {len(specs)} parameters need {expected}")
+        return SharedBuffer(mmap.mmap(file, size), specs)
+    finally:
+        os.close(file)
+
+
+class _Slots:
+    """Which of two buffers may be written: not the announced one, and not one that a worker is reading.
+
+    With one worker that is at once true of one of them, so the trainer never waits; several workers that read two
+    versions at the same time can hold both.
+    """
+
+    def __init__(self, num_buffers: int = 2):
+        self.readers = [0] * num_buffers
+        self.announced = -1
+
+    def wait_for_free(self, timeout_s: float) -> int:
+        """Index of a buffer to write. Raises TimeoutError if there is none for `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            free = [i for i, count in enumerate(self.readers) if count == 0 and i != self.announced]
+            if free:
+                return free[0]
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"both weight buffers were still being read after {timeout_s:.0f} s")
+            time.sleep(0.001)
+
+
+class ShmTransport:
+    """Weights through host memory: for CPU workers, and for any worker whose GPU the trainer does not share."""
+
+    backend = "shm"
+
+    def __init__(self, specs: list[ParameterSpec], timeout_s: float):
+        self.specs, self.timeout_s = specs, timeout_s
+        self._slots = _Slots()
+        size = HEADER_BYTES + payload_offsets(specs)[1]
+        self._files, self._buffers = [], []
+        for index in range(2):
+            file = os.memfd_create(f"weights-{index}")
+            os.ftruncate(file, size)
+            self._files.append(file)
+            self._buffers.append(SharedBuffer(mmap.mmap(file, size), specs))
+
+    def init_info(self) -> dict:
+        """What an engine needs once: the buffers' paths and how parameters lie in them."""
+        return {
+            "paths": [f"/proc/{os.getpid()}/fd/{file}" for file in self._files],
+            "names": [spec.name for spec in self.specs],
+            "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in self.specs],
+            "shapes": [list(spec.shape) for spec in self.specs],
+        }
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict:
+        """Copy `parameters` (in the order of the specs) into a free buffer. Returns the update info for `version`.
+
+        Raises TimeoutError if workers hold both buffers for longer than the timeout.
+        """
+        index = self._slots.wait_for_free(self.timeout_s)
+        buffer = self._buffers[index]
+        buffer.header[0] = -1  # a reader that is not meant to be here must not take half a payload for a version
+        copy_parameters(parameters, self.specs, buffer.views)
+        return {"buffer": index, "version": version, "checksum": buffer.seal(version)}
+
+    def announce(self, update_info: dict) -> None:
+        """Keep this update for workers that have yet to read it."""
+        self._slots.announced = update_info["buffer"]
+
+    def acquire(self, update_info: dict) -> None:
+        """Note that one worker is about to read this update."""
+        self._slots.readers[update_info["buffer"]] += 1
+
+    def release(self, update_info: dict) -> None:
+        """Note that one worker has loaded this update, or has died."""
+        self._slots.readers[update_info["buffer"]] -= 1
+
+
+def copy_parameters(
+    parameters: Iterable[tuple[str, torch.Tensor]], specs: list[ParameterSpec], views: list[torch.Tensor]
+) -> None:
+    """Copy each parameter into its view, casting to the dtype that is sent.
+
+    Raises RuntimeError if names or their order differ from `specs`, ValueError if their number does.
+    """
+    for (name, tensor), spec, view in zip(parameters, specs, views, strict=True):
+        if name != spec.name:
+            raise RuntimeError(f"parameter {name!r} arrived where {spec.name!r} was expected: the order must not change")
+        view.copy_(tensor)
+
+
+class IpcTransport:
+    """Weights through the memory of the GPU that trainer and engine share, by vLLM's own CUDA IPC engine.
+
+    Two packed buffers stay allocated; vLLM copies out of them as it loads, so nothing goes through the host. The
+    handle is exported anew for each worker and version, as torch's reference count of an export wants it.
+    """
+
+    backend = "ipc"
+
+    def __init__(self, specs: list[ParameterSpec], timeout_s: float):
+        self.specs, self.timeout_s = specs, timeout_s
+        self._slots = _Slots()
+        self._sizes = [spec.num_bytes for spec in specs]
+        self._buffers = [torch.empty(sum(self._sizes), dtype=torch.uint8, device="cuda") for _ in range(2)]
+
+    def init_info(self) -> dict:
+        """vLLM's engine needs to know only that parameters come packed."""
+        return {"packed": True}
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict:
+        """Copy `parameters` (in the order of the specs) into a free buffer. Returns the update info for `version`.
+
+        Raises TimeoutError if the worker holds both buffers for longer than the timeout.
+        """
+        index = self._slots.wait_for_free(self.timeout_s)
+        copy_parameters(parameters, self.specs, _packed_views(self._buffers[index], self.specs))
+        torch.cuda.synchronize()  # the engine's stream knows nothing of ours
+        return {"buffer": index, "version": version, "message": self._message(index)}
+
+    def _message(self, index: int) -> dict:
+        import base64
+        import pickle
+
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        buffer = self._buffers[index]
+        _, handle = reduce_tensor(buffer)
+        handles = {str(torch.cuda.get_device_properties(buffer.device).uuid): handle}
+        return {
+            "names": [spec.name for spec in self.specs],
+            "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in self.specs],
+            "shapes": [list(spec.shape) for spec in self.specs],
+            "tensor_sizes": self._sizes,
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
+        }
