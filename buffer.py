@@ -88,7 +88,9 @@ class SampleBuffer:
             return
         resident = self._residents.get(trajectory.group_id)
         if resident is None:
-            raise RuntimeError(f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}, which is not resident")
+            raise RuntimeError(
+                f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}, which is not resident"
+            )
         if trajectory.member in resident.members:
             raise RuntimeError(f"member {trajectory.member} of group {trajectory.group_id} arrived twice")
         if trajectory.min_version < resident.version:

@@ -25,6 +25,7 @@ from data.tasks import Problem
 from placement import Placement
 from processes import dump_stacks, kill_session
 from rollout import Abort, Connect, Finished, Ready, Stop, Tickets, Update, Updated, WorkerSpec, run_worker
+from weight_sync import Staged
 
 EVALUATION_GROUP = -1  # group_id of evaluation tickets; they never enter the buffer
 LOG_LINES_SHOWN = 15
@@ -47,7 +48,8 @@ class Worker:
     ready: bool = False
     version: int = -1
     """Version that tickets sent now will be sampled under, at least."""
-    updating: Update | None = None
+    updating: Staged | None = None
+    """Weights that it is loading now."""
     running: dict[int, Ticket] = field(default_factory=dict)
 
 
@@ -59,7 +61,7 @@ class Announcement:
     """Policy version of the weights."""
     trainer_version: int
     """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
-    update_info: dict
+    staged: Staged
     probe: tuple[tuple[int, ...], ...]
     evaluate: bool
 
@@ -141,7 +143,9 @@ class Controller:
         Raises WorkerDied, with the worker's last log lines, if one ends, and RuntimeError after the startup timeout.
         """
         with self._changed:
-            self._wait(lambda: all(w.ready for w in self.workers), self.config.startup_timeout_s, "the workers to start")
+            self._wait(
+                lambda: all(w.ready for w in self.workers), self.config.startup_timeout_s, "the workers to start"
+            )
             self.transport = transport
             for worker in self.workers:
                 worker.outbox.put(Connect(transport.init_info()))
@@ -208,7 +212,7 @@ class Controller:
                     self._on_trajectory(worker, trajectory)
                 self._drop_expired()
             case Updated(version, pause_s, probe_logprobs):
-                self.transport.release(worker.updating.update_info)
+                self.transport.release(worker.updating)
                 worker.updating = None
                 self.pause_s.append(pause_s)
                 if probe_logprobs:
@@ -227,12 +231,14 @@ class Controller:
         if not worker.ready and self.num_restarts == 0:
             raise WorkerDied(f"rollout worker {worker.index} could not start: {reason}")
         if self.num_restarts >= self.config.max_worker_restarts:
-            raise WorkerDied(f"{reason}\nall {self.config.max_worker_restarts} restarts (--max-worker-restarts) are used")
+            raise WorkerDied(
+                f"{reason}\nall {self.config.max_worker_restarts} restarts (--max-worker-restarts) are used"
+            )
         self.num_restarts += 1
         print(f"warning: {reason.splitlines()[0]}; {len(worker.running)} tickets are issued again", flush=True)
         self.record("worker_died", worker=worker.index, exit_code=worker.process.exitcode, tickets=len(worker.running))
         if worker.updating is not None:
-            self.transport.release(worker.updating.update_info)
+            self.transport.release(worker.updating)
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
         self.workers[worker.index] = self._start_worker(worker.index)
@@ -250,7 +256,13 @@ class Controller:
     # Tickets
 
     def _ticket(
-        self, group_id: int, member: int, prompt_tokens: tuple[int, ...], answer: str, min_version: int, attempt: int = 0
+        self,
+        group_id: int,
+        member: int,
+        prompt_tokens: tuple[int, ...],
+        answer: str,
+        min_version: int,
+        attempt: int = 0,
     ) -> Ticket:
         self._next_ticket += 1
         # Evaluation problems have no group of their own; their version takes its place in the seed.
@@ -420,7 +432,7 @@ class Controller:
 
     def _announce(self, announcement: Announcement) -> None:
         self._announced = announcement
-        self.transport.announce(announcement.update_info)
+        self.transport.announce(announcement.staged)
         for worker in self.workers:
             if worker.ready and worker.updating is None and worker.version < announcement.version:
                 self._send_update(worker)
@@ -433,10 +445,10 @@ class Controller:
     def _send_update(self, worker: Worker) -> None:
         """Send the announced weights. Only worker 0 scores the probe: all load the same bytes."""
         probe = self._announced.probe if worker.index == 0 else ()
-        worker.updating = Update(self._announced.version, self._announced.update_info, probe)
+        worker.updating = self._announced.staged
         worker.version = self._announced.version
-        self.transport.acquire(self._announced.update_info)
-        worker.outbox.put(worker.updating)
+        self.transport.acquire(worker.updating)
+        worker.outbox.put(Update(worker.version, worker.updating.message, probe))
 
     def _start_evaluation(self, version: int) -> None:
         tickets = [
@@ -470,7 +482,9 @@ class Controller:
         """Wait until no evaluation is running or to come."""
         with self._changed:
             self._wait(
-                lambda: self._evaluation is None and self._deferred is None, self.config.rollout_timeout_s, "an evaluation"
+                lambda: self._evaluation is None and self._deferred is None,
+                self.config.rollout_timeout_s,
+                "an evaluation",
             )
 
     def drain(self) -> dict:
@@ -479,8 +493,13 @@ class Controller:
             evaluations, self.evaluations = self.evaluations, []
             pauses, self.pause_s = self.pause_s, []
             probes, self.probe_logprobs = self.probe_logprobs, {}
-            return {"evaluations": evaluations, "pause_s": pauses, "probes": probes, "ledger": self.buffer.ledger(),
-                    "num_restarts": self.num_restarts}
+            return {
+                "evaluations": evaluations,
+                "pause_s": pauses,
+                "probes": probes,
+                "ledger": self.buffer.ledger(),
+                "num_restarts": self.num_restarts,
+            }
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""

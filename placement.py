@@ -1,8 +1,8 @@
 """Which process gets which device on this node. Pure but for `visible_gpus`; prints nothing, starts nothing.
 
-    no GPU        trainer ranks and rollout workers share the CPU cores; transport `shm`
-    one GPU       the rollout worker shares it with the trainer rank; transport `ipc`
-    several GPUs  one per trainer rank, the rest to rollout workers; transport `shm` until there is `nccl`
+no GPU        trainer ranks and rollout workers share the CPU cores; transport `shm`
+one GPU       the rollout worker shares it with the trainer rank; transport `ipc`
+several GPUs  one per trainer rank, the rest to rollout workers; transport `shm` until there is `nccl`
 """
 
 import os

@@ -10,7 +10,7 @@ import importlib.util
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -113,17 +113,17 @@ class Policy:
         model_path: str,
         module: TokenLogprobs,
         reference: TokenLogprobs | None,
+        loss: Callable,
         device: torch.device,
     ) -> None:
         self.config = config
         self.model_path = model_path
         self.module = module
         self.reference = reference
+        self.loss = loss
         self.device = device
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.num_updates = 0
-        options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
-        self._loss = functools.partial(LOSSES[config.algo], **options)
 
     @property
     def attention(self) -> str:
@@ -245,7 +245,7 @@ class Policy:
         if not len(batch.targets):
             return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
         anchor = logprobs.detach() if anchor is None else anchor
-        loss, loss_stats = self._loss(
+        loss, loss_stats = self.loss(
             LossInputs(logprobs, batch.behavior_logprobs, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
         )
         token_stats = _drift(logprobs.detach(), batch.behavior_logprobs) | {"entropy": entropy} | loss_stats
@@ -297,13 +297,15 @@ def _k3(log_ratio: Tensor) -> Tensor:
 def load_policy(config: Config, device: torch.device) -> Policy:
     """Load config.model on `device`, sharded over all ranks; collective, in an initialised process group.
 
-    With kl_coef > 0 a second, frozen copy is the reference. Raises ValueError, at once, for a missing or unfit model.
+    With kl_coef > 0 a second, frozen copy is the reference. Raises ValueError, at once, for a missing or unfit
+    model and for an option that the loss does not take.
     """
+    options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
     path = resolve_model(config.model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     module = _load_sharded(path, mesh, device)
     reference = _load_sharded(path, mesh, device).requires_grad_(False) if config.kl_coef > 0 else None
-    return Policy(config, path, module, reference, device)
+    return Policy(config, path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
 
 
 def attention_implementation(device: torch.device) -> str:
@@ -317,8 +319,7 @@ def resolve_model(model: str) -> str:
 
     Raises ValueError, within seconds also without network, if it is neither.
     """
-    import httpx
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     allowed = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
@@ -333,10 +334,9 @@ def resolve_model(model: str) -> str:
     except LocalEntryNotFoundError:
         pass
     try:
-        HfApi().model_info(model, timeout=10)  # one quick question: the download itself would retry for minutes
-        return snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
-    except (OSError, httpx.HTTPError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return snapshot_download(model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
+    except OSError as error:  # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
+        reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"--model {model}: no such folder, not cached, and the hub says: {reason}; {allowed}"
         ) from None
@@ -360,6 +360,12 @@ def _load_sharded(path: str, mesh: DeviceMesh, device: torch.device) -> TokenLog
         recompute_layers(model, layers)
     _shard([*layers, module], mesh, device)
     module.to_empty(device=device)
+    _fill_from_rank_0(model, path)
+    return module
+
+
+def _fill_from_rank_0(model: PreTrainedModel, path: str) -> None:
+    """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole."""
     is_reader = dist.get_rank() == 0
     full = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if is_reader else None
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -368,7 +374,6 @@ def _load_sharded(path: str, mesh: DeviceMesh, device: torch.device) -> TokenLog
         if is_reader:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, src=0)
-    return module
 
 
 def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:

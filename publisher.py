@@ -51,13 +51,11 @@ class Publisher:
                 pass
             return
         evaluate |= self.controller.withdraw()
-        update_info = self.transport.stage(version, parameters)
+        staged = self.transport.stage(version, parameters)
         probe = tuple(tuple(p.tokens.tolist()) for p in self._probes)
-        self.controller.publish(Announcement(version, trainer_version, update_info, probe, evaluate))
+        self.controller.publish(Announcement(version, trainer_version, staged, probe, evaluate))
 
-    def _delayed(
-        self, trainer_version: int, parameters
-    ) -> tuple[int, list[tuple[str, Tensor]]]:
+    def _delayed(self, trainer_version: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
         is_leader = self.controller is not None
         copies = [(name, tensor.to("cpu", copy=True) if is_leader else tensor) for name, tensor in parameters]

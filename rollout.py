@@ -334,7 +334,9 @@ class RolloutWorker:
     async def run_ticket(self, ticket: Ticket) -> None:
         """Generate, score, send back: the whole life of one single-turn trajectory."""
         if self.proxy.version < ticket.min_version:
-            raise RuntimeError(f"ticket {ticket.ticket_id} needs version {ticket.min_version}, got {self.proxy.version}")
+            raise RuntimeError(
+                f"ticket {ticket.ticket_id} needs version {ticket.min_version}, got {self.proxy.version}"
+            )
         started_at = time.time()
         completion = await self.proxy.generate(str(ticket.ticket_id), ticket.prompt_tokens, ticket.seed)
         reward, finish_reason, failure = float("nan"), completion.finish_reason, ""

@@ -1,10 +1,10 @@
 """The directory of one run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
 
-    run.json        command, config, git commit and uncommitted changes, package versions, hardware
-    metrics.jsonl   one line per step, flat names with a slash
-    events.jsonl    spans and moments: trajectories, updates, train steps, waits, deaths
-    samples.jsonl   readable trajectories
-    checkpoints/    step_N/, Hugging Face safetensors
+run.json        command, config, git commit and uncommitted changes, package versions, hardware
+metrics.jsonl   one line per step, flat names with a slash
+events.jsonl    spans and moments: trajectories, updates, train steps, waits, deaths
+samples.jsonl   readable trajectories
+checkpoints/    step_N/, Hugging Face safetensors
 """
 
 import importlib.metadata
@@ -153,7 +153,12 @@ class Progress:
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.description}"))
+            columns = (
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
             self._bar = Progress(*columns)
             self._bar.start()
             self._task = self._bar.add_task("", total=num_steps)

@@ -25,7 +25,9 @@ def train(config: Config) -> None:
     from publisher import Publisher
 
     with start_node(config) as node:
-        policy = load_policy(config, node.model_path, node.device)
+        import dataclasses
+
+        policy = load_policy(dataclasses.replace(config, model=node.model_path), node.device)
         publisher = Publisher(config, policy, node.controller, node.connect(policy))
         log = StepLog(node, publisher)
         publisher.publish(0, evaluate=config.eval_every > 0)
@@ -132,7 +134,7 @@ def main() -> None:
     try:
         train(config)
     except Interrupted as error:
-        fail(str(error), status=128 + error.args[1])
+        fail(error.args[0], status=128 + error.args[1])
     except ValueError as error:
         fail(str(error), status=2)
     except (OSError, RuntimeError) as error:

@@ -4,9 +4,9 @@ A transport has the trainer's end here and a `WeightTransferEngine` on vLLM's si
 
     transport.backend                     name of the engine on vLLM's side
     transport.init_info()                 handed once to every engine
-    transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> update_info
-    transport.announce(update_info)       these are the weights for any worker that starts or falls behind
-    transport.acquire(update_info)        one worker is about to read it; release(update_info): it has, or has died
+    transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
+    transport.announce(staged)            these are the weights for any worker that starts or falls behind
+    transport.acquire(staged)             one worker is about to read them; release(staged): it has, or has died
 
 `shm`: two buffers of host memory, made by memfd_create: the kernel frees them with the trainer's last process, so
 nothing can be left behind. `ipc`: the same two buffers in the memory of the GPU that trainer and engine share, sent as
@@ -40,6 +40,10 @@ class ParameterSpec:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
 
 def payload_offsets(specs: list[ParameterSpec]) -> tuple[list[int], int]:
@@ -89,9 +93,13 @@ class SharedBuffer:
         """Raise RuntimeError unless the buffer holds `version` whole, by its header and by its bytes."""
         found = int(self.header[0])
         if found != version:
-            raise RuntimeError(f"weight buffer holds version {found}, expected {version}: it was overwritten while in use")
+            raise RuntimeError(
+                f"weight buffer holds version {found}, expected {version}: it was overwritten while in use"
+            )
         if checksum != NO_CHECKSUM and (actual := self.checksum()) != checksum:
-            raise RuntimeError(f"weights of version {version} arrived broken: checksum {actual}, the trainer sent {checksum}")
+            raise RuntimeError(
+                f"weights of version {version} arrived broken: checksum {actual}, the trainer sent {checksum}"
+            )
 
 
 def open_shared_buffer(path: str, specs: list[ParameterSpec]) -> SharedBuffer:
@@ -109,37 +117,58 @@ def open_shared_buffer(path: str, specs: list[ParameterSpec]) -> SharedBuffer:
         os.close(file)
 
 
-class _Slots:
+@dataclass(frozen=True)
+class Staged:
+    """Weights that wait in a buffer."""
+
+    buffer: int
+    message: dict
+    """Update info for the engine on vLLM's side."""
+
+
+class _TwoBuffers:
     """Which of two buffers may be written: not the announced one, and not one that a worker is reading.
 
-    With one worker that is at once true of one of them, so the trainer never waits; several workers that read two
-    versions at the same time can hold both.
+    With one worker that is at once true of one of them, so the trainer does not wait, unless the worker is still
+    loading the version before the announced one; several workers may read two versions at the same time.
     """
 
-    def __init__(self, num_buffers: int = 2):
-        self.readers = [0] * num_buffers
-        self.announced = -1
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._readers = [0, 0]
+        self._announced = -1
 
-    def wait_for_free(self, timeout_s: float) -> int:
-        """Index of a buffer to write. Raises TimeoutError if there is none for `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
+    def announce(self, staged: Staged) -> None:
+        """Keep these weights for workers that have yet to read them."""
+        self._announced = staged.buffer
+
+    def acquire(self, staged: Staged) -> None:
+        """Note that one worker is about to read."""
+        self._readers[staged.buffer] += 1
+
+    def release(self, staged: Staged) -> None:
+        """Note that one worker has read, or has died."""
+        self._readers[staged.buffer] -= 1
+
+    def _wait_for_free(self) -> int:
+        deadline = time.monotonic() + self.timeout_s
         while True:
-            free = [i for i, count in enumerate(self.readers) if count == 0 and i != self.announced]
+            free = [i for i, count in enumerate(self._readers) if count == 0 and i != self._announced]
             if free:
                 return free[0]
             if time.monotonic() > deadline:
-                raise TimeoutError(f"both weight buffers were still being read after {timeout_s:.0f} s")
+                raise TimeoutError(f"both weight buffers were still in use after {self.timeout_s:.0f} s")
             time.sleep(0.001)
 
 
-class ShmTransport:
+class ShmTransport(_TwoBuffers):
     """Weights through host memory: for CPU workers, and for any worker whose GPU the trainer does not share."""
 
     backend = "shm"
 
     def __init__(self, specs: list[ParameterSpec], timeout_s: float):
-        self.specs, self.timeout_s = specs, timeout_s
-        self._slots = _Slots()
+        super().__init__(timeout_s)
+        self.specs = specs
         size = HEADER_BYTES + payload_offsets(specs)[1]
         self._files, self._buffers = [], []
         for index in range(2):
@@ -153,59 +182,34 @@ class ShmTransport:
         return {
             "paths": [f"/proc/{os.getpid()}/fd/{file}" for file in self._files],
             "names": [spec.name for spec in self.specs],
-            "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in self.specs],
+            "dtype_names": [spec.dtype_name for spec in self.specs],
             "shapes": [list(spec.shape) for spec in self.specs],
         }
 
-    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict:
-        """Copy `parameters` (in the order of the specs) into a free buffer. Returns the update info for `version`.
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
 
         Raises TimeoutError if workers hold both buffers for longer than the timeout.
         """
-        index = self._slots.wait_for_free(self.timeout_s)
+        index = self._wait_for_free()
         buffer = self._buffers[index]
         buffer.header[0] = -1  # a reader that is not meant to be here must not take half a payload for a version
         copy_parameters(parameters, self.specs, buffer.views)
-        return {"buffer": index, "version": version, "checksum": buffer.seal(version)}
-
-    def announce(self, update_info: dict) -> None:
-        """Keep this update for workers that have yet to read it."""
-        self._slots.announced = update_info["buffer"]
-
-    def acquire(self, update_info: dict) -> None:
-        """Note that one worker is about to read this update."""
-        self._slots.readers[update_info["buffer"]] += 1
-
-    def release(self, update_info: dict) -> None:
-        """Note that one worker has loaded this update, or has died."""
-        self._slots.readers[update_info["buffer"]] -= 1
+        return Staged(index, {"buffer": index, "version": version, "checksum": buffer.seal(version)})
 
 
-def copy_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]], specs: list[ParameterSpec], views: list[torch.Tensor]
-) -> None:
-    """Copy each parameter into its view, casting to the dtype that is sent.
-
-    Raises RuntimeError if names or their order differ from `specs`, ValueError if their number does.
-    """
-    for (name, tensor), spec, view in zip(parameters, specs, views, strict=True):
-        if name != spec.name:
-            raise RuntimeError(f"parameter {name!r} arrived where {spec.name!r} was expected: the order must not change")
-        view.copy_(tensor)
-
-
-class IpcTransport:
+class IpcTransport(_TwoBuffers):
     """Weights through the memory of the GPU that trainer and engine share, by vLLM's own CUDA IPC engine.
 
-    Two packed buffers stay allocated; vLLM copies out of them as it loads, so nothing goes through the host. The
-    handle is exported anew for each worker and version, as torch's reference count of an export wants it.
+    Two packed buffers stay allocated; vLLM copies out of them as it loads, so nothing goes through the host. Their
+    handle is exported anew for each version, as torch's reference count of an export wants it.
     """
 
     backend = "ipc"
 
     def __init__(self, specs: list[ParameterSpec], timeout_s: float):
-        self.specs, self.timeout_s = specs, timeout_s
-        self._slots = _Slots()
+        super().__init__(timeout_s)
+        self.specs = specs
         self._sizes = [spec.num_bytes for spec in specs]
         self._buffers = [torch.empty(sum(self._sizes), dtype=torch.uint8, device="cuda") for _ in range(2)]
 
@@ -213,15 +217,19 @@ class IpcTransport:
         """vLLM's engine needs to know only that parameters come packed."""
         return {"packed": True}
 
-    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict:
-        """Copy `parameters` (in the order of the specs) into a free buffer. Returns the update info for `version`.
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
 
         Raises TimeoutError if the worker holds both buffers for longer than the timeout.
         """
-        index = self._slots.wait_for_free(self.timeout_s)
-        copy_parameters(parameters, self.specs, _packed_views(self._buffers[index], self.specs))
+        index = self._wait_for_free()
+        views = [
+            part.view(spec.dtype).view(spec.shape)
+            for part, spec in zip(self._buffers[index].split(self._sizes), self.specs, strict=True)
+        ]
+        copy_parameters(parameters, self.specs, views)
         torch.cuda.synchronize()  # the engine's stream knows nothing of ours
-        return {"buffer": index, "version": version, "message": self._message(index)}
+        return Staged(index, self._message(index))
 
     def _message(self, index: int) -> dict:
         import base64
@@ -234,8 +242,23 @@ class IpcTransport:
         handles = {str(torch.cuda.get_device_properties(buffer.device).uuid): handle}
         return {
             "names": [spec.name for spec in self.specs],
-            "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in self.specs],
+            "dtype_names": [spec.dtype_name for spec in self.specs],
             "shapes": [list(spec.shape) for spec in self.specs],
             "tensor_sizes": self._sizes,
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }
+
+
+def copy_parameters(
+    parameters: Iterable[tuple[str, torch.Tensor]], specs: list[ParameterSpec], views: list[torch.Tensor]
+) -> None:
+    """Copy each parameter into its view, casting to the dtype that is sent.
+
+    Raises RuntimeError if names or their order differ from `specs`, ValueError if their number does.
+    """
+    for (name, tensor), spec, view in zip(parameters, specs, views, strict=True):
+        if name != spec.name:
+            raise RuntimeError(
+                f"parameter {name!r} arrived where {spec.name!r} was expected: the order must not change"
+            )
+        view.copy_(tensor)

@@ -60,10 +60,9 @@ def _score_gsm8k(answer: str, response: str) -> float:
     """1 if the last number of the response, boxed or not, equals the answer, by math-verify."""
     from math_verify import parse, verify
 
+    float(answer)  # ValueError: math-verify would parse anything
     # No time-outs of its own: they use SIGALRM, and the pool has one.
     gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None, raise_on_error=True)
-    if not gold or isinstance(gold[0], str):
-        raise ValueError(f"the answer of a gsm8k problem is not a number: {answer!r}")
     found = parse(response, parsing_timeout=None, raise_on_error=True)
     return float(verify(gold, found, timeout_seconds=None, raise_on_error=True))
 

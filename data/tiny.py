@@ -1,14 +1,13 @@
 """The `tiny` model: a Qwen3 of 0.1 M parameters that adds, warmed up here in under a minute on two cores.
 
-It is a real checkpoint (transformers and vLLM load it) that leaves reinforcement learning something to do: demonstrations
-are clean at first, and then have wrong digits mixed in, so that the most likely answer is nearly always right and a
-sampled one seldom is. `python -m data.tiny` makes it and prints where it is.
+It is a real checkpoint (transformers and vLLM load it) that leaves reinforcement learning something to do: the
+demonstrations are clean at first and have wrong digits mixed in at the end, so that the most likely answer is nearly
+always right and a sampled one seldom is. `python -m data.tiny` makes it and prints where it is.
 """
 
 import hashlib
 import itertools
 import json
-import os
 import random
 import shutil
 import time
@@ -16,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 from data.tasks import ADDITION_LABELS, Addition, Problem
 
@@ -48,11 +49,11 @@ _REPORT_EVERY_S = 10.0
 class Demonstrations:
     """Prompts with their right answers, sorted by length so that a slice needs little padding."""
 
-    tokens: "torch.Tensor"  # noqa: F821 - torch is imported where it is used
+    tokens: torch.Tensor
     """[N, T] int64, prompt, response, end of text, padding."""
-    prompt_lengths: "torch.Tensor"  # noqa: F821
+    prompt_lengths: torch.Tensor
     """[N] int64."""
-    lengths: "torch.Tensor"  # noqa: F821
+    lengths: torch.Tensor
     """[N] int64, prompt and response, end of text included."""
     batches: list[slice]
     """Rows of each batch of at most TOKENS_PER_STEP tokens."""
@@ -63,21 +64,25 @@ def tiny_model_path(cache_dir: Path = Path(".cache"), report: Callable[[str], No
 
     Raises RuntimeError if a new model misses the accuracy window.
     """
+    path = Path(cache_dir).absolute() / f"tiny-{_fingerprint()}"
+    make_once(path, lambda directory: _make(directory, report))
+    return path
+
+
+def make_once(path: Path, make: Callable[[Path], None]) -> None:
+    """Fill the directory `path` unless it exists; it appears whole, and of several processes one makes it."""
     from filelock import FileLock
 
-    cache_dir = Path(cache_dir).absolute()
-    path = cache_dir / f"tiny-{_fingerprint()}"
     if path.exists():
-        return path
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_dir / "tiny.lock"):  # several ranks may ask at once: one makes it, the others wait
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.parent / "tiny.lock"):
         if not path.exists():
-            making = cache_dir / "tiny-making"
+            making = path.parent / "tiny-making"
             shutil.rmtree(making, ignore_errors=True)  # of a process that was killed half-way
             making.mkdir()
-            _make(making, report)
+            make(making)
             making.rename(path)
-    return path
 
 
 def build_tokenizer():
@@ -100,8 +105,6 @@ def build_tokenizer():
 
 def sampled_accuracy(model, problems: list[Problem], greedy: bool = False, seed: int = 0) -> float:
     """Share of problems whose sampled response (temperature 1; or the greedy one) is exactly right."""
-    import torch
-
     tokenizer = build_tokenizer()
     generator = torch.Generator().manual_seed(seed)
     pairs = sorted((_encode(problem, tokenizer) for problem in problems), key=lambda pair: len(pair[0]))
@@ -115,17 +118,13 @@ def sampled_accuracy(model, problems: list[Problem], greedy: bool = False, seed:
 
 def _make(directory: Path, report: Callable[[str], None]) -> None:
     """Warm the model up, measure it and write it. Leaves torch's global state as it was."""
-    import torch
-
     started = time.monotonic()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
-            model = _build_model()
+        model = build_model()
         report(f"tiny model: warming up {model.num_parameters():,} parameters, {CLEAN_STEPS + NOISY_STEPS} steps")
-        _warm_up(model, _demonstrations(), report)
+        warm_up(model, make_demonstrations(), report)
         problems = Addition(SEED).eval_problems(NUM_EVAL_PROBLEMS)
         sampled, greedy = sampled_accuracy(model, problems), sampled_accuracy(model, problems, greedy=True)
     finally:
@@ -134,13 +133,13 @@ def _make(directory: Path, report: Callable[[str], None]) -> None:
         f"tiny model: {time.monotonic() - started:.0f} s; held-out accuracy sampled {sampled:.3f}, greedy {greedy:.3f} "
         f"({NUM_EVAL_PROBLEMS} problems)"
     )
-    _check_accuracy(sampled, greedy)
+    check_accuracy(sampled, greedy)
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     (directory / "warm_up.json").write_text(json.dumps({"sampled_accuracy": sampled, "greedy_accuracy": greedy}))
 
 
-def _check_accuracy(sampled: float, greedy: float) -> None:
+def check_accuracy(sampled: float, greedy: float) -> None:
     low, high = SAMPLED_WINDOW
     if not (low <= sampled <= high and greedy >= MIN_GREEDY):
         raise RuntimeError(
@@ -150,7 +149,8 @@ def _check_accuracy(sampled: float, greedy: float) -> None:
         )
 
 
-def _build_model():
+def build_model():
+    """The untrained model, the same each time; torch's own random state stays as it was."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     # vLLM's CPU attention takes head sizes 32, 64, 80, 96, 128 and a few larger ones.
@@ -170,7 +170,9 @@ def _build_model():
         pad_token_id=VOCABULARY.index(PAD),
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return Qwen3ForCausalLM(config)
 
 
 def _encode(problem: Problem, tokenizer) -> tuple[list[int], list[int]]:
@@ -178,12 +180,10 @@ def _encode(problem: Problem, tokenizer) -> tuple[list[int], list[int]]:
     return tokenizer.encode(problem.prompt), [*tokenizer.encode(problem.answer), tokenizer.eos_token_id]
 
 
-def _demonstrations() -> Demonstrations:
-    """NUM_DEMONSTRATIONS problems of the training split."""
-    import torch
-
+def make_demonstrations(num_problems: int = NUM_DEMONSTRATIONS) -> Demonstrations:
+    """The first problems of the training split, with their answers."""
     tokenizer, task = build_tokenizer(), Addition(SEED)
-    pairs = [_encode(task.train_problem(index), tokenizer) for index in range(NUM_DEMONSTRATIONS)]
+    pairs = [_encode(task.train_problem(index), tokenizer) for index in range(num_problems)]
     pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])))
     prompt_lengths = torch.tensor([len(prompt) for prompt, _ in pairs])
     lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs])
@@ -203,11 +203,15 @@ def _batches(lengths: list[int]) -> list[slice]:
     return [*batches, slice(start, len(lengths))]
 
 
-def _warm_up(model, demonstrations: Demonstrations, report: Callable[[str], None]) -> None:
+def warm_up(
+    model,
+    demonstrations: Demonstrations,
+    report: Callable[[str], None],
+    clean_steps: int = CLEAN_STEPS,
+    noisy_steps: int = NOISY_STEPS,
+) -> None:
     """Supervised steps, a fixed number of them: clean demonstrations, then such with wrong digits."""
-    import torch
-
-    num_steps = CLEAN_STEPS + NOISY_STEPS
+    num_steps = clean_steps + noisy_steps
     generator = torch.Generator().manual_seed(SEED)
     order = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
@@ -217,7 +221,7 @@ def _warm_up(model, demonstrations: Demonstrations, report: Callable[[str], None
     reported = time.monotonic()
     for step in range(num_steps):
         rows = order.choice(demonstrations.batches)
-        rate = WRONG_DIGIT_RATE if step >= CLEAN_STEPS else 0.0
+        rate = WRONG_DIGIT_RATE if step >= clean_steps else 0.0
         loss = _loss(model, demonstrations, rows, rate, generator)
         optimizer.zero_grad()
         loss.backward()
@@ -231,8 +235,6 @@ def _warm_up(model, demonstrations: Demonstrations, report: Callable[[str], None
 
 def _loss(model, demonstrations: Demonstrations, rows: slice, wrong_digit_rate: float, generator):
     """Mean cross-entropy of the response tokens of these rows, nats."""
-    import torch
-
     lengths = demonstrations.lengths[rows, None]
     tokens = demonstrations.tokens[rows, : int(lengths.max())]
     if wrong_digit_rate:
@@ -246,8 +248,6 @@ def _loss(model, demonstrations: Demonstrations, rows: slice, wrong_digit_rate: 
 
 def _with_wrong_digits(tokens, rate: float, generator):
     """The same tokens with that share of the answer digits replaced by another digit."""
-    import torch
-
     zero = VOCABULARY.index("0")
     is_digit = (tokens >= zero) & (tokens < zero + 10)
     wrong = is_digit & (torch.rand(tokens.shape, generator=generator) < rate)
@@ -257,8 +257,6 @@ def _with_wrong_digits(tokens, rate: float, generator):
 
 def _respond(model, prompts, max_tokens: int, greedy: bool, generator) -> list[list[int]]:
     """Responses of `max_tokens` tokens to prompts [B, P] int64; what follows the end of text means nothing."""
-    import torch
-
     inputs, cache, responses = prompts, None, []
     with torch.no_grad():
         for _ in range(max_tokens):

@@ -9,6 +9,7 @@ from packing import TrainSequence, distribute, first_fit_decreasing, pack, split
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(50, 200))
 def test_a_split_holds_every_sequence_once_within_the_budget_and_equal_counts_on_all_ranks(lengths, ranks, budget):
     split = split_into_microbatches(lengths, ranks, budget)
@@ -18,6 +19,7 @@ def test_a_split_holds_every_sequence_once_within_the_budget_and_equal_counts_on
     assert all(sum(lengths[i] for i in members) <= budget for rank in split for members in rank)
 
 
+@settings(deadline=None)
 @given(LENGTHS.filter(bool), st.integers(1, 5))
 def test_ranks_differ_by_at_most_the_longest_sequence(lengths, ranks):
     loads = [sum(lengths[i] for m in rank for i in m) for rank in split_into_microbatches(lengths, ranks, 10_000)]
@@ -46,7 +48,7 @@ def test_distribute_keeps_updates_apart():
         assert sorted(held) == sorted(map(id, expected))
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.booleans(), st.integers(0, 1000))
 def test_packed_rows_hold_each_sequence_whole_and_point_at_the_token_before_each_target(num, one_row, seed):
     sequences = random_sequences(num, seed)

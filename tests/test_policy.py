@@ -26,6 +26,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
+    torch.set_num_threads(1)  # two threads on a busy core wait for each other, and take many times as long
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -73,12 +74,12 @@ def brute_force_nucleus(row, target, temperature, top_p):
     row = row / temperature
     kept, mass = {target}, 0.0
     probs = row.double().softmax(dim=-1)
-    for token in sorted(range(len(row)), key=lambda i: -float(row[i])):
+    for token in sorted(range(len(row)), key=lambda i: -row[i].item()):
         if mass >= top_p:
             break
         kept.add(token)
-        mass += float(probs[token])
-    return torch.tensor([float(row[i]) if i in kept else -math.inf for i in range(len(row))])
+        mass += probs[token].item()
+    return torch.tensor([row[i].item() if i in kept else -math.inf for i in range(len(row))])
 
 
 # Log-probs
@@ -233,7 +234,7 @@ def two_ranks(tied, tmp_path_factory):
     """What two real gloo ranks found, for each aggregation, and for 3 sequences in 1-sequence micro-batches with KL."""
     folder = str(tmp_path_factory.mktemp("two_ranks"))
     cases = [(make_config(tied, loss_aggregation=a), [random_sequences(17, seed=3)], 60) for a in AGGREGATIONS]
-    cases.append((make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2), [random_sequences(3, seed=5)] * 2, 24))
+    cases.append((make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2), [random_sequences(3, seed=1)] * 2, 24))
     mp.spawn(run_on_two_ranks, args=(folder, cases), nprocs=2)
     return cases, torch.load(os.path.join(folder, "results.pt")), folder
 
@@ -254,7 +255,7 @@ def test_two_ranks_give_the_gradient_and_metrics_of_one(two_ranks, case):
 def test_a_rank_without_sequences_keeps_the_others_company(two_ranks):
     cases, found, _ = two_ranks
     config, updates, budget = cases[-1]
-    assert [] in distribute(updates, 2, budget)[1][0]
+    assert any(rank[0].count([]) for rank in distribute(updates, 2, budget))
     policy = load_policy(config, CPU)
     expected = policy.train_step(distribute(updates, 1, 1000)[0], policy_version=12)
     # After the first AdamW update, whose steps are near ±lr whatever the gradient's size, rounding is amplified.
@@ -340,7 +341,7 @@ def test_proximal_logprobs_are_those_of_the_step_s_start(tied, minibatches):
         seen.append(inputs)
         return -inputs.advantages * inputs.logprobs, {}
 
-    policy._loss = record
+    policy.loss = record
     policy.train_step([[update] for update in updates], policy_version=12)
     for inputs, expected in zip(seen, at_start, strict=True):
         torch.testing.assert_close(inputs.proximal_logprobs, expected)
@@ -469,6 +470,11 @@ def test_a_missing_model_is_one_line_within_seconds(name):
         resolve_model(name)
     assert name in str(caught.value) and "Qwen/Qwen3-8B-Base" in str(caught.value) and "\n" not in str(caught.value)
     assert time.monotonic() - start < 15
+
+
+def test_an_option_that_the_loss_does_not_take_is_refused_before_the_model_is_looked_for():
+    with pytest.raises(ValueError, match=r"--clip-low 0.1 has no meaning for --algo reinforce"):
+        load_policy(Config(model="/no/such/folder", algo="reinforce", clip_low=0.1), CPU)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
