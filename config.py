@@ -7,6 +7,7 @@ times in seconds, as each field says; symbols in parentheses are those of ROLL F
 import dataclasses
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,9 +113,14 @@ class Config:
     max_worker_restarts: int = 3
     """Restarts of rollout workers in one run; one more death ends it."""
 
-    def __post_init__(self) -> None:
+    def checked(self) -> "Config":
+        """Return the config, or raise ValueError: one line with what was got, what is allowed and what to change.
+
+        Not in __post_init__, where tyro would catch the error and fold it into a box.
+        """
         _check_ranges(self)
         _check_cross_fields(self)
+        return self
 
     @property
     def max_outstanding_groups(self) -> int:
@@ -169,8 +175,8 @@ def _check_cross_fields(config: Config) -> None:
     if config.groups_per_step % config.minibatches:
         raise ValueError(
             f"--groups-per-step {config.groups_per_step} is not a multiple of --minibatches {config.minibatches}: "
-            f"{config.groups_per_step} / {config.minibatches} = {config.groups_per_step / config.minibatches:.2f} groups "
-            "per update; change one of the two"
+            f"{config.groups_per_step} / {config.minibatches} = {config.groups_per_step / config.minibatches:.2f} "
+            "groups per update; change one of the two"
         )
     if config.max_tokens_per_microbatch < config.max_sequence_tokens:
         raise ValueError(
@@ -196,7 +202,9 @@ def parse_config(args: list[str] | None = None) -> Config:
     """
     import tyro
 
+    config = tyro.cli(Config, args=args, config=(tyro.conf.FlagConversionOff,))
     try:
-        return tyro.cli(Config, args=args, config=(tyro.conf.FlagConversionOff,))
+        return config.checked()
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -275,7 +275,8 @@ class Controller:
         if len(tokens) > self.config.max_prompt_tokens:
             raise ValueError(
                 f"a prompt of {self.config.task} has {len(tokens)} tokens, --max-prompt-tokens is "
-                f"{self.config.max_prompt_tokens}; raise it to at least {len(tokens)}. It begins {problem.prompt[:60]!r}"
+                f"{self.config.max_prompt_tokens}; raise it to at least {len(tokens)}. "
+                f"The prompt begins {problem.prompt[:60]!r}"
             )
         return tokens
 
@@ -538,4 +539,5 @@ def _death_report(worker: Worker) -> str:
     how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
     lines = worker.log_path.read_text(errors="replace").splitlines() if worker.log_path.exists() else []
     tail = "\n".join(f"  | {line}" for line in lines[-LOG_LINES_SHOWN:])
-    return f"rollout worker {worker.index} (pid {worker.process.pid}) {how}; its last log lines ({worker.log_path}):\n{tail}"
+    who = f"rollout worker {worker.index} (pid {worker.process.pid})"
+    return f"{who} {how}; its last log lines ({worker.log_path}):\n{tail}"

@@ -1,8 +1,35 @@
+"""Where the weights of `--model` are: the tiny model made here, a local folder, or the Hugging Face hub."""
+
+import os
+
+
 def resolve_model(model: str) -> str:
+    """Return the local folder of a model: a path as it is, or a Hugging Face name's cached or downloaded snapshot.
+
+    Raises ValueError, within seconds also without network, if it is neither.
+    """
     if model == "tiny":
         from data.tiny import tiny_model_path
 
         return str(tiny_model_path())
-    from policy import resolve_model as resolve
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    return resolve(model)
+    allowed = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
+    if os.path.isdir(model):
+        if not os.path.exists(os.path.join(model, "config.json")):
+            raise ValueError(f"--model {model}: this folder has no config.json; {allowed}")
+        return model
+    try:
+        return snapshot_download(model, local_files_only=True)
+    except HFValidationError:
+        raise ValueError(f"--model {model}: no such folder; {allowed}") from None
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return snapshot_download(model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
+    except OSError as error:  # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"--model {model}: no such folder, not cached, and the hub says: {reason}; {allowed}"
+        ) from None

@@ -1,4 +1,4 @@
-"""What surrounds the training loop on one node: process group, device, run directory, rollout workers, and their end."""
+"""What surrounds the training loop on one node: process group, device, run directory, rollout workers."""
 
 import datetime
 import os
@@ -68,6 +68,7 @@ def start_node(config: Config) -> Iterator[Node]:
     Rollout workers are started first and come up while the caller loads the policy. Raises ValueError for what the
     user can mend: placement, model, dataset, a prompt or response that does not fit the model.
     """
+    config.checked()
     rank, local_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     placement = place(config, visible_gpus(), available_cores(), local_ranks)
     torch.set_num_threads(placement.trainer_threads)

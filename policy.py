@@ -294,52 +294,23 @@ def _k3(log_ratio: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
-def load_policy(config: Config, device: torch.device) -> Policy:
-    """Load config.model on `device`, sharded over all ranks; collective, in an initialised process group.
+def load_policy(config: Config, model_path: str, device: torch.device) -> Policy:
+    """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
 
     With kl_coef > 0 a second, frozen copy is the reference. Raises ValueError, at once, for a missing or unfit
     model and for an option that the loss does not take.
     """
     options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
-    path = resolve_model(config.model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    module = _load_sharded(path, mesh, device)
-    reference = _load_sharded(path, mesh, device).requires_grad_(False) if config.kl_coef > 0 else None
-    return Policy(config, path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
+    module = _load_sharded(model_path, mesh, device)
+    reference = _load_sharded(model_path, mesh, device).requires_grad_(False) if config.kl_coef > 0 else None
+    return Policy(config, model_path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
 
 
 def attention_implementation(device: torch.device) -> str:
     """Return flash_attention_2 on a GPU with flash-attn installed, else sdpa (torch's own)."""
     has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
     return "flash_attention_2" if has_flash else "sdpa"
-
-
-def resolve_model(model: str) -> str:
-    """Return the local folder of a model: a path as it is, or a Hugging Face name's cached or downloaded snapshot.
-
-    Raises ValueError, within seconds also without network, if it is neither.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    allowed = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
-    if os.path.isdir(model):
-        if not os.path.exists(os.path.join(model, "config.json")):
-            raise ValueError(f"--model {model}: this folder has no config.json; {allowed}")
-        return model
-    try:
-        return snapshot_download(model, local_files_only=True)
-    except HFValidationError:
-        raise ValueError(f"--model {model}: no such folder; {allowed}") from None
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        return snapshot_download(model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
-    except OSError as error:  # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"--model {model}: no such folder, not cached, and the hub says: {reason}; {allowed}"
-        ) from None
 
 
 def _load_sharded(path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:

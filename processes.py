@@ -17,7 +17,7 @@ TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH
 def exit_with_parent(poll_s: float = 1.0) -> None:
     """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death.
 
-    A thread and not PR_SET_PDEATHSIG: that signal fires when the parent's *thread* ends, and ours are started by threads.
+    A thread and not PR_SET_PDEATHSIG: that one fires when the *thread* ends that started us, which may be a short one.
     """
     starter = multiprocessing.parent_process()  # known even if it died before this process got here
     parent = os.getppid() if starter is None else starter.pid

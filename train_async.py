@@ -25,9 +25,7 @@ def train(config: Config) -> None:
     from publisher import Publisher
 
     with start_node(config) as node:
-        import dataclasses
-
-        policy = load_policy(dataclasses.replace(config, model=node.model_path), node.device)
+        policy = load_policy(config, node.model_path, node.device)
         publisher = Publisher(config, policy, node.controller, node.connect(policy))
         log = StepLog(node, publisher)
         publisher.publish(0, evaluate=config.eval_every > 0)

@@ -83,7 +83,7 @@ class SharedBuffer:
         return int(self.payload.view(torch.int64).sum()) or 1
 
     def seal(self, version: int) -> int:
-        """Write the header of a complete payload. Returns the checksum, or NO_CHECKSUM where it is not this one's turn."""
+        """Write the header of a complete payload. Returns its checksum, or NO_CHECKSUM where none is due."""
         due = len(self.payload) < CHECKSUM_EVERY_VERSION_BELOW or version % CHECKSUM_INTERVAL == 0
         checksum = self.checksum() if due else NO_CHECKSUM
         self.header[0], self.header[1] = version, checksum

@@ -112,6 +112,6 @@ def check_trajectory(trajectory: Trajectory) -> None:
         raise RuntimeError(
             f"trajectory {trajectory.ticket_id} (group {trajectory.group_id}, member {trajectory.member}, worker "
             f"{trajectory.worker}), token {t} (id {int(trajectory.tokens[t])}): behavior log-prob "
-            f"{float(trajectory.behavior_logprobs[t])} nats at version {int(trajectory.policy_versions[t])}; expected a "
-            "finite value ≤ 0 and a version ≥ 0. The engine returned a broken log-prob: check the model's dtype and head"
+            f"{float(trajectory.behavior_logprobs[t])} nats at version {int(trajectory.policy_versions[t])}; expected "
+            "a finite value ≤ 0 and a version ≥ 0. The engine's log-prob is broken: check the model's dtype and head"
         )

@@ -2,7 +2,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from tiny_policy import VOCAB, error_of, first_gradient, random_sequences, run_on_two_ranks, save_tiny_model
+from tiny_policy import VOCAB, error_of, first_gradient, load, random_sequences, run_on_two_ranks, save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as Llama
 
 from config import Config
 from packing import distribute, pack
-from policy import TokenLogprobs, load_policy, recompute_layers, resolve_model, sampling_logits
+from policy import TokenLogprobs, recompute_layers, sampling_logits
 
 CPU = torch.device("cpu")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
@@ -90,7 +89,7 @@ def brute_force_nucleus(row, target, temperature, top_p):
 def test_packed_logprobs_equal_those_of_single_sequences(tying, budget, request):
     path = request.getfixturevalue(tying)
     microbatches = share_of(random_sequences(20), budget)[0]
-    policy = load_policy(make_config(path), CPU)
+    policy = load(make_config(path))
     for sequences, scores in zip(microbatches, policy.score(microbatches, raw=True), strict=True):
         torch.testing.assert_close(scores, plain_logprobs(path, sequences), rtol=1e-5, atol=1e-5)
 
@@ -108,7 +107,7 @@ def test_one_long_row_gives_the_same_logprobs_as_short_rows(tied):
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.8), (1.3, 0.35), (1.0, 1e-6)])
 def test_score_applies_the_sampling_transform(tied, temperature, top_p):
     sequences = random_sequences(4, max_tokens=10)
-    policy = load_policy(make_config(tied, temperature=temperature, top_p=top_p), CPU)
+    policy = load(make_config(tied, temperature=temperature, top_p=top_p))
 
     def transform(row, target):
         return brute_force_nucleus(row, target, temperature, top_p)
@@ -181,7 +180,7 @@ def test_llama_works_as_well_as_qwen(tmp_path):
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
     Llama(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path)
     sequences = random_sequences(6)
-    scores = load_policy(make_config(str(tmp_path)), CPU).score([sequences], raw=True)[0]
+    scores = load(make_config(str(tmp_path))).score([sequences], raw=True)[0]
     torch.testing.assert_close(scores, plain_logprobs(str(tmp_path), sequences), rtol=1e-5, atol=1e-5)
 
 
@@ -222,7 +221,7 @@ def assert_same_gradient(actual, expected, relative=1e-5):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradient_is_that_of_the_definition_for_any_microbatch_budget(untied, aggregation, budget):
     sequences = random_sequences(17, seed=3)
-    policy = load_policy(make_config(untied, loss_aggregation=aggregation), CPU)
+    policy = load(make_config(untied, loss_aggregation=aggregation))
     metrics = policy.train_step(share_of(sequences, budget), policy_version=12)
     loss, gradient = plain_gradient(untied, sequences, aggregation, policy.config.max_response_tokens)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
@@ -244,7 +243,7 @@ def test_two_ranks_give_the_gradient_and_metrics_of_one(two_ranks, case):
     cases, found, _ = two_ranks
     config, updates, _ = cases[case]
     metrics, gradient = found["results"][case]
-    policy = load_policy(config, CPU)
+    policy = load(config)
     expected = policy.train_step(share_of(updates[0]), policy_version=12)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_same_gradient(gradient, first_gradient(policy))
@@ -256,7 +255,7 @@ def test_a_rank_without_sequences_keeps_the_others_company(two_ranks):
     cases, found, _ = two_ranks
     config, updates, budget = cases[-1]
     assert any(rank[0].count([]) for rank in distribute(updates, 2, budget))
-    policy = load_policy(config, CPU)
+    policy = load(config)
     expected = policy.train_step(distribute(updates, 1, 1000)[0], policy_version=12)
     # After the first AdamW update, whose steps are near ±lr whatever the gradient's size, rounding is amplified.
     assert found["results"][-1][0] == pytest.approx(expected, rel=1e-2, abs=1e-4)
@@ -288,7 +287,7 @@ def test_recomputing_layers_changes_no_gradient(tied):
 
 def test_updates_raise_the_probability_of_what_was_good_and_lower_that_of_what_was_bad(tied):
     sequences = [replace(s, advantage=(1.0, -1.0)[i % 2]) for i, s in enumerate(random_sequences(10, max_tokens=12))]
-    policy = load_policy(make_config(tied, algo="reinforce", clip_high=None, lr=1e-3, warmup=0), CPU)
+    policy = load(make_config(tied, algo="reinforce", clip_high=None, lr=1e-3, warmup=0))
     before = [policy.score([[s]])[0].mean() for s in sequences]
     for version in range(5):
         policy.train_step(share_of(sequences), 12 + version)
@@ -298,14 +297,14 @@ def test_updates_raise_the_probability_of_what_was_good_and_lower_that_of_what_w
 
 
 def test_learning_rate_warms_up_linearly(tied):
-    policy = load_policy(make_config(tied, lr=0.01, warmup=4), CPU)
+    policy = load(make_config(tied, lr=0.01, warmup=4))
     rates = [policy.train_step(share_of(random_sequences(2)), 12)["lr"] for _ in range(6)]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
 def test_gradient_norm_is_reported_before_clipping_and_the_step_is_clipped(tied):
     sequences = random_sequences(5)
-    free, clipped = (load_policy(make_config(tied, max_grad_norm=m), CPU) for m in (1e9, 0.01))
+    free, clipped = (load(make_config(tied, max_grad_norm=m)) for m in (1e9, 0.01))
     norms = [policy.train_step(share_of(sequences), 12)["grad_norm"] for policy in (free, clipped)]
     assert norms[0] == norms[1] > 0.01
     taken = math.sqrt(sum(float(g.square().sum()) for g in first_gradient(clipped).values()))
@@ -314,7 +313,7 @@ def test_gradient_norm_is_reported_before_clipping_and_the_step_is_clipped(tied)
 
 def test_drift_and_ratio_are_those_of_behavior_against_current_policy(tied):
     sequences = random_sequences(6)
-    policy = load_policy(make_config(tied, clip_high=1.0), CPU)
+    policy = load(make_config(tied, clip_high=1.0))
     logprobs = policy.score([sequences])[0].double().tolist()
     behavior = np.concatenate([s.behavior_logprobs[s.loss_mask] for s in sequences]).astype(float).tolist()
     metrics = policy.train_step([[sequences]], policy_version=12)
@@ -333,7 +332,7 @@ def test_drift_and_ratio_are_those_of_behavior_against_current_policy(tied):
 def test_proximal_logprobs_are_those_of_the_step_s_start(tied, minibatches):
     sequences = random_sequences(8)
     updates = [sequences[: 8 // minibatches], sequences[8 // minibatches :]][:minibatches]
-    policy = load_policy(make_config(tied, minibatches=minibatches, lr=0.05, warmup=0), CPU)
+    policy = load(make_config(tied, minibatches=minibatches, lr=0.05, warmup=0))
     at_start = [policy.score([update])[0] for update in updates]
     seen = []
 
@@ -355,7 +354,7 @@ def test_kl_penalty_is_zero_at_the_start_and_pulls_back_later(tied):
     sequences = random_sequences(6)
     ends = []
     for kl_coef in (1e-9, 10.0):
-        policy = load_policy(make_config(tied, kl_coef=kl_coef, algo="reinforce", clip_high=None, lr=3e-3), CPU)
+        policy = load(make_config(tied, kl_coef=kl_coef, algo="reinforce", clip_high=None, lr=3e-3))
         divergences = [policy.train_step(share_of(sequences), 12)["kl_ref"] for _ in range(8)]
         assert abs(divergences[0]) < 1e-6 and all(d >= 0 for d in divergences)
         ends.append(divergences[-1])
@@ -366,7 +365,7 @@ def test_kl_penalty_is_zero_at_the_start_and_pulls_back_later(tied):
 def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(tied, field):
     first, *rest = random_sequences(4)
     value = math.nan if field == "advantage" else np.full(len(first.tokens), math.nan, np.float32)
-    policy = load_policy(make_config(tied), CPU)
+    policy = load(make_config(tied))
     before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
     with pytest.raises(RuntimeError, match=r"loss nan and gradient norm nan at update 0 must be finite"):
         policy.train_step(share_of([replace(first, **{field: value}), *rest]), policy_version=12)
@@ -376,7 +375,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(tied, fiel
 
 def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(tied):
     sequences = random_sequences(3)
-    policy = load_policy(make_config(tied), CPU)
+    policy = load(make_config(tied))
     newest = max(int(s.policy_versions.max()) for s in sequences)
     with pytest.raises(RuntimeError, match=f"sampled by version {newest}, but the trainer is at version {newest - 1}"):
         policy.train_step(share_of(sequences), policy_version=newest - 1)
@@ -391,7 +390,7 @@ def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(tied):
 @pytest.mark.parametrize("tying", ["tied", "untied"])
 def test_parameters_have_the_names_and_values_of_the_saved_model_each_once(tying, request):
     path = request.getfixturevalue(tying)
-    policy = load_policy(make_config(path), CPU)
+    policy = load(make_config(path))
     policy.score([random_sequences(2)])  # a forward pass must not leave gathered weights behind
     published = list(policy.named_full_parameters())
     saved = load_file(os.path.join(path, "model.safetensors"))
@@ -404,7 +403,7 @@ def test_parameters_have_the_names_and_values_of_the_saved_model_each_once(tying
 def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(tying, request, tmp_path):
     path, saved = request.getfixturevalue(tying), str(tmp_path / "checkpoints" / "step_3")
     sequences = random_sequences(3)
-    policy = load_policy(make_config(path, lr=0.01), CPU)
+    policy = load(make_config(path, lr=0.01))
     policy.train_step(share_of(sequences), policy_version=12)
     policy.save(saved)
     scores = policy.score([sequences], raw=True)[0]
@@ -418,7 +417,7 @@ def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(tying, request
 def test_a_save_clears_what_a_killed_one_left(tied, tmp_path):
     (tmp_path / "step_1.tmp").mkdir()
     (tmp_path / "step_1.tmp" / "model.safetensors").write_text("half")
-    load_policy(make_config(tied), CPU).save(str(tmp_path / "step_1"))
+    load(make_config(tied)).save(str(tmp_path / "step_1"))
     assert os.listdir(tmp_path) == ["step_1"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
 
@@ -428,7 +427,7 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(tied, tmp_path):
     if mounted.returncode:
         pytest.skip("may not mount a tmpfs here")
     try:
-        message = error_of(load_policy(make_config(tied), CPU).save, str(tmp_path / "step_1"))
+        message = error_of(load(make_config(tied)).save, str(tmp_path / "step_1"))
         assert message.startswith("OSError: checkpoint") and "\n" not in message
         assert f"needs 0.033 GB (0.001 of float32 weights + 0.032), 0.001 GB free in {tmp_path}" in message
         assert os.listdir(tmp_path) == []
@@ -442,7 +441,7 @@ import torch, torch.distributed as dist
 from config import Config
 from policy import load_policy
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-policy = load_policy(Config(model=sys.argv[1]), torch.device("cpu"))
+policy = load_policy(Config(model=sys.argv[1]), sys.argv[1], torch.device("cpu"))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -460,30 +459,13 @@ def test_a_write_that_fails_halfway_leaves_no_checkpoint_and_one_line(tied, tmp_
     assert os.listdir(tmp_path) == []
 
 
-# Models that are not there
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "no-such-model", "nobody/no-such-model", "a/b/c", "bad name!"])
-def test_a_missing_model_is_one_line_within_seconds(name):
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="--model") as caught:
-        resolve_model(name)
-    assert name in str(caught.value) and "Qwen/Qwen3-8B-Base" in str(caught.value) and "\n" not in str(caught.value)
-    assert time.monotonic() - start < 15
-
-
 def test_an_option_that_the_loss_does_not_take_is_refused_before_the_model_is_looked_for():
     with pytest.raises(ValueError, match=r"--clip-low 0.1 has no meaning for --algo reinforce"):
-        load_policy(Config(model="/no/such/folder", algo="reinforce", clip_low=0.1), CPU)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no config.json"):
-        resolve_model(str(tmp_path))
+        load(Config(model="/no/such/folder", algo="reinforce", clip_low=0.1))
 
 
 def test_a_head_that_we_would_compute_wrongly_is_refused(tmp_path):
     sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "head_dim": 8}
     Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30.0"):
-        load_policy(make_config(str(tmp_path)), CPU)
+        load(make_config(str(tmp_path)))

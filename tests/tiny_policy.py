@@ -61,6 +61,11 @@ def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: i
     return sequences
 
 
+def load(config: Config) -> Policy:
+    """The policy of config.model on the CPU."""
+    return load_policy(config, config.model, torch.device("cpu"))
+
+
 def first_gradient(policy: Policy) -> dict[str, torch.Tensor]:
     """Full gradient of the first update by parameter name, read from AdamW's first moment: (1 − β1)·gradient."""
     beta1 = policy.optimizer.defaults["betas"][0]
@@ -80,7 +85,7 @@ def run_on_two_ranks(rank: int, folder: str, cases: list[tuple[Config, list[list
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     results = []
     for config, updates, budget in cases:
-        policy = load_policy(config, torch.device("cpu"))
+        policy = load(config)
         metrics = policy.train_step(distribute(updates, 2, budget)[rank], policy_version=12)
         results.append((metrics, first_gradient(policy)))
     policy.save(os.path.join(folder, "step_1"))

@@ -1,0 +1,251 @@
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer import DROP_REASONS, SampleBuffer
+from data.records import Trajectory
+
+
+def make_trajectory(group_id, member, versions=(0,), finish_reason="stop"):
+    """A trajectory of one prompt token and one generated token per version."""
+    versions = np.array([-1, *versions], dtype=np.int32)
+    return Trajectory(
+        ticket_id=group_id * 100 + member,
+        group_id=group_id,
+        member=member,
+        tokens=np.zeros(len(versions), dtype=np.int64),
+        loss_mask=versions >= 0,
+        behavior_logprobs=np.zeros(len(versions), dtype=np.float32),
+        policy_versions=versions,
+        reward=0.0,
+        finish_reason=finish_reason,
+        failure="",
+        num_turns=1,
+        started_at=0.0,
+        ended_at=1.0,
+        worker=0,
+    )
+
+
+def make_buffer(groups_per_step=2, group_size=2, async_ratio=1.0, publish_delay=0, stale_policy="wait"):
+    return SampleBuffer(
+        groups_per_step,
+        group_size,
+        max_outstanding=int((1 + async_ratio) * groups_per_step),
+        max_staleness=int(np.ceil(async_ratio)) + publish_delay,
+        publish_delay=publish_delay,
+        stale_policy=stale_policy,
+    )
+
+
+def finish(buffer, group_id, version=0):
+    for member in range(buffer.group_size):
+        buffer.add(make_trajectory(group_id, member, (version,)))
+
+
+def test_capacity_is_one_plus_alpha_batches_until_the_weights_are_published():
+    buffer = make_buffer(groups_per_step=2, async_ratio=1.5)
+    for group_id in range(5):
+        buffer.admit(group_id)
+    with pytest.raises(RuntimeError, match="all 5 are taken"):
+        buffer.admit(5)
+    finish(buffer, 0)
+    finish(buffer, 1)
+    assert [g.group_id for g in buffer.take()] == [0, 1]
+    assert buffer.num_free_places() == 0
+    buffer.publish(trainer_version=1)
+    assert buffer.num_free_places() == 2
+    assert buffer.admit(5) == 1
+
+
+def test_a_group_is_consumed_whole_and_in_member_order():
+    buffer = make_buffer(groups_per_step=1)
+    buffer.admit(0)
+    buffer.add(make_trajectory(0, 1))
+    assert buffer.take() is None
+    buffer.add(make_trajectory(0, 0))
+    (group,) = buffer.take()
+    assert [t.member for t in group.trajectories] == [0, 1]
+
+
+def test_under_wait_a_batch_is_held_back_for_a_straggler_that_would_expire():
+    """B = 1, α = 1: group 0 straggles while 1 and 2 finish; consuming 2 before 0 would leave 0 two steps stale."""
+    buffer = make_buffer(groups_per_step=1)
+    buffer.admit(0)
+    buffer.admit(1)
+    finish(buffer, 1)
+    assert [g.group_id for g in buffer.take()] == [1]
+    buffer.publish(1)
+    assert buffer.admit(2) == 1
+    finish(buffer, 2, version=1)
+    assert buffer.take() is None
+    finish(buffer, 0)
+    assert [g.group_id for g in buffer.take()] == [0]
+
+
+def test_under_drop_the_straggler_expires_and_its_place_comes_back():
+    buffer = make_buffer(groups_per_step=1, stale_policy="drop")
+    buffer.admit(0)
+    buffer.admit(1)
+    finish(buffer, 1)
+    buffer.take()
+    buffer.publish(1)
+    buffer.admit(2)
+    finish(buffer, 2, version=1)
+    assert [g.group_id for g in buffer.take()] == [2]
+    buffer.publish(2)
+    assert buffer.expired() == [0]
+    buffer.drop(0, "stale")
+    assert buffer.num_free_places() == 2
+    finish(buffer, 0)  # its members come back late: counted, not trained on
+    assert buffer.take() is None
+    assert buffer.ledger()["tokens_dropped_stale"] == 2
+
+
+def test_with_alpha_0_and_publish_delay_3_every_group_is_exactly_3_steps_stale():
+    buffer = make_buffer(groups_per_step=2, async_ratio=0, publish_delay=3)
+    staleness, next_group = [], 0
+    for step in range(8):
+        while buffer.num_free_places():
+            version = buffer.admit(next_group)
+            finish(buffer, next_group, version)
+            next_group += 1
+        staleness.append({step - group.min_version for group in buffer.take()})
+        buffer.publish(step + 1)
+    assert staleness == [{0}, {1}, {2}, {3}, {3}, {3}, {3}, {3}]
+
+
+def test_a_trajectory_older_than_its_admission_is_refused():
+    buffer = make_buffer()
+    for group_id in (0, 1):
+        buffer.admit(group_id)
+        finish(buffer, group_id)
+    buffer.take()
+    buffer.publish(1)
+    buffer.admit(2)
+    with pytest.raises(RuntimeError, match="token of version 0, but its group 2 was admitted at version 1"):
+        buffer.add(make_trajectory(2, 0, (0, 1)))
+
+
+@pytest.mark.parametrize("again", [lambda b: b.admit(0), lambda b: b.add(make_trajectory(0, 0))])
+def test_nothing_is_taken_in_twice(again):
+    buffer = make_buffer()
+    buffer.admit(0)
+    buffer.add(make_trajectory(0, 0))
+    with pytest.raises(RuntimeError):
+        again(buffer)
+
+
+def test_a_trajectory_of_an_unknown_group_is_refused():
+    with pytest.raises(RuntimeError, match="not resident"):
+        make_buffer().add(make_trajectory(7, 0))
+
+
+class SimulatedRun:
+    """Drives a SampleBuffer as the controller does, with workers that are slow, late and broken at random."""
+
+    def __init__(self, buffer, seed):
+        self.buffer, self.random = buffer, random.Random(seed)
+        self.worker_version = 0
+        self.running: list[tuple[int, int]] = []
+        self.next_group = 0
+        self.consumed: list[int] = []
+        self.late: list[int] = []
+        self.deferred: list[int] = []
+
+    def fill(self):
+        while self.buffer.num_free_places() > 0:
+            version = self.buffer.admit(self.next_group)
+            assert version == self.buffer.published_version <= self.worker_version
+            self.running += [(self.next_group, member) for member in range(self.buffer.group_size)]
+            self.next_group += 1
+        held = len(self.buffer._residents) + len(self.buffer._unpublished)
+        assert held <= self.buffer.max_outstanding
+
+    def drop(self, group_id, reason):
+        self.buffer.drop(group_id, reason)
+        self.running = [item for item in self.running if item[0] != group_id]
+
+    def finish_one(self):
+        if not self.running:
+            return
+        group_id, member = self.running.pop(self.random.randrange(len(self.running)))
+        if self.random.random() < 0.05:
+            self.drop(group_id, "failed")
+            self.buffer.add(make_trajectory(group_id, member, (), "failed"))
+            self.fill()
+            return
+        oldest = self.buffer._residents[group_id].version
+        versions = sorted(self.random.randint(oldest, self.worker_version) for _ in range(self.random.randint(1, 3)))
+        self.buffer.add(make_trajectory(group_id, member, tuple(versions)))
+
+    def drop_expired(self):
+        for group_id in self.buffer.expired():
+            self.drop(group_id, "stale")
+
+    def step(self):
+        while (batch := self.buffer.take()) is None:
+            assert self.running, f"no batch, and nothing is running: {self.buffer.ledger()}"
+            self.finish_one()
+        version = self.buffer.trainer_version - 1
+        for group in batch:
+            assert 0 <= version - group.min_version <= self.buffer.max_staleness
+        self.consumed += [group.group_id for group in batch]
+        self.drop_expired()
+        if self.random.random() < 0.5 and self.buffer.max_staleness > self.buffer.publish_delay:
+            self.deferred.append(version + 1)  # an evaluation holds the announcement back
+        else:
+            self.publish(version + 1)
+        for _ in range(self.random.randint(0, 6)):
+            self.finish_one()
+        self.publish_deferred()
+
+    def publish(self, trainer_version):
+        self.deferred.clear()
+        self.worker_version = max(self.worker_version, trainer_version - self.buffer.publish_delay)
+        self.buffer.publish(trainer_version)
+        self.drop_expired()
+        self.fill()
+
+    def publish_deferred(self):
+        if self.deferred:
+            self.publish(self.deferred[-1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups_per_step=st.integers(1, 4),
+    group_size=st.integers(1, 3),
+    async_ratio=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0]),
+    publish_delay=st.integers(0, 2),
+    stale_policy=st.sampled_from(["wait", "drop"]),
+)
+def test_whatever_the_order_of_arrivals_the_bound_holds_and_nothing_is_lost_or_consumed_twice(
+    seed, groups_per_step, group_size, async_ratio, publish_delay, stale_policy
+):
+    buffer = make_buffer(groups_per_step, group_size, async_ratio, publish_delay, stale_policy)
+    run = SimulatedRun(buffer, seed)
+    run.fill()
+    for _ in range(8):
+        run.step()
+        ledger = buffer.ledger()  # raises if it does not balance
+    dropped = sum(ledger[f"groups_dropped_{reason}"] for reason in DROP_REASONS)
+    assert len(run.consumed) == len(set(run.consumed)) == 8 * groups_per_step == ledger["groups_consumed"]
+    assert run.next_group == len(run.consumed) + dropped + ledger["groups_resident"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), groups_per_step=st.integers(1, 4), group_size=st.integers(1, 3))
+def test_with_alpha_0_every_batch_is_exactly_on_policy(seed, groups_per_step, group_size):
+    buffer = make_buffer(groups_per_step, group_size, async_ratio=0)
+    run = SimulatedRun(buffer, seed)
+    run.fill()
+    for step in range(6):
+        while (batch := buffer.take()) is None:
+            run.finish_one()
+        assert {v for group in batch for t in group.trajectories for v in t.policy_versions[t.loss_mask]} == {step}
+        run.publish(step + 1)

@@ -1,0 +1,73 @@
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from config import Config, parse_config
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("async_ratio", "publish_delay", "outstanding", "staleness"),
+    [(0, 0, 10, 0), (0.1, 0, 11, 1), (1, 0, 20, 1), (1.25, 0, 22, 2), (2, 1, 30, 3), (0, 3, 10, 3)],
+)
+def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish_delay, outstanding, staleness):
+    config = Config(groups_per_step=10, async_ratio=async_ratio, publish_delay=publish_delay)
+    assert (config.max_outstanding_groups, config.max_staleness) == (outstanding, staleness)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--async-ratio", "-1"], "--async-ratio must be at least 0"),
+        (["--temperature", "0"], "--temperature must be above 0"),
+        (["--top-p", "1.5"], "--top-p must be in (0, 1]"),
+        (["--groups-per-step", "10", "--minibatches", "4"], "10 / 4 = 2.50 groups per update"),
+        (["--max-prompt-tokens", "9000", "--max-response-tokens", "9000"], "9000 = 18000; raise the first"),
+        (["--group-size", "1"], "--group-size 1 leaves nothing to compare"),
+        (["--task", "chess"], "--task must be addition, gsm8k or reasoning_gym:NAME, got 'chess'"),
+        (["--run-name", "a/b"], "--run-name may hold letters"),
+        (["--num-rollout-workers", "0"], "--num-rollout-workers must be at least 1"),
+    ],
+)
+def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse_config(options)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize("options", [["--algo", "gropo"], ["--stepz", "5"], ["--on-update", "maybe"]])
+def test_unknown_options_and_choices_are_errors(options, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse_config(options)
+    assert exit_.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_every_field_has_a_docstring_and_they_are_few():
+    source = (ROOT / "config.py").read_text()
+    fields = dataclasses.fields(Config)
+    assert len(fields) <= 45
+    for field in fields:
+        line = next(i for i, text in enumerate(source.splitlines()) if text.startswith(f"    {field.name}: "))
+        assert source.splitlines()[line + 1].startswith('    """'), field.name
+
+
+def test_help_answers_within_three_seconds_and_without_heavy_imports():
+    probe = (
+        "import sys, train_async\n"
+        "sys.argv = ['train_async.py', '--help']\n"
+        "try: train_async.main()\n"
+        "except SystemExit: pass\n"
+        "print('HEAVY', [m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - start < 3
+    assert "HEAVY []" in done.stdout and "--async-ratio" in done.stdout
