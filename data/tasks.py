@@ -23,7 +23,7 @@ REASONING_GYM_INSTRUCTION = "Give the final answer, and nothing else, between <a
 
 ADDITION_LABELS = "abcdefghijklmnopqrstuvwxyz"
 ADDITION_MIN_COLUMNS = 2
-ADDITION_MAX_COLUMNS = 24
+ADDITION_MAX_COLUMNS = 18
 """One below the number of labels that an answer may need: a final carry makes one more digit."""
 ADDITION_TAIL_EXPONENT = 2.0
 """P(columns ≥ k) = (2/k)², up to the longest: long-tailed, as the lengths of reasoning traces are."""
@@ -81,12 +81,13 @@ class Addition:
 
     def train_problem(self, index: int) -> Problem:
         """Problem number `index` ≥ 0 of the training split, generated from the seed."""
-        return _addition_problem(random.Random(f"{self._seed}/{index}"), held_out=False)
+        rng = random.Random(f"{self._seed}/{index}")
+        return addition_problem(rng, _addition_length(rng), held_out=False)
 
     def eval_problems(self, count: int) -> list[Problem]:
         """The first `count` distinct held-out problems, the same for every seed."""
         rng = random.Random(_EVAL_SEED)
-        return _distinct((_addition_problem(rng, held_out=True) for _ in repeat(None)), count)
+        return _distinct((addition_problem(rng, _addition_length(rng), held_out=True) for _ in repeat(None)), count)
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Token ids of the prompt, as plain text."""
@@ -172,10 +173,8 @@ def addition_answer(columns: list[tuple[int, int]]) -> list[int]:
     return [*digits, 1] if carry else digits
 
 
-def _addition_problem(rng: random.Random, held_out: bool) -> Problem:
-    """One problem of a split: the length is drawn once, so that rejection leaves the law of lengths alone."""
-    tail = ADDITION_MIN_COLUMNS * (1 - rng.random()) ** (-1 / ADDITION_TAIL_EXPONENT)
-    num_columns = min(int(tail), ADDITION_MAX_COLUMNS)
+def addition_problem(rng: random.Random, num_columns: int, held_out: bool) -> Problem:
+    """A problem of that length and split."""
     while True:
         columns = [divmod(rng.randrange(100), 10) for _ in range(num_columns)]
         prompt = " ".join(f"{label}{x}{y}" for label, (x, y) in zip(ADDITION_LABELS, columns, strict=False)) + " ="
@@ -183,6 +182,12 @@ def _addition_problem(rng: random.Random, held_out: bool) -> Problem:
             break
     digits = addition_answer(columns)
     return Problem(prompt, " ".join(f"{a}{d}" for a, d in zip(ADDITION_LABELS, digits, strict=False)))
+
+
+def _addition_length(rng: random.Random) -> int:
+    """Columns of a problem, drawn before the split rejects anything, so that both splits have the same law."""
+    tail = ADDITION_MIN_COLUMNS * (1 - rng.random()) ** (-1 / ADDITION_TAIL_EXPONENT)
+    return min(int(tail), ADDITION_MAX_COLUMNS)
 
 
 def _is_held_out(text: str) -> bool:

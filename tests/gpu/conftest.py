@@ -1,0 +1,144 @@
+"""Real jobs on one GPU, and the table of what they measured. Without a GPU all tests here are skipped."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+JOB_TIMEOUT_S = 500
+STEPS = 4
+OPTIONS = {
+    "steps": STEPS,
+    "groups-per-step": 8,
+    "group-size": 4,
+    "async-ratio": 1,
+    "eval-every": 2,
+    "eval-problems": 16,
+    "warmup": 0,
+    "startup-timeout-s": 300,
+    "rollout-timeout-s": 120,
+}
+_finished: dict[str, list[dict]] = {}
+"""Metrics of the jobs that ended well, by name, for the table."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended."""
+
+    exit_code: int
+    output: str
+    metrics: list[dict]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def needs_gpu():
+    from placement import visible_gpus
+
+    if not visible_gpus():
+        pytest.skip("needs an NVIDIA GPU: torch sees none")
+
+
+@pytest.fixture(scope="session")
+def large_vocabulary_job(needs_gpu, tmp_path_factory) -> Job:
+    """A random model of the shape of Qwen3-0.6B shares one GPU with its engine.
+
+    No response of it earns a reward and all gradients are zero, so weight decay moves the weights: by lr · decay = 5 %
+    a step, which bfloat16 resolves and which makes one version's log-probs differ from the next one's.
+    """
+    folder = tmp_path_factory.mktemp("qwen3-0.6b")
+    save_random_qwen3(folder / "model")
+    return run_job(
+        "random 0.6 B", folder, {"model": folder / "model", "max-response-tokens": 64, "lr": 1e-3, "weight-decay": 50}
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_job(needs_gpu, tmp_path_factory) -> Job:
+    """The tiny model, which earns rewards and so has gradients."""
+    return run_job("tiny", tmp_path_factory.mktemp("tiny"), {"model": "tiny"})
+
+
+def save_random_qwen3(path: Path, hidden_size: int = 1024, num_layers: int = 28, vocab_size: int = 151936) -> None:
+    """Write a random Qwen3, by default of the 0.6 B shape, in bfloat16, with the tiny task's tokenizer.
+
+    The vocabulary is larger than the tokenizer's, as in the real model: what is sampled has no text.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from data.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=hidden_size // 128,
+        head_dim=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def run_job(name: str, folder: Path, options: dict) -> Job:
+    """Run `torchrun train_async.py` on the first visible GPU, without network, to its end."""
+    arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port=0", "train_async.py", *arguments]
+    first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    result = subprocess.run(
+        [*command, f"--runs-dir={folder}", "--run-name=run"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": first_gpu, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=JOB_TIMEOUT_S,
+    )
+    path = folder / "run" / "metrics.jsonl"
+    metrics = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if result.returncode == 0:
+        _finished[name] = metrics
+    return Job(result.returncode, result.stdout, metrics)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print one line per job: engine against trainer, weight sync, speed, and memory where it is logged."""
+    if not _finished:
+        return
+    terminalreporter.section("jobs on the GPU")
+    for name, metrics in _finished.items():
+        memory = {metric: value for metric, value in metrics[-1].items() if metric.startswith("memory/")}
+        numbers = {
+            "mismatch/abs_mean, nats": _worst(metrics, "mismatch/abs_mean"),
+            "mismatch/abs_max, nats": _worst(metrics, "mismatch/abs_max"),
+            "time/publish_s, mean": _mean(metrics, "time/publish_s"),
+            "rollout/pause_s, mean": _mean(metrics, "rollout/pause_s"),
+            "rollout/tokens_per_s, best step": _worst(metrics, "rollout/tokens_per_s"),
+            **memory,
+        }
+        terminalreporter.write_line(f"{name}, {len(metrics)} steps")
+        for label, value in numbers.items():
+            terminalreporter.write_line(f"  {label:34} {value:.4g}")
+
+
+def _worst(metrics: list[dict], name: str) -> float:
+    return max((line[name] for line in metrics if name in line), default=float("nan"))
+
+
+def _mean(metrics: list[dict], name: str) -> float:
+    values = [line[name] for line in metrics if name in line]
+    return sum(values) / len(values) if values else float("nan")

@@ -1,0 +1,115 @@
+"""Starts real jobs (torchrun, FSDP, vLLM) for the end-to-end tests and looks at what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+SMALL = {
+    "groups-per-step": 8,
+    "group-size": 4,
+    "max-response-tokens": 40,
+    "eval-every": 0,
+    "eval-problems": 32,
+    "startup-timeout-s": 150,
+    "rollout-timeout-s": 90,
+}
+
+
+@dataclass
+class Job:
+    """A job that was started."""
+
+    process: subprocess.Popen
+    run_path: Path
+    output_path: Path
+
+    def metrics(self) -> list[dict]:
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.run_path / "metrics.jsonl").read_text().splitlines()]
+
+    def events(self, kind: str) -> list[dict]:
+        """The events of one kind."""
+        lines = (self.run_path / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def output(self) -> str:
+        """All that the job has printed so far."""
+        return self.output_path.read_text()
+
+    def descendants(self) -> list[psutil.Process]:
+        """All processes below torchrun that are alive now."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait(self, timeout_s: float = 240) -> int:
+        """Wait for the end; a job that does not end is killed and fails the test."""
+        try:
+            return self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            for process in [*self.descendants(), psutil.Process(self.process.pid)]:
+                process.kill()
+            raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.output()[-3000:]}") from None
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 150) -> None:
+        """Poll until the condition holds while the job runs."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the job ended early:\n{self.output()[-3000:]}"
+            assert time.monotonic() < deadline, f"nothing after {timeout_s} s:\n{self.output()[-3000:]}"
+            time.sleep(0.1)
+
+    def num_steps(self) -> int:
+        """Steps finished so far."""
+        path = self.run_path / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def worker_pids(self) -> list[int]:
+        """Rollout workers that are alive, by their command lines."""
+        trainers = [p for p in self.descendants() if any("train_async.py" in part for part in p.cmdline())]
+        children = [child for trainer in trainers for child in trainer.children()]
+        return [child.pid for child in children if any("spawn_main" in part for part in child.cmdline())]
+
+
+def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
+    """Start `torchrun train_async.py` with the small settings, changed by `options`."""
+    options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--master-port=0"]
+    output_path = tmp_path / "output.txt"
+    with open(output_path, "w") as output:
+        process = subprocess.Popen(
+            [*command, "train_async.py", f"--runs-dir={tmp_path}", "--run-name=run", *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+    return Job(process, tmp_path / "run", output_path)
+
+
+def run_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
+    """Run a job to its end, which must be a good one."""
+    job = start_job(tmp_path, num_ranks, **options)
+    assert job.wait() == 0, job.output()[-4000:]
+    return job
+
+
+def assert_nothing_is_left(processes: list[psutil.Process], shared_memory_before: set[str]) -> None:
+    """All of a job's processes are gone within seconds, and so is its shared memory."""
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    assert not alive, [p.cmdline() for p in alive]
+    assert set(os.listdir("/dev/shm")) - shared_memory_before == set()
+
+
+def interrupt(job: Job, number: signal.Signals) -> None:
+    """Send torchrun a signal, as a terminal or a cluster would."""
+    os.kill(job.process.pid, number)

@@ -1,0 +1,117 @@
+"""Whole jobs: real torchrun, real FSDP2, real vLLM, on the CPU. Each takes 20 to 40 s, most of it starting vLLM."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+from job import assert_nothing_is_left, interrupt, run_job, start_job
+from tiny_policy import save_unservable_model
+
+from buffer import DROP_REASONS
+from model_path import resolve_model
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_model():
+    """Made before the clock of any job starts."""
+    return resolve_model("tiny")
+
+
+def assert_ledger_balances(metrics):
+    for line in metrics:
+        for unit, source in (("groups", "issued"), ("tokens", "generated")):
+            dropped = sum(line[f"ledger/{unit}_dropped_{reason}"] for reason in DROP_REASONS)
+            parts = line[f"ledger/{unit}_consumed"] + dropped + line[f"ledger/{unit}_resident"]
+            assert line[f"ledger/{unit}_{source}"] == parts
+
+
+def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree(tmp_path):
+    job = run_job(tmp_path, steps=16, groups_per_step=16, group_size=8, async_ratio=2, eval_every=8, save_every=8)
+    metrics = job.metrics()
+    assert [line["step"] for line in metrics] == list(range(1, 17))
+    assert np.mean([line["reward/mean"] for line in metrics[-4:]]) > np.mean(
+        [line["reward/mean"] for line in metrics[:4]]
+    )
+    assert max(line["staleness/max"] for line in metrics) <= 2
+    assert np.mean([line["staleness/mean"] for line in metrics]) > 0
+    assert any(line["response/mixed_versions"] > 0 for line in metrics), "no response lived through an update"
+    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert max(line["drift/k3"] for line in metrics) > 1e-6
+    evaluated = {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
+    assert {0, 16} <= evaluated
+    assert_ledger_balances(metrics)
+    assert_checkpoint_serves(job.run_path / "checkpoints" / "step_16")
+    run = json.loads((job.run_path / "run.json").read_text())
+    assert run["config"]["async_ratio"] == 2 and run["packages"]["torch"]
+    samples = [json.loads(line) for line in (job.run_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16 and samples[0]["prompt"].endswith("=")
+    assert len(job.events("trajectory")) >= 16 * 16 * 8
+
+
+def assert_checkpoint_serves(path):
+    """transformers loads what was saved, and it differs from what training began with."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trained = AutoModelForCausalLM.from_pretrained(path)
+    first = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"))
+    assert AutoTokenizer.from_pretrained(path).eos_token_id is not None
+    assert any(not a.equal(b) for a, b in zip(trained.parameters(), first.parameters(), strict=True))
+
+
+def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path):
+    job = run_job(tmp_path, num_ranks=2, steps=4, async_ratio=0, num_rollout_workers=2, minibatches=2, kl_coef=0.01)
+    metrics = job.metrics()
+    assert [line["staleness/max"] for line in metrics] == [0] * 4
+    assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
+    assert metrics[0]["drift/k3"] < 1e-5, "the second minibatch only has moved"
+    assert_ledger_balances(metrics)
+
+
+def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3(tmp_path):
+    metrics = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3).metrics()
+    assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
+    assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
+    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+
+
+def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):
+    job = start_job(tmp_path, steps=30, num_rollout_workers=2, async_ratio=1, groups_per_step=16, eval_every=10)
+    job.wait_until(lambda: job.num_steps() >= 3)
+    before = job.descendants()
+    os.kill(job.worker_pids()[0], signal.SIGKILL)
+    assert job.wait() == 0, job.output()[-4000:]
+    (death,) = job.events("worker_died")
+    metrics = job.metrics()
+    assert death["exit_code"] == -signal.SIGKILL
+    assert "killed by SIGKILL" in job.output()
+    assert metrics[-1]["rollout/restarts"] == 1 and len(metrics) == 30
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    assert_ledger_balances(metrics)
+    assert_nothing_is_left(before, set(os.listdir("/dev/shm")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, number):
+    shared_memory = set(os.listdir("/dev/shm"))
+    job = start_job(tmp_path, steps=100_000)
+    job.wait_until(lambda: job.num_steps() >= 2)
+    processes = job.descendants()
+    interrupt(job, number)
+    assert job.wait(timeout_s=60) != 0
+    assert f"error: stopped by {number.name}" in job.output()
+    assert_nothing_is_left(processes, shared_memory)
+    assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
+
+
+def test_a_worker_that_cannot_start_ends_the_run_within_a_minute_with_its_log(tmp_path):
+    model = save_unservable_model(str(tmp_path / "model"))
+    job = start_job(tmp_path, steps=2, model=model)
+    assert job.wait(timeout_s=60) != 0
+    assert "error: rollout worker 0 could not start" in job.output()
+    assert "  | " in job.output() and "Head size" in job.output().replace("head size", "Head size")
+    assert not psutil.pid_exists(job.process.pid) or psutil.Process(job.process.pid).status() == "zombie"
