@@ -9,6 +9,7 @@ here, and a ticket goes to whichever worker has a free slot: queue scheduling. A
 import collections
 import multiprocessing
 import queue
+import re
 import signal
 import threading
 import time
@@ -43,8 +44,9 @@ class Worker:
     index: int
     process: multiprocessing.Process
     outbox: queue.SimpleQueue
-    started_at: float
     log_path: Path
+    log_start: int
+    """Length of the log when this process started, characters; a restarted worker appends."""
     ready: bool = False
     version: int = -1
     """Version that tickets sent now will be sampled under, at least."""
@@ -101,11 +103,12 @@ class Controller:
         prompts: PromptSource,
         run_path: Path,
         record: Callable[..., None],
+        worker_main: Callable = run_worker,
     ):
         self.config, self.placement, self.prompts = config, placement, prompts
         self.model_path, self.run_path = model_path, run_path
         self.transport = None
-        self.record = record
+        self.record, self.worker_main = record, worker_main
         self.buffer = SampleBuffer(
             config.groups_per_step,
             config.group_size,
@@ -128,6 +131,7 @@ class Controller:
         self._evaluation: Evaluation | None = None
         self._failure: BaseException | None = None
         self._failed_in_a_row = 0
+        self._has_worked = False  # whether any trajectory has come back
         self._stopping = False
 
     # Life of the workers
@@ -162,10 +166,12 @@ class Controller:
             str(log_path),
         )
         # Not a daemon process: those may have no children, and the engine is one.
-        process = context.Process(target=run_worker, args=(spec, theirs), name=f"rollout-worker-{index}")
+        process = context.Process(target=self.worker_main, args=(spec, theirs), name=f"rollout-worker-{index}")
+        log_path.touch()
+        log_start = len(log_path.read_text(errors="replace"))
         process.start()
         theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
-        worker = Worker(index, process, queue.SimpleQueue(), time.monotonic(), log_path)
+        worker = Worker(index, process, queue.SimpleQueue(), log_path, log_start)
         threading.Thread(target=self._send_to, args=(worker, ours), daemon=True).start()
         threading.Thread(target=self._receive_from, args=(worker, ours), daemon=True).start()
         return worker
@@ -228,14 +234,14 @@ class Controller:
         worker.process.join(timeout=STOP_TIMEOUT_S)
         kill_session(worker.process.pid)  # its engine and reward processes
         reason = _death_report(worker)
-        if not worker.ready and self.num_restarts == 0:
+        if not self._has_worked:
             raise WorkerDied(f"rollout worker {worker.index} could not start: {reason}")
         if self.num_restarts >= self.config.max_worker_restarts:
             raise WorkerDied(
                 f"{reason}\nall {self.config.max_worker_restarts} restarts (--max-worker-restarts) are used"
             )
         self.num_restarts += 1
-        print(f"warning: {reason.splitlines()[0]}; {len(worker.running)} tickets are issued again", flush=True)
+        print(f"warning: {reason.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
         self.record("worker_died", worker=worker.index, exit_code=worker.process.exitcode, tickets=len(worker.running))
         if worker.updating is not None:
             self.transport.release(worker.updating)
@@ -314,18 +320,21 @@ class Controller:
 
     def _on_trajectory(self, worker: Worker, trajectory: Trajectory) -> None:
         ticket = worker.running.pop(trajectory.ticket_id)
+        self._has_worked = True
         self.record("trajectory", **_summary(trajectory))
         if ticket.group_id == EVALUATION_GROUP:
             self._on_evaluated(trajectory)
             return
-        if trajectory.finish_reason == "failed" and self.buffer.is_resident(ticket.group_id):
+        if trajectory.finish_reason == "failed":
             self._on_failed(trajectory)
-        else:
+        elif trajectory.finish_reason != "aborted":
             self._failed_in_a_row = 0
         self.buffer.add(trajectory)
 
     def _on_failed(self, trajectory: Trajectory) -> None:
         """Drop the group of a failed trajectory; a run in which nothing succeeds ends."""
+        if not self.buffer.is_resident(trajectory.group_id):
+            return  # another member has failed before
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self.config.max_outstanding_groups:
             raise RuntimeError(
@@ -537,7 +546,10 @@ def _summary(trajectory: Trajectory) -> dict:
 def _death_report(worker: Worker) -> str:
     code = worker.process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
-    lines = worker.log_path.read_text(errors="replace").splitlines() if worker.log_path.exists() else []
-    tail = "\n".join(f"  | {line}" for line in lines[-LOG_LINES_SHOWN:])
+    log = worker.log_path.read_text(errors="replace")[worker.log_start :].splitlines()
+    causes = [line for line in log if re.search(r"\w+(Error|Exception): ", line)]
+    # The engine's own error comes first; then everybody who waited for it says so, at length.
+    shown = causes[:1] + log[-LOG_LINES_SHOWN:]
+    tail = "\n".join(f"  | {line}" for line in shown)
     who = f"rollout worker {worker.index} (pid {worker.process.pid})"
-    return f"{who} {how}; its last log lines ({worker.log_path}):\n{tail}"
+    return f"{who} {how}; its first error and last log lines, from {worker.log_path}:\n{tail}"

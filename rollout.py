@@ -249,6 +249,8 @@ def _completion(output, version_at_start: int) -> Completion:
 
 def engine_options(spec: WorkerSpec) -> dict:
     """vLLM's engine arguments for a worker."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
     config, on_cpu = spec.config, spec.placement.gpu is None
     options = {
         "model": spec.model_path,
@@ -261,7 +263,9 @@ def engine_options(spec: WorkerSpec) -> dict:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "distributed_executor_backend": "uni",
+        # The class, because on the CPU vLLM turns the name "uni" into "mp" for the sake of OpenMP's environment, which
+        # worker_environment sets; a process less is a third faster.
+        "distributed_executor_backend": UniProcExecutor,
         "weight_transfer_config": {"backend": spec.transport},
         "worker_extension_cls": "engine_extension.EngineExtension",
     }
@@ -439,7 +443,6 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
 def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
     """Environment that vLLM reads at import: device, threads, no telemetry."""
     environment = {
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles, from our own trainer over a local pipe

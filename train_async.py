@@ -5,7 +5,6 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 --help answers at once, and every process that is spawned imports this file.
 """
 
-import os
 import signal
 import sys
 import time
@@ -146,10 +145,9 @@ def _interrupt(number: int, frame) -> None:
 
 
 def fail(reason: str, status: int) -> None:
-    """Print why the run ends and end it at once: interpreter shutdown would wait for threads that never return."""
+    """Print why the run ends, and end it."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ try_flash_attn() {
         --constraint .venv/pins.txt -r requirements-flash-attn.txt && .venv/bin/python -c 'import flash_attn'; then
         say "flash-attn works: the trainer uses it"
     else
-        pip uninstall -qqy flash-attn
+        pip uninstall -qqy flash-attn || true
         say "flash-attn FAILED to install, see above: the trainer uses torch's own attention. Nothing else is affected"
     fi
 }

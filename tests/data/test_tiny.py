@@ -74,7 +74,7 @@ def test_the_same_steps_make_the_same_weights():
     for _ in range(2):
         torch.manual_seed(len(weights))  # what happened before must not matter
         model = tiny.build_model()
-        tiny.warm_up(model, tiny.make_demonstrations(2000), report=print, clean_steps=10, noisy_steps=10)
+        tiny.warm_up(model, tiny.make_demonstrations(2000), report=print, num_steps=20)
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
 

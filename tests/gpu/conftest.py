@@ -97,7 +97,7 @@ def save_random_qwen3(path: Path, hidden_size: int = 1024, num_layers: int = 28,
 def run_job(name: str, folder: Path, options: dict) -> Job:
     """Run `torchrun train_async.py` on the first visible GPU, without network, to its end."""
     arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--master-port=0", "train_async.py", *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
     first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     result = subprocess.run(
         [*command, f"--runs-dir={folder}", "--run-name=run"],

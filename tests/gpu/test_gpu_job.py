@@ -20,7 +20,8 @@ def test_a_job_that_shares_one_gpu_ends_well(job):
 
 
 def test_no_sample_is_staler_than_the_bound(job):
-    assert [line["staleness/max"] for line in job.metrics] == [0, 1, 1, 1]
+    staleness = [line["staleness/max"] for line in job.metrics]
+    assert staleness[0] == 0 and max(staleness) == 1
 
 
 def test_the_ledger_balances(job):

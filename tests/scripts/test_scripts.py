@@ -1,0 +1,124 @@
+"""The shell scripts, in a copy of the repository whose torchrun is a stub and whose requirements are already met."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
+METRICS = {
+    "step": 1,
+    "samples": 8,
+    "reward/mean": 0.5,
+    "staleness/mean": 0,
+    "staleness/max": 0,
+    "tokens/generated": 10,
+    "time/step_s": 1,
+    "time/wait_s": 0.125,
+    "time/train_s": 0.5,
+    "time/publish_s": 0.1,
+}
+TORCHRUN = f"""#!{sys.executable}
+import json, pathlib, sys
+print("torchrun got", json.dumps(sys.argv[1:]))
+given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+if given["--steps"] == "13":
+    sys.exit(3)
+run = pathlib.Path(given["--runs-dir"], given["--run-name"])
+run.mkdir(parents=True)
+(run / "metrics.jsonl").write_text({json.dumps(json.dumps(METRICS))} + "\\n")
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A repository of the scripts alone; its pip would fail the test by not being there to install anything."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "config.py", tmp_path)
+    for name in ("requirements-common", "requirements", "requirements-cpu", "requirements-flash-attn"):
+        (tmp_path / f"{name}.txt").write_text(f"numpy=={version('numpy').split('+')[0]}  # it is there\n")
+    write_program(tmp_path / ".venv/bin/torchrun", TORCHRUN)
+    write_program(
+        tmp_path / ".venv/bin/python",
+        f'#!/bin/sh\n[ "$1 $2" != "-m pip" ] || [ "$3" = --version ] || exit 1\nexec {sys.executable} "$@"\n',
+    )
+    write_program(tmp_path / "fake/nvidia-smi", "#!/bin/sh\necho 'GPU 0: one'\n")
+    return tmp_path
+
+
+def write_program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def run_script(copy, name, *arguments):
+    environment = os.environ | {"PATH": f"{copy / 'fake'}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", f"scripts/{name}", *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_shell_can_read_every_script(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_what_ci_runs_is_executable():
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_every_requirement_is_pinned_and_says_why():
+    for path in ROOT.glob("requirements*.txt"):
+        for line in path.read_text().splitlines():
+            if line and not line.startswith(("#", "-r ")):
+                pin, _, why = line.partition("#")
+                assert pin.count("==") == 1 and why.strip(), f"{path.name}: {line}"
+
+
+def test_an_environment_that_has_everything_is_recognised_and_then_trusted(copy):
+    first, second = run_script(copy, "install.sh"), run_script(copy, "install.sh")
+    assert first.returncode == 0 and "for the GPU: nvidia-smi lists 1" in first.stdout, first.stderr
+    assert "done" in first.stdout and "up to date" in second.stdout
+
+
+def test_a_changed_pin_is_installed_and_a_failure_is_an_error(copy):
+    run_script(copy, "install.sh")
+    (copy / "requirements.txt").write_text("numpy==0.0.1\n")
+    result = run_script(copy, "install.sh")
+    assert result.returncode == 1 and "installing 1 pinned packages and what they need: numpy==0.0.1" in result.stdout
+    assert "up to date" not in run_script(copy, "install.sh").stdout
+
+
+def test_a_flash_attn_that_does_not_install_is_told_and_stops_nothing(copy):
+    (copy / "requirements-flash-attn.txt").write_text("flash-attn==0.0.1\n")
+    result = run_script(copy, "install.sh")
+    assert result.returncode == 0, result.stderr
+    assert "flash-attn FAILED" in result.stdout and "torch's own attention" in result.stdout
+
+
+def test_quickstart_passes_options_on_and_ends_with_the_summary(copy):
+    options = ["--steps", "2", "--runs-dir", "my runs", "--run-name", "mine"]
+    result = run_script(copy, "quickstart.sh", *options)
+    assert result.returncode == 0, result.stderr
+    passed = json.loads(next(line for line in result.stdout.splitlines() if "torchrun got" in line)[13:])
+    assert passed[:3] == ["--standalone", "train_async.py", "--run-name"] and passed[4:] == options
+    assert "12.5%" in result.stdout and "my runs/mine/curves.png" in result.stdout
+    assert (copy / "my runs/mine/curves.png").exists()
+
+
+def test_quickstart_keeps_the_status_of_a_failed_run_and_names_its_directory(copy):
+    result = run_script(copy, "quickstart.sh", "--steps", "13")
+    assert result.returncode == 3
+    assert "ended with status 3" in result.stderr and "runs/quickstart-" in result.stderr
+
+
+def test_quickstart_refuses_a_mistake_before_it_starts_anything(copy):
+    result = run_script(copy, "quickstart.sh", "--no-such-option", "1")
+    assert result.returncode != 0 and "torchrun got" not in result.stdout

@@ -1,0 +1,201 @@
+"""The controller with real processes and pipes, and workers that have no engine."""
+
+import os
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import torch
+from fake_worker import run_fake_worker
+
+from config import Config
+from controller import Announcement, Controller, PromptSource, WorkerDied
+from data.tasks import Problem
+from placement import Placement, WorkerPlacement
+from weight_sync import ParameterSpec, ShmTransport
+
+SPECS = [ParameterSpec("w", torch.float32, (4,))]
+
+
+class Session:
+    """A controller that has been started, and the trainer's part of its protocol."""
+
+    def __init__(self, controller):
+        self.controller = controller
+        self.transport = ShmTransport(SPECS, timeout_s=5)
+        self.events = []
+
+    def publish(self, version, evaluate=False):
+        evaluate |= self.controller.withdraw()
+        staged = self.transport.stage(version, [("w", torch.full((4,), float(version)))])
+        self.controller.publish(Announcement(version, version, staged, (), evaluate))
+
+
+@contextmanager
+def session(tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1, model="fine", **options):
+    defaults = {"groups_per_step": 2, "group_size": 2, "rollout_timeout_s": 20.0, "startup_timeout_s": 30.0}
+    config = Config(**{**defaults, **options})
+    workers = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers))
+    prompts = PromptSource(
+        train_problem=lambda index: Problem(f"p{index}", answers(index)),
+        eval_problems=[Problem(f"e{i}", answer) for i, answer in enumerate(eval_answers)],
+        encode=lambda problem: [2, 3] if len(problem.prompt) < 20 else [2] * 1000,
+    )
+    events = []
+    controller = Controller(
+        config,
+        Placement((None,), 1, workers, "shm"),
+        model,
+        prompts,
+        tmp_path,
+        lambda event, **fields: events.append({"event": event, **fields}),
+        worker_main=run_fake_worker,
+    )
+    started = Session(controller)
+    started.events = events
+    try:
+        controller.launch()
+        controller.connect(started.transport)
+        yield started
+    finally:
+        controller.stop()
+
+
+def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
+    with session(tmp_path, num_workers=2, max_running_requests=2, async_ratio=1.0) as s:
+        s.publish(0)
+        for step in range(1, 6):
+            groups = s.controller.take_batch()
+            assert [len(g.trajectories) for g in groups] == [2, 2]
+            assert all(0 <= step - 1 - g.min_version <= 1 for g in groups)
+            s.publish(step)
+        assert s.controller.drain()["ledger"]["groups_consumed"] == 10
+    assert {e["worker"] for e in s.events if e["event"] == "trajectory"} == {0, 1}
+
+
+def test_with_alpha_0_tokens_are_always_of_the_newest_version(tmp_path):
+    with session(tmp_path, num_workers=2, async_ratio=0.0) as s:
+        s.publish(0)
+        for step in range(1, 5):
+            assert {g.min_version for g in s.controller.take_batch()} == {step - 1}
+            s.publish(step)
+
+
+def test_a_failed_trajectory_drops_its_group_counted_and_another_takes_the_place(tmp_path):
+    with session(tmp_path, answers=lambda i: "fail" if i in (0, 3) else "ok", async_ratio=0.0) as s:
+        s.publish(0)
+        assert [g.group_id for g in s.controller.take_batch()] == [1, 2]
+        s.publish(1)
+        s.controller.take_batch()
+        ledger = s.controller.drain()["ledger"]
+    assert ledger["groups_dropped_failed"] == 2 and ledger["tokens_dropped_failed"] > 0
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path):
+    with session(tmp_path, answers=lambda i: "fail") as s:
+        s.publish(0)
+        with pytest.raises(RuntimeError, match="groups all failed, the newest with: ValueError: no good"):
+            s.controller.take_batch()
+
+
+def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
+    with session(tmp_path, answers=lambda i: "die" if i == 2 else "ok", num_workers=2, async_ratio=0.0) as s:
+        s.publish(0)
+        for step in range(1, 4):
+            assert len(s.controller.take_batch()) == 2
+            s.publish(step)
+        assert 1 <= s.controller.num_restarts <= 2, "both members of group 2 kill the worker that gets them first"
+        assert s.controller.drain()["ledger"]["groups_consumed"] == 6
+    assert next(e["exit_code"] for e in s.events if e["event"] == "worker_died") == 3
+
+
+def test_a_worker_that_dies_too_often_ends_the_run(tmp_path):
+    with session(tmp_path, answers=lambda i: "die always" if i > 1 else "ok", max_worker_restarts=1) as s:
+        s.publish(0)
+        with pytest.raises(WorkerDied, match=r"exited with code 3(.|\n)*all 1 restarts"):
+            for step in range(1, 4):
+                s.controller.take_batch()
+                s.publish(step)
+
+
+def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(WorkerDied) as caught, session(tmp_path, model="broken"):
+        pass
+    assert "could not start: rollout worker 0" in str(caught.value) and "exited with code 7" in str(caught.value)
+    assert "  | RuntimeError: this model is broken" in str(caught.value)
+    assert time.monotonic() - start < 20
+
+
+def test_a_wait_that_is_too_long_ends_with_the_state_of_everything(tmp_path, capfd):
+    with session(tmp_path, answers=lambda i: "hang", rollout_timeout_s=1.0) as s:
+        s.publish(0)
+        with pytest.raises(RuntimeError, match=r"waited 1 s for a batch.*worker 0 ready v0 running 8"):
+            s.controller.take_batch()
+    assert "Thread" in capfd.readouterr().err, "the trainer's own stacks are dumped"
+
+
+def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(tmp_path):
+    with session(tmp_path, eval_answers=["slow"] * 6, num_workers=2, async_ratio=1.0) as s:
+        s.publish(0, evaluate=True)
+        s.controller.take_batch()
+        s.publish(1)
+        evaluation = s.controller._evaluation
+        assert evaluation is not None and s.controller.buffer.published_version == 0, "publishing waits, nothing else"
+        s.controller.finish_evaluations()
+        (done,) = s.controller.drain()["evaluations"]
+        assert done.version == 0 and len(done.trajectories) == 6 and done.accuracy == 1.0
+        assert s.controller.buffer.published_version == 1
+
+
+def test_an_evaluation_that_was_held_back_is_made_up_for_at_the_next_version(tmp_path):
+    with session(tmp_path, eval_answers=["slow"] * 4, async_ratio=3.0) as s:
+        s.publish(0, evaluate=True)
+        s.controller.take_batch()
+        s.publish(1, evaluate=True)
+        s.controller.take_batch()
+        s.publish(2)
+        s.controller.finish_evaluations()
+        assert [e.version for e in s.controller.drain()["evaluations"]] == [0, 2]
+
+
+def test_a_failed_evaluation_response_is_counted_and_not_scored_as_0(tmp_path):
+    with session(tmp_path, eval_answers=["ok", "fail", "ok"]) as s:
+        s.publish(0, evaluate=True)
+        s.controller.finish_evaluations()
+        (done,) = s.controller.drain()["evaluations"]
+    assert (done.accuracy, done.num_failed) == (1.0, 1)
+
+
+def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp_path):
+    hung = []
+
+    def answers(index):
+        hung.append(index)
+        return "hang" if hung.count(0) == 1 and index == 0 else "ok"
+
+    with session(tmp_path, answers=answers, stale_policy="drop", async_ratio=1.0) as s:
+        s.publish(0)
+        for step in range(1, 5):
+            assert 0 not in [g.group_id for g in s.controller.take_batch()]
+            s.publish(step)
+        ledger = s.controller.drain()["ledger"]
+    assert ledger["groups_dropped_stale"] == 1 and hung.count(0) == 2
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
+    prompts = PromptSource(lambda index: Problem("x" * 30, "ok"), [], lambda problem: [2] * 1000)
+    placement = Placement((None,), 1, (WorkerPlacement(0, None, None, 1, 0.0),), "shm")
+    controller = Controller(Config(), placement, "fine", prompts, tmp_path, lambda event, **fields: None)
+    with pytest.raises(ValueError, match="has 1000 tokens, --max-prompt-tokens is 64; raise it to at least 1000"):
+        controller.check_prompts()
+
+
+def test_stopping_leaves_no_process(tmp_path):
+    with session(tmp_path, answers=lambda i: "hang", num_workers=2) as s:
+        s.publish(0)
+        pids = [w.process.pid for w in s.controller.workers]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert os.listdir(tmp_path)
