@@ -48,9 +48,9 @@ class Config:
     """Running requests at a weight update: go on with the old KV cache, rebuild it, or drain first."""
 
     # Sampling
-    max_prompt_tokens: int = 64
+    max_prompt_tokens: int = 40
     """Longest prompt, tokens; a longer one is an error."""
-    max_response_tokens: int = 96
+    max_response_tokens: int = 48
     """Longest response, tokens; a longer one is cut and scored as it is."""
     temperature: float = 1.0
     """Softmax temperature of sampling and of the trainer's log-probs."""

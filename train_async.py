@@ -36,7 +36,7 @@ def train(config: Config) -> None:
             publisher.choose_probes(groups)
             stats = policy.train_step(share, policy_version=step - 1)
             clock.lap("train")
-            publisher.publish(step, evaluate=is_due(step, config.eval_every, config.steps))
+            publisher.publish(step, evaluate=config.eval_every > 0 and is_due(step, config.eval_every, config.steps))
             clock.lap("publish")
             if is_due(step, config.save_every, config.steps):
                 policy.save(node.checkpoint_path(step))

@@ -24,7 +24,7 @@ REASONING_GYM_INSTRUCTION = "Give the final answer, and nothing else, between <a
 ADDITION_LABELS = "abcdefghijklmnopqrstuvwxyz"
 ADDITION_MIN_COLUMNS = 2
 ADDITION_MAX_COLUMNS = 18
-"""One below the number of labels that an answer may need: a final carry makes one more digit."""
+"""Below the number of labels, as a final carry makes one more digit."""
 ADDITION_TAIL_EXPONENT = 2.0
 """P(columns ≥ k) = (2/k)², up to the longest: long-tailed, as the lengths of reasoning traces are."""
 

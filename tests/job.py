@@ -82,7 +82,7 @@ def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
     """Start `torchrun train_async.py` with the small settings, changed by `options`."""
     options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--master-port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
     output_path = tmp_path / "output.txt"
     with open(output_path, "w") as output:
         process = subprocess.Popen(

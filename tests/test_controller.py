@@ -188,7 +188,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
     prompts = PromptSource(lambda index: Problem("x" * 30, "ok"), [], lambda problem: [2] * 1000)
     placement = Placement((None,), 1, (WorkerPlacement(0, None, None, 1, 0.0),), "shm")
     controller = Controller(Config(), placement, "fine", prompts, tmp_path, lambda event, **fields: None)
-    with pytest.raises(ValueError, match="has 1000 tokens, --max-prompt-tokens is 64; raise it to at least 1000"):
+    with pytest.raises(ValueError, match="has 1000 tokens, --max-prompt-tokens is 40; raise it to at least 1000"):
         controller.check_prompts()
 
 
