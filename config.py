@@ -32,7 +32,7 @@ class Config:
     """Advantage estimator, algos/advantages.py."""
 
     # How much, and how stale
-    steps: int = 60
+    steps: int = 80
     """Steps to train; each consumes one batch of groups and makes the next policy version."""
     groups_per_step: int = 32
     """Groups (prompts) that one step consumes (B)."""

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from algos import LOSSES, LossInputs, hyperparameters
 from config import Config
@@ -311,6 +312,9 @@ def attention_implementation(device: torch.device) -> str:
     """Return flash_attention_2 on a GPU with flash-attn installed, else sdpa (torch's own)."""
     has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
     return "flash_attention_2" if has_flash else "sdpa"
+
+
+transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
 
 
 def _load_sharded(path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:

