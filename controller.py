@@ -1,19 +1,17 @@
 """The controller: hands tickets to rollout workers, gathers groups, announces weights, and keeps the workers alive.
 
-It lives in the process of local trainer rank 0. Each worker has one duplex pipe, read by one thread and written by
-another, so that neither a slow nor a dead worker can make the trainer wait; there is no queue that processes share,
-because a worker killed while it holds a shared queue's lock would take all others with it. The ticket queue is a deque
-here, and a ticket goes to whichever worker has a free slot: queue scheduling. All state is guarded by one condition.
+It lives in the process of local trainer rank 0. The ticket queue is here, and a ticket goes to whichever worker has a
+free slot: queue scheduling. The workers' reading threads and the trainer's thread meet at one condition, which guards
+all state.
 """
 
 import collections
-import multiprocessing
-import queue
-import re
-import signal
+import faulthandler
+import functools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,15 +20,11 @@ import numpy as np
 from buffer import SampleBuffer
 from config import Config
 from data.records import Group, Ticket, Trajectory
-from data.tasks import Problem
 from placement import Placement
-from processes import dump_stacks, kill_session
-from rollout import Abort, Connect, Finished, Ready, Stop, Tickets, Update, Updated, WorkerSpec, run_worker
+from rollout import Abort, Connect, Finished, Ready, Tickets, Update, Updated, WorkerSpec, run_worker
+from tickets import EVALUATION_GROUP, TicketSource
 from weight_sync import Staged
-
-EVALUATION_GROUP = -1  # group_id of evaluation tickets; they never enter the buffer
-LOG_LINES_SHOWN = 15
-STOP_TIMEOUT_S = 10.0
+from worker_process import WorkerProcess
 
 
 class WorkerDied(RuntimeError):
@@ -39,14 +33,11 @@ class WorkerDied(RuntimeError):
 
 @dataclass
 class Worker:
-    """One rollout worker process as the controller sees it."""
+    """One rollout worker as the controller sees it."""
 
     index: int
-    process: multiprocessing.Process
-    outbox: queue.SimpleQueue
-    log_path: Path
-    log_start: int
-    """Length of the log when this process started, characters; a restarted worker appends."""
+    process: WorkerProcess | None = None
+    """Set as soon as it has been started."""
     ready: bool = False
     version: int = -1
     """Version that tickets sent now will be sampled under, at least."""
@@ -83,15 +74,6 @@ class Evaluation:
         return float(np.mean([t.reward for t in self.trajectories])) if self.trajectories else float("nan")
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """Prompts of one task as token ids."""
-
-    train_problem: Callable[[int], Problem]
-    eval_problems: list[Problem]
-    encode: Callable[[Problem], list[int]]
-
-
 class Controller:
     """Runs rollout on one node: start, take batches, publish, evaluate, stop."""
 
@@ -100,12 +82,12 @@ class Controller:
         config: Config,
         placement: Placement,
         model_path: str,
-        prompts: PromptSource,
+        tickets: TicketSource,
         run_path: Path,
         record: Callable[..., None],
         worker_main: Callable = run_worker,
     ):
-        self.config, self.placement, self.prompts = config, placement, prompts
+        self.config, self.placement, self.tickets = config, placement, tickets
         self.model_path, self.run_path = model_path, run_path
         self.transport = None
         self.record, self.worker_main = record, worker_main
@@ -124,12 +106,10 @@ class Controller:
         self.evaluations: list[Evaluation] = []
         self._changed = threading.Condition()
         self._queue: collections.deque[Ticket] = collections.deque()
-        self._problems: dict[int, int] = {}  # group -> index of its problem
-        self._next_problem = self._next_group = self._next_ticket = 0
         self._announced: Announcement | None = None
         self._deferred: Announcement | None = None
         self._evaluation: Evaluation | None = None
-        self._failure: BaseException | None = None
+        self._threads = ThreadPoolExecutor(2 * (len(placement.workers) + config.max_worker_restarts))
         self._failed_in_a_row = 0
         self._has_worked = False  # whether any trajectory has come back
         self._stopping = False
@@ -152,65 +132,46 @@ class Controller:
             )
             self.transport = transport
             for worker in self.workers:
-                worker.outbox.put(Connect(transport.init_info()))
+                worker.process.send(Connect(transport.init_info()))
 
     def _start_worker(self, index: int) -> Worker:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        log_path = self.run_path / f"worker_{index}.log"
         spec = WorkerSpec(
             self.config,
             self.placement.workers[index],
             self.model_path,
             self.placement.transport,
-            str(log_path),
+            str(self.run_path / f"worker_{index}.log"),
         )
-        # Not a daemon process: those may have no children, and the engine is one.
-        process = context.Process(target=self.worker_main, args=(spec, theirs), name=f"rollout-worker-{index}")
-        log_path.touch()
-        log_start = len(log_path.read_text(errors="replace"))
-        process.start()
-        theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
-        worker = Worker(index, process, queue.SimpleQueue(), log_path, log_start)
-        threading.Thread(target=self._send_to, args=(worker, ours), daemon=True).start()
-        threading.Thread(target=self._receive_from, args=(worker, ours), daemon=True).start()
+        worker = Worker(index)
+        worker.process = WorkerProcess(
+            spec, self.worker_main, functools.partial(self._on_message, worker), self._threads
+        )
+        worker.process.reading.add_done_callback(self._wake)
         return worker
 
-    def _send_to(self, worker: Worker, connection) -> None:
-        while (message := worker.outbox.get()) is not None:
-            try:
-                connection.send(message)
-            except OSError:
-                return  # the receiving thread sees the same end and acts on it
-
-    def _receive_from(self, worker: Worker, connection) -> None:
-        while True:
-            try:
-                message = connection.recv()
-            except (EOFError, OSError):
-                message = None
-            with self._changed:
-                try:
-                    if message is None:
-                        self._on_death(worker)
-                    else:
-                        self._on_message(worker, message)
-                    self._dispatch()
-                except (RuntimeError, ValueError) as error:  # handed to the trainer's thread, which is the one to end
-                    self._failure = self._failure or error
-                self._changed.notify_all()
-            if message is None:
-                worker.outbox.put(None)
-                connection.close()
-                return
+    def _wake(self, _) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _on_message(self, worker: Worker, message) -> None:
+        """Act on a worker's message, or on its death; called by the worker's reading thread."""
+        with self._changed:
+            try:
+                if message is None:
+                    self._on_death(worker)
+                else:
+                    self._act_on(worker, message)
+                self._dispatch()
+            finally:
+                self._changed.notify_all()
+
+    def _act_on(self, worker: Worker, message) -> None:
         match message:
             case Ready(startup_s):
                 worker.ready = True
                 self.record("worker_ready", worker=worker.index, startup_s=startup_s)
                 if self.transport is not None:  # a restart: the first ones are connected all together
-                    worker.outbox.put(Connect(self.transport.init_info()))
+                    worker.process.send(Connect(self.transport.init_info()))
                 if self._announced is not None:
                     self._send_update(worker)
             case Finished(trajectories):
@@ -231,9 +192,8 @@ class Controller:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
         if self._stopping:
             return
-        worker.process.join(timeout=STOP_TIMEOUT_S)
-        kill_session(worker.process.pid)  # its engine and reward processes
-        reason = _death_report(worker)
+        worker.process.reap()
+        reason = worker.process.death_report()
         if not self._has_worked:
             raise WorkerDied(f"rollout worker {worker.index} could not start: {reason}")
         if self.num_restarts >= self.config.max_worker_restarts:
@@ -242,7 +202,7 @@ class Controller:
             )
         self.num_restarts += 1
         print(f"warning: {reason.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
-        self.record("worker_died", worker=worker.index, exit_code=worker.process.exitcode, tickets=len(worker.running))
+        self.record("worker_died", worker=worker.index, exit_code=worker.process.exit_code, tickets=len(worker.running))
         if worker.updating is not None:
             self.transport.release(worker.updating)
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
@@ -252,51 +212,18 @@ class Controller:
     def _issue_again(self, ticket: Ticket) -> None:
         if ticket.group_id != EVALUATION_GROUP and not self.buffer.is_resident(ticket.group_id):
             return  # its group was dropped meanwhile
-        again = self._ticket(
-            ticket.group_id, ticket.member, ticket.prompt_tokens, ticket.answer, ticket.min_version, ticket.attempt + 1
-        )
+        again = self.tickets.again(ticket)
         if ticket.group_id == EVALUATION_GROUP:
             self._evaluation.waiting.symmetric_difference_update({ticket.ticket_id, again.ticket_id})
         self._queue.appendleft(again)
 
     # Tickets
 
-    def _ticket(
-        self,
-        group_id: int,
-        member: int,
-        prompt_tokens: tuple[int, ...],
-        answer: str,
-        min_version: int,
-        attempt: int = 0,
-    ) -> Ticket:
-        self._next_ticket += 1
-        # Evaluation problems have no group of their own; their version takes its place in the seed.
-        stream = [1, min_version, member, attempt] if group_id == EVALUATION_GROUP else [0, group_id, member, attempt]
-        seed = int(np.random.SeedSequence([self.config.seed, *stream]).generate_state(1)[0]) >> 1
-        return Ticket(self._next_ticket, group_id, member, attempt, prompt_tokens, answer, seed, min_version)
-
-    def _encode(self, problem: Problem) -> tuple[int, ...]:
-        tokens = tuple(self.prompts.encode(problem))
-        if len(tokens) > self.config.max_prompt_tokens:
-            raise ValueError(
-                f"a prompt of {self.config.task} has {len(tokens)} tokens, --max-prompt-tokens is "
-                f"{self.config.max_prompt_tokens}; raise it to at least {len(tokens)}. "
-                f"The prompt begins {problem.prompt[:60]!r}"
-            )
-        return tokens
-
-    def _admit(self, problem_index: int | None = None) -> None:
-        """Admit one group, of a given problem or the next one, and queue its tickets."""
-        if problem_index is None:
-            problem_index, self._next_problem = self._next_problem, self._next_problem + 1
-        problem = self.prompts.train_problem(problem_index)
-        tokens = self._encode(problem)
-        group_id, self._next_group = self._next_group, self._next_group + 1
-        self._problems[group_id] = problem_index
+    def _admit(self, same_problem_as: int | None = None) -> None:
+        """Admit one group, of the next problem or of the one that another group had, and queue its tickets."""
+        group_id = self.tickets.next_group_id()
         version = self.buffer.admit(group_id)
-        for member in range(self.config.group_size):
-            self._queue.append(self._ticket(group_id, member, tokens, problem.answer, version))
+        self._queue.extend(self.tickets.for_group(group_id, version, same_problem_as))
 
     def _fill(self) -> None:
         while self.buffer.num_free_places() > 0:
@@ -316,7 +243,7 @@ class Controller:
             worker.running[ticket.ticket_id] = ticket
             outgoing[worker.index].append(ticket)
         for index, tickets in outgoing.items():
-            self.workers[index].outbox.put(Tickets(tickets))
+            self.workers[index].process.send(Tickets(tickets))
 
     def _on_trajectory(self, worker: Worker, trajectory: Trajectory) -> None:
         ticket = worker.running.pop(trajectory.ticket_id)
@@ -342,13 +269,14 @@ class Controller:
                 "mend the reward, or raise --reward-timeout-s if it is only slow"
             )
         self._drop(trajectory.group_id, "failed")
+        self.tickets.forget(trajectory.group_id)
         self._admit()
 
     def _drop_expired(self) -> None:
         """Under `drop`: abort what expired and issue its problem again, so that slow problems are not starved."""
         for group_id in self.buffer.expired():
             self._drop(group_id, "stale")
-            self._admit(self._problems[group_id])
+            self._admit(same_problem_as=group_id)
 
     def _drop(self, group_id: int, reason: str) -> None:
         self.buffer.drop(group_id, reason)
@@ -356,12 +284,7 @@ class Controller:
         for worker in self.workers:
             running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
             if running:
-                worker.outbox.put(Abort(running))
-
-    def check_prompts(self) -> None:
-        """Raise ValueError if a held-out prompt or the first training prompt does not fit."""
-        for problem in [*self.prompts.eval_problems, self.prompts.train_problem(0)]:
-            self._encode(problem)
+                worker.process.send(Abort(running))
 
     # Batches
 
@@ -380,7 +303,7 @@ class Controller:
 
             self._wait(taken, self.config.rollout_timeout_s, "a batch")
             for group in batch:
-                del self._problems[group.group_id]
+                self.tickets.forget(group.group_id)
             self._drop_expired()
             self._dispatch()
             return batch
@@ -388,8 +311,9 @@ class Controller:
     def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._failure is not None:
-                raise self._failure
+            for worker in self.workers:
+                if worker.process.reading.done():
+                    worker.process.reading.result()  # raises what ended it
             if done():
                 return
             if not self._changed.wait(timeout=deadline - time.monotonic()) and time.monotonic() > deadline:
@@ -409,11 +333,9 @@ class Controller:
         return f"{workers}; {len(self._queue)} tickets queued; {self.buffer.ledger()}"
 
     def _dump_stacks(self) -> None:
-        import faulthandler
-
         faulthandler.dump_traceback(all_threads=True)
         for worker in self.workers:
-            dump_stacks(worker.process.pid)
+            worker.process.dump_stacks()
         time.sleep(1.0)  # the dumps are written by the other processes' signal handlers
 
     # Weights and evaluation
@@ -458,13 +380,10 @@ class Controller:
         worker.updating = self._announced.staged
         worker.version = self._announced.version
         self.transport.acquire(worker.updating)
-        worker.outbox.put(Update(worker.version, worker.updating.message, probe))
+        worker.process.send(Update(worker.version, worker.updating.message, probe))
 
     def _start_evaluation(self, version: int) -> None:
-        tickets = [
-            self._ticket(EVALUATION_GROUP, member, self._encode(problem), problem.answer, version)
-            for member, problem in enumerate(self.prompts.eval_problems)
-        ]
+        tickets = self.tickets.for_evaluation(version)
         self._evaluation = Evaluation(version, {t.ticket_id for t in tickets})
         self._queue.extendleft(reversed(tickets))
 
@@ -515,14 +434,9 @@ class Controller:
         """End all workers and their engines; none is left when this returns."""
         with self._changed:
             self._stopping = True
-            for worker in self.workers:
-                worker.outbox.put(Stop())
-        deadline = time.monotonic() + STOP_TIMEOUT_S
         for worker in self.workers:
-            if worker.ready:
-                worker.process.join(timeout=max(0.0, deadline - time.monotonic()))
-            kill_session(worker.process.pid)
-            worker.process.join()
+            worker.process.stop(gently=worker.ready)
+        self._threads.shutdown()
 
 
 def _summary(trajectory: Trajectory) -> dict:
@@ -541,15 +455,3 @@ def _summary(trajectory: Trajectory) -> dict:
         versions = trajectory.policy_versions[trajectory.loss_mask]
         record |= {"min_version": int(versions.min()), "max_version": int(versions.max())}
     return record if not trajectory.failure else record | {"failure": trajectory.failure}
-
-
-def _death_report(worker: Worker) -> str:
-    code = worker.process.exitcode
-    how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
-    log = worker.log_path.read_text(errors="replace")[worker.log_start :].splitlines()
-    causes = [line for line in log if re.search(r"\w+(Error|Exception): ", line)]
-    # The engine's own error comes first; then everybody who waited for it says so, at length.
-    shown = causes[:1] + log[-LOG_LINES_SHOWN:]
-    tail = "\n".join(f"  | {line}" for line in shown)
-    who = f"rollout worker {worker.index} (pid {worker.process.pid})"
-    return f"{who} {how}; its first error and last log lines, from {worker.log_path}:\n{tail}"

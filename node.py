@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from controller import Controller, PromptSource
+from controller import Controller
 from data.records import Group
 from data.tasks import load_task
 from model_path import resolve_model
@@ -21,6 +21,7 @@ from policy import Policy
 from processes import exit_with_parent
 from rollout import load_tokenizer
 from run_directory import RunDirectory
+from tickets import PromptSource, TicketSource
 from weight_sync import IpcTransport, ParameterSpec, ShmTransport
 
 
@@ -101,10 +102,11 @@ def _start_leading(node: Node) -> None:
         eval_problems=task.eval_problems(config.eval_problems) if config.eval_every else [],
         encode=lambda problem: task.encode_prompt(problem, node.tokenizer),
     )
+    tickets = TicketSource(config, prompts)
+    tickets.check_prompts()
     node.run = RunDirectory(config)
     print(f"run directory: {node.run.path}", flush=True)
-    node.controller = Controller(config, node.placement, node.model_path, prompts, node.run.path, node.run.record)
-    node.controller.check_prompts()
+    node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
     node.controller.launch()
 
 

@@ -10,9 +10,10 @@ import torch
 from fake_worker import run_fake_worker
 
 from config import Config
-from controller import Announcement, Controller, PromptSource, WorkerDied
+from controller import Announcement, Controller, WorkerDied
 from data.tasks import Problem
 from placement import Placement, WorkerPlacement
+from tickets import PromptSource, TicketSource
 from weight_sync import ParameterSpec, ShmTransport
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
@@ -47,7 +48,7 @@ def session(tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1
         config,
         Placement((None,), 1, workers, "shm"),
         model,
-        prompts,
+        TicketSource(config, prompts),
         tmp_path,
         lambda event, **fields: events.append({"event": event, **fields}),
         worker_main=run_fake_worker,
@@ -184,18 +185,10 @@ def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp
     assert ledger["groups_dropped_stale"] == 1 and hung.count(0) == 2
 
 
-def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
-    prompts = PromptSource(lambda index: Problem("x" * 30, "ok"), [], lambda problem: [2] * 1000)
-    placement = Placement((None,), 1, (WorkerPlacement(0, None, None, 1, 0.0),), "shm")
-    controller = Controller(Config(), placement, "fine", prompts, tmp_path, lambda event, **fields: None)
-    with pytest.raises(ValueError, match="has 1000 tokens, --max-prompt-tokens is 40; raise it to at least 1000"):
-        controller.check_prompts()
-
-
 def test_stopping_leaves_no_process(tmp_path):
     with session(tmp_path, answers=lambda i: "hang", num_workers=2) as s:
         s.publish(0)
-        pids = [w.process.pid for w in s.controller.workers]
+        pids = [w.process.process.pid for w in s.controller.workers]
         assert all(psutil.pid_exists(pid) for pid in pids)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert os.listdir(tmp_path)

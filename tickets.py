@@ -1,0 +1,95 @@
+"""Tickets: which problem comes next, as tokens, with which sampling seed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from config import Config
+from data.records import Ticket
+from data.tasks import Problem
+
+EVALUATION_GROUP = -1
+"""group_id of evaluation tickets; they never enter the buffer."""
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts of one task as token ids."""
+
+    train_problem: Callable[[int], Problem]
+    eval_problems: list[Problem]
+    encode: Callable[[Problem], list[int]]
+
+
+class TicketSource:
+    """Makes tickets; ids and seeds depend on the run's seed and the order of calls, never on time."""
+
+    def __init__(self, config: Config, prompts: PromptSource):
+        self.config, self.prompts = config, prompts
+        self._next_problem = self._next_group = self._next_ticket = 0
+        self._problems: dict[int, int] = {}  # group -> index of its problem, while it may have to be issued again
+
+    def check_prompts(self) -> None:
+        """Raise ValueError if a held-out prompt or the first training prompt does not fit."""
+        for problem in [*self.prompts.eval_problems, self.prompts.train_problem(0)]:
+            self._encode(problem)
+
+    def next_group_id(self) -> int:
+        """Id for a new group."""
+        self._next_group += 1
+        return self._next_group - 1
+
+    def for_group(self, group_id: int, min_version: int, same_problem_as: int | None = None) -> list[Ticket]:
+        """Tickets of a new group: of the next problem, or of the one that another group had."""
+        if same_problem_as is None:
+            index, self._next_problem = self._next_problem, self._next_problem + 1
+        else:
+            index = self._problems.pop(same_problem_as)
+        self._problems[group_id] = index
+        problem = self.prompts.train_problem(index)
+        tokens = self._encode(problem)
+        return [
+            self._ticket(group_id, member, tokens, problem.answer, min_version)
+            for member in range(self.config.group_size)
+        ]
+
+    def forget(self, group_id: int) -> None:
+        """The group's problem need not be issued again."""
+        del self._problems[group_id]
+
+    def for_evaluation(self, version: int) -> list[Ticket]:
+        """One ticket for each held-out problem, to be sampled at `version`."""
+        return [
+            self._ticket(EVALUATION_GROUP, member, self._encode(problem), problem.answer, version)
+            for member, problem in enumerate(self.prompts.eval_problems)
+        ]
+
+    def again(self, ticket: Ticket) -> Ticket:
+        """The same ticket for another attempt, with an id and a sampling seed of its own."""
+        self._next_ticket += 1
+        attempt = ticket.attempt + 1
+        seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
+        return replace(ticket, ticket_id=self._next_ticket, attempt=attempt, seed=seed)
+
+    def _ticket(
+        self, group_id: int, member: int, prompt_tokens: tuple[int, ...], answer: str, min_version: int
+    ) -> Ticket:
+        self._next_ticket += 1
+        seed = self._seed(group_id, member, min_version, 0)
+        return Ticket(self._next_ticket, group_id, member, 0, prompt_tokens, answer, seed, min_version)
+
+    def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
+        # Evaluation problems have no group of their own; their version takes its place.
+        stream = [1, min_version, member, attempt] if group_id == EVALUATION_GROUP else [0, group_id, member, attempt]
+        return int(np.random.SeedSequence([self.config.seed, *stream]).generate_state(1)[0]) >> 1
+
+    def _encode(self, problem: Problem) -> tuple[int, ...]:
+        tokens = tuple(self.prompts.encode(problem))
+        if len(tokens) > self.config.max_prompt_tokens:
+            raise ValueError(
+                f"a prompt of {self.config.task} has {len(tokens)} tokens, --max-prompt-tokens is "
+                f"{self.config.max_prompt_tokens}; raise it to at least {len(tokens)}. "
+                f"The prompt begins {problem.prompt[:60]!r}"
+            )
+        return tokens
