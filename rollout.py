@@ -263,14 +263,17 @@ def engine_options(spec: WorkerSpec) -> dict:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
-        # The class, because on the CPU vLLM turns the name "uni" into "mp" for the sake of OpenMP's environment, which
-        # worker_environment sets; a process less is a third faster.
-        "distributed_executor_backend": UniProcExecutor,
         "weight_transfer_config": {"backend": spec.transport},
         "worker_extension_cls": "engine_extension.EngineExtension",
     }
     if on_cpu:
-        return options | {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enforce_eager": True}
+        return options | {
+            "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+            "enforce_eager": True,
+            # The class, because vLLM turns the name "uni" into "mp" on the CPU, for the sake of OpenMP's environment,
+            # which worker_environment sets; a process less is a third faster.
+            "distributed_executor_backend": UniProcExecutor,
+        }
     return options | {"gpu_memory_utilization": spec.placement.gpu_memory_utilization}
 
 

@@ -5,10 +5,9 @@ import os
 import signal
 
 import numpy as np
-import psutil
 import pytest
 from job import assert_nothing_is_left, interrupt, run_job, start_job
-from tiny_policy import save_unservable_model
+from tiny_policy import save_byte_llama, save_unservable_model
 
 from buffer import DROP_REASONS
 from model_path import resolve_model
@@ -77,6 +76,29 @@ def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3
     assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+
+
+def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(tmp_path):
+    job = run_job(
+        tmp_path,
+        model=save_byte_llama(str(tmp_path / "model")),
+        task="reasoning_gym:basic_arithmetic",
+        steps=3,
+        on_update="recompute",
+        algo="tis",
+        advantage="rloo",
+        temperature=0.8,
+        top_p=0.95,
+        max_prompt_tokens=400,
+        max_response_tokens=16,
+        eval_every=2,
+    )
+    metrics = job.metrics()
+    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6
+    sample = json.loads((job.run_path / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].startswith("user: ") and sample["prompt"].endswith("assistant: ")
+    assert_ledger_balances(metrics)
 
 
 def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):

@@ -7,8 +7,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from config import Config
 from packing import TrainSequence, distribute
@@ -37,6 +43,33 @@ def save_tiny_model(path: str, tied: bool = True) -> str:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
     return os.fspath(path)
+
+
+def save_byte_llama(path: str) -> str:
+    """Write a random Llama whose tokenizer knows every text, byte by byte, with a chat template."""
+    torch.manual_seed(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate(["<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    fast.save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
 
 
 def save_unservable_model(path: str) -> str:

@@ -1,0 +1,68 @@
+"""Tabulate runs by one option: `python scripts/table.py RUN [RUN ...] --by async_ratio`, as Markdown on stdout.
+
+Each row is one value of the option: mean ± standard deviation over its n runs, of the numbers that plot.py summarises.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from plot import read_metrics, summarise
+
+COLUMNS = {
+    "accuracy_first": ("held-out accuracy, first", "{:.3f}"),
+    "accuracy_last": ("last", "{:.3f}"),
+    "staleness_mean": ("staleness, mean", "{:.2f}"),
+    "staleness_max": ("max", "{:.0f}"),
+    "seconds_per_step": ("s per step", "{:.2f}"),
+    "tokens_per_s": ("tokens/s", "{:.0f}"),
+    "wait_share": ("trainer waited", "{:.0%}"),
+}
+"""Columns of the table: key of the summary, heading, format."""
+
+
+def summarise_run(run: Path) -> dict:
+    """The summary of one run and its options."""
+    summary = summarise(read_metrics(run))
+    config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
+    return {"config": config, "seconds_per_step": summary["seconds"] / summary["steps"], **summary}
+
+
+def rows(summaries: list[dict], option: str) -> list[str]:
+    """Markdown rows, one per value of the option, in order of the values."""
+    by_value = sorted(summaries, key=lambda s: s["config"][option])
+    lines = []
+    for value, group in itertools.groupby(by_value, key=lambda s: s["config"][option]):
+        runs = list(group)
+        cells = [_cell([run[key] for run in runs], template) for key, (_, template) in COLUMNS.items()]
+        lines.append(f"| {value:g} | {len(runs)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(values: list[float], template: str) -> str:
+    mean = template.format(statistics.mean(values))
+    if len(set(values)) == 1:
+        return mean
+    return f"{mean} ± {template.format(statistics.stdev(values))}"
+
+
+def main() -> None:
+    """Read the command line and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="directory of a run")
+    parser.add_argument("--by", required=True, metavar="OPTION", help="numeric option, as in run.json")
+    arguments = parser.parse_args()
+    try:
+        summaries = [summarise_run(run) for run in arguments.runs]
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"| `{arguments.by}` | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |")
+    print("|" + "---|" * (len(COLUMNS) + 2))
+    print("\n".join(rows(summaries, arguments.by)))
+
+
+if __name__ == "__main__":
+    main()
