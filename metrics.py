@@ -28,13 +28,13 @@ def batch_metrics(groups: list[Group], policy_version: int) -> dict[str, float]:
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
-    """The policy's stats under the names of the log: loss/* but for drift/*, which is not the loss's."""
+    """The policy's stats under the names of the log: loss/* but for drift/* and memory/*, which are not the loss's."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
     metrics = {}
     for name, value in stats.items():
         if name.startswith("tokens/lag_"):
             name = name.replace("tokens/", "tokens/trained_")
-        elif not name.startswith("drift/"):
+        elif not name.startswith(("drift/", "memory/")):
             name = renamed.get(name, f"loss/{name}")
         metrics[name] = value
     return metrics

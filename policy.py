@@ -155,7 +155,11 @@ class Policy:
             self._update(update, anchor, policy_version, stats) for update, anchor in zip(packed, anchors, strict=True)
         ]
         mean = {name: sum(r[name] for r in results) / len(results) for name in ("loss", "grad_norm")}
-        return {**mean, "lr": results[-1]["lr"], **stats.reduce()}
+        return {**mean, "lr": results[-1]["lr"], **stats.reduce(), **self._memory()}
+
+    def _memory(self) -> dict[str, float]:
+        """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""
+        return {} if self.device.type == "cpu" else {"memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
     @torch.no_grad()
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
