@@ -100,7 +100,7 @@ def _provenance(config: Config) -> dict:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "command": [sys.executable, *sys.argv],
+        "command": [Path(sys.executable).name, *sys.argv],
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "config": config.as_dict(),
         "git_commit": _git("rev-parse", "HEAD"),
