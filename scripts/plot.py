@@ -121,44 +121,54 @@ def draw(runs: dict[str, Metrics], out: Path) -> None:
     """Write the figure as a PNG, all runs over each other, a colour per run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(2, 2).flat)
-    for index, (name, metrics) in enumerate(runs.items()):
-        color, prefix = f"C{index % 10}", f"{name}: " if len(runs) > 1 else ""
-        _draw_rewards(panels[0], metrics, samples_by_version(metrics), color, prefix)
-        _draw_rewards(panels[1], metrics, seconds_by_version(metrics), color, prefix)
-        _draw_staleness(panels[2], metrics, color, prefix)
-        _draw_phases(panels[3], metrics, color, prefix)
+    for index, metrics in enumerate(runs.values()):
+        color = f"C{index % 10}"
+        _draw_rewards(panels[0], metrics, samples_by_version(metrics), color)
+        _draw_rewards(panels[1], metrics, seconds_by_version(metrics), color)
+        _draw_staleness(panels[2], metrics, color)
+        _draw_phases(panels[3], metrics, color)
     labels = [("samples", ""), ("time in steps, s", ""), ("step", "steps"), ("step", "s")]
     for panel, (x, y) in zip(panels, labels, strict=True):
         panel.set(xlabel=x, ylabel=y)
         panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
+        handles, names = panel.get_legend_handles_labels()
+        panel.legend(handles[: len(set(names))], names[: len(set(names))], fontsize="small")  # the first run's
     if len(runs) == 1:
         figure.suptitle(*runs)
+    else:
+        lines = [Line2D([], [], color=f"C{index % 10}", label=name) for index, name in enumerate(runs)]
+        figure.legend(handles=lines, loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(out, dpi=120)
 
 
-def _draw_rewards(panel, metrics: Metrics, x_of_version: dict[int, float], color: str, prefix: str) -> None:
+def _draw_rewards(panel, metrics: Metrics, x_of_version: dict[int, float], color: str) -> None:
     x = [x_of_version[step] for step in column(metrics, "step")]
-    panel.plot(x, column(metrics, "reward/mean"), color=color, alpha=0.6, label=f"{prefix}reward")
+    panel.plot(x, column(metrics, "reward/mean"), color=color, alpha=0.6, label="reward")
     if evaluated := [pair for pair in evaluations(metrics) if pair[0] in x_of_version]:
         x = [x_of_version[version] for version, _ in evaluated]
-        panel.plot(x, [accuracy for _, accuracy in evaluated], "o--", color=color, label=f"{prefix}held-out accuracy")
+        panel.plot(x, [accuracy for _, accuracy in evaluated], "o--", color=color, label="held-out accuracy")
 
 
-def _draw_staleness(panel, metrics: Metrics, color: str, prefix: str) -> None:
+def _draw_staleness(panel, metrics: Metrics, color: str) -> None:
     steps = column(metrics, "step")
-    panel.plot(steps, column(metrics, "staleness/mean"), color=color, label=f"{prefix}staleness, mean")
-    panel.plot(steps, column(metrics, "staleness/max"), ":", color=color, label=f"{prefix}staleness, max")
+    panel.plot(steps, column(metrics, "staleness/mean"), color=color, label="staleness, mean")
+    panel.plot(steps, column(metrics, "staleness/max"), ":", color=color, label="staleness, max")
 
 
-def _draw_phases(panel, metrics: Metrics, color: str, prefix: str) -> None:
+def _draw_phases(panel, metrics: Metrics, color: str) -> None:
     for phase, style in PHASES.items():
         seconds = column(metrics, f"time/{phase}_s")
-        panel.plot(column(metrics, "step"), seconds, style, color=color, label=f"{prefix}{phase}")
+        panel.plot(column(metrics, "step"), seconds, style, color=color, label=phase)
+
+
+def _name(run: Path, runs: list[Path]) -> str:
+    """The last part of a run's path if that tells it from the others, else the path."""
+    return run.name if [other.name for other in runs].count(run.name) == 1 else str(run)
 
 
 def main() -> None:
@@ -168,7 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="PNG to write; unset writes curves.png into the first run")
     arguments = parser.parse_args()
     try:
-        runs = {str(run): read_metrics(run) for run in arguments.runs}
+        runs = {_name(run, arguments.runs): read_metrics(run) for run in arguments.runs}
     except ValueError as error:
         sys.exit(f"error: {error}")
     out = arguments.out or arguments.runs[0] / "curves.png"
