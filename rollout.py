@@ -25,6 +25,7 @@ from placement import WorkerPlacement
 from processes import exit_with_parent, without_torchrun
 
 CPU_KV_CACHE_BYTES = 1 << 30
+CPU_BATCHED_TOKENS = 8192  # per engine step
 
 
 # Messages: controller -> worker
@@ -270,6 +271,10 @@ def engine_options(spec: WorkerSpec) -> dict:
         return options | {
             "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
             "enforce_eager": True,
+            # A seeded request whose prompt is computed in parts ends the engine: it rewinds a generator's offset,
+            # which generators on the CPU do not have.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, config.max_sequence_tokens),
             # The class, because vLLM turns the name "uni" into "mp" on the CPU, for the sake of OpenMP's environment,
             # which worker_environment sets; a process less is a third faster.
             "distributed_executor_backend": UniProcExecutor,
