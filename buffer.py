@@ -20,7 +20,8 @@ class _Resident:
     """A group that holds a place: running while members are missing, finished when all have arrived."""
 
     version: int
-    """Oldest version its tokens can have: that of its admission while running, the true one once finished."""
+    """Oldest version its tokens can have: of its admission, then of its start; the true one once finished."""
+    started: bool = False
     members: dict[int, Trajectory] = field(default_factory=dict)
     group: Group | None = None
 
@@ -76,11 +77,17 @@ class SampleBuffer:
         self._issued += 1
         return self.published_version
 
+    def start(self, group_id: int, version: int) -> None:
+        """Note that a worker with `version` takes a member; the first to be taken makes the group that much fresher."""
+        resident = self._residents[group_id]
+        if not resident.started:
+            resident.started, resident.version = True, max(resident.version, version)
+
     def add(self, trajectory: Trajectory) -> None:
         """Take in a trajectory that finished; the group is finished with its last member.
 
         One of a group that was dropped meanwhile is only counted. Raises RuntimeError for a group that was never
-        admitted, a member that is there already, or a version older than the group's admission.
+        admitted, a member that is there already, or a version older than the group's start.
         """
         self._tokens["generated"] += trajectory.num_generated
         if trajectory.group_id in self._dropped:
@@ -96,7 +103,7 @@ class SampleBuffer:
         if trajectory.min_version < resident.version:
             raise RuntimeError(
                 f"trajectory {trajectory.ticket_id} has a token of version {trajectory.min_version}, but its group "
-                f"{trajectory.group_id} was admitted at version {resident.version}"
+                f"{trajectory.group_id} was started at version {resident.version}"
             )
         resident.members[trajectory.member] = trajectory
         if len(resident.members) == self.group_size:

@@ -8,6 +8,8 @@ all state.
 import collections
 import faulthandler
 import functools
+import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +23,14 @@ from buffer import SampleBuffer
 from config import Config
 from data.records import Group, Ticket, Trajectory
 from placement import Placement
-from rollout import Abort, Connect, Finished, Ready, Tickets, Update, Updated, WorkerSpec, run_worker
+from processes import dump_stacks, kill_session
+from rollout import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated, WorkerSpec, run_worker
 from tickets import EVALUATION_GROUP, TicketSource
 from weight_sync import Staged
 from worker_process import WorkerProcess
+
+STOP_TIMEOUT_S = 10.0
+"""Time that all workers together have to end by themselves."""
 
 
 class WorkerDied(RuntimeError):
@@ -39,8 +45,8 @@ class Worker:
     process: WorkerProcess | None = None
     """Set as soon as it has been started."""
     ready: bool = False
-    version: int = -1
-    """Version that tickets sent now will be sampled under, at least."""
+    sent_version: int = -1
+    """Newest version sent; messages are acted on in order, so tickets sent now are sampled under it."""
     updating: Staged | None = None
     """Weights that it is loading now."""
     running: dict[int, Ticket] = field(default_factory=dict)
@@ -119,17 +125,21 @@ class Controller:
     def launch(self) -> None:
         """Start all workers; returns at once."""
         with self._changed:
-            self.workers = [self._start_worker(i) for i in range(len(self.placement.workers))]
+            for index in range(len(self.placement.workers)):
+                self.workers.append(self._start_worker(index))  # one by one, so that stop() knows of each at once
 
-    def connect(self, transport) -> None:
-        """Wait until all engines are up, and give them the weight transport.
+    def wait_until_ready(self) -> None:
+        """Wait until all engines are up.
 
-        Raises WorkerDied, with the worker's last log lines, if one ends, and RuntimeError after the startup timeout.
+        Raises WorkerDied, with the worker's last log lines, if one ends or is not ready within the startup timeout.
         """
         with self._changed:
-            self._wait(
-                lambda: all(w.ready for w in self.workers), self.config.startup_timeout_s, "the workers to start"
-            )
+            self._wait(lambda: all(w.ready for w in self.workers), self.config.startup_timeout_s, "workers to start")
+
+    def connect(self, transport) -> None:
+        """Give the engines the weight transport, when all are up."""
+        self.wait_until_ready()
+        with self._changed:
             self.transport = transport
             for worker in self.workers:
                 worker.process.send(Connect(transport.init_info()))
@@ -178,12 +188,12 @@ class Controller:
                 for trajectory in trajectories:
                     self._on_trajectory(worker, trajectory)
                 self._drop_expired()
-            case Updated(version, pause_s, probe_logprobs):
+            case Probed(version, logprobs):
+                self.probe_logprobs[version] = logprobs
+            case Updated(version, pause_s):
                 self.transport.release(worker.updating)
                 worker.updating = None
                 self.pause_s.append(pause_s)
-                if probe_logprobs:
-                    self.probe_logprobs[version] = probe_logprobs
                 self.record("update", worker=worker.index, version=version, pause_s=pause_s)
                 if version < self._announced.version:
                     self._send_update(worker)
@@ -193,8 +203,10 @@ class Controller:
         if self._stopping:
             return
         worker.process.reap()
+        if worker.updating is not None:
+            self.transport.release(worker.updating)
         reason = worker.process.death_report()
-        if not self._has_worked:
+        if not self._has_worked and (not worker.ready or worker.process.exit_code > 0):
             raise WorkerDied(f"rollout worker {worker.index} could not start: {reason}")
         if self.num_restarts >= self.config.max_worker_restarts:
             raise WorkerDied(
@@ -203,8 +215,6 @@ class Controller:
         self.num_restarts += 1
         print(f"warning: {reason.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
         self.record("worker_died", worker=worker.index, exit_code=worker.process.exit_code, tickets=len(worker.running))
-        if worker.updating is not None:
-            self.transport.release(worker.updating)
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
         self.workers[worker.index] = self._start_worker(worker.index)
@@ -235,12 +245,14 @@ class Controller:
         outgoing: dict[int, list[Ticket]] = collections.defaultdict(list)
         while self._queue:
             ticket = self._queue[0]
-            able = [w for w in self.workers if w.ready and w.version >= ticket.min_version]
+            able = [w for w in self.workers if w.ready and w.sent_version >= ticket.min_version]
             worker = min(able, key=lambda w: len(w.running), default=None)
             if worker is None or len(worker.running) >= self.config.max_running_requests:
                 break
             self._queue.popleft()
             worker.running[ticket.ticket_id] = ticket
+            if ticket.group_id != EVALUATION_GROUP:
+                self.buffer.start(ticket.group_id, worker.sent_version)
             outgoing[worker.index].append(ticket)
         for index, tickets in outgoing.items():
             self.workers[index].process.send(Tickets(tickets))
@@ -309,6 +321,10 @@ class Controller:
             return batch
 
     def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Wait until `done()`, which is asked after every change; the caller holds the condition.
+
+        The start of a worker has a timeout of its own and does not count.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             for worker in self.workers:
@@ -316,7 +332,17 @@ class Controller:
                     worker.process.reading.result()  # raises what ended it
             if done():
                 return
-            if not self._changed.wait(timeout=deadline - time.monotonic()) and time.monotonic() > deadline:
+            self._changed.wait(timeout=1.0)
+            now = time.monotonic()
+            starting = [w for w in self.workers if not w.ready]
+            for worker in starting:
+                if now > worker.process.started_at + self.config.startup_timeout_s:
+                    self._dump_stacks()
+                    raise WorkerDied(
+                        f"rollout worker {worker.index} was not ready {self.config.startup_timeout_s:.0f} s after its "
+                        f"start (--startup-timeout-s): {worker.process.death_report()}"
+                    )
+            if now > deadline and not starting:
                 self._dump_stacks()
                 raise RuntimeError(
                     f"waited {timeout_s:.0f} s for {what}; stacks of the workers are in {self.run_path}/worker_*.log, "
@@ -326,7 +352,7 @@ class Controller:
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
         workers = ", ".join(
-            f"worker {w.index} {'ready' if w.ready else 'starting'} v{w.version} running {len(w.running)}"
+            f"worker {w.index} {'ready' if w.ready else 'starting'} v{w.sent_version} running {len(w.running)}"
             + (" updating" if w.updating else "")
             for w in self.workers
         )
@@ -336,9 +362,17 @@ class Controller:
         faulthandler.dump_traceback(all_threads=True)
         for worker in self.workers:
             worker.process.dump_stacks()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            dump_stacks(os.getppid())  # torchrun's other ranks
         time.sleep(1.0)  # the dumps are written by the other processes' signal handlers
 
     # Weights and evaluation
+
+    def wait_for_buffer(self) -> None:
+        """Wait until weights can be staged: until no worker reads one of the transport's buffers."""
+        with self._changed:
+            timeout_s = self.config.rollout_timeout_s
+            self._wait(lambda: self.transport.free_buffer() is not None, timeout_s, "a free weight buffer")
 
     def withdraw(self) -> bool:
         """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.
@@ -366,7 +400,7 @@ class Controller:
         self._announced = announcement
         self.transport.announce(announcement.staged)
         for worker in self.workers:
-            if worker.ready and worker.updating is None and worker.version < announcement.version:
+            if worker.ready and worker.updating is None and worker.sent_version < announcement.version:
                 self._send_update(worker)
         self.buffer.publish(announcement.trainer_version)
         self._drop_expired()
@@ -378,9 +412,9 @@ class Controller:
         """Send the announced weights. Only worker 0 scores the probe: all load the same bytes."""
         probe = self._announced.probe if worker.index == 0 else ()
         worker.updating = self._announced.staged
-        worker.version = self._announced.version
+        worker.sent_version = self._announced.version
         self.transport.acquire(worker.updating)
-        worker.process.send(Update(worker.version, worker.updating.message, probe))
+        worker.process.send(Update(worker.sent_version, worker.updating.messages, probe))
 
     def _start_evaluation(self, version: int) -> None:
         tickets = self.tickets.for_evaluation(version)
@@ -402,6 +436,7 @@ class Controller:
         if evaluation.waiting:
             return
         self.evaluations.append(evaluation)
+        self.record("evaluation", version=evaluation.version, accuracy=evaluation.accuracy)
         self._evaluation = None
         if self._deferred is not None:
             deferred, self._deferred = self._deferred, None
@@ -435,7 +470,12 @@ class Controller:
         with self._changed:
             self._stopping = True
         for worker in self.workers:
-            worker.process.stop(gently=worker.ready)
+            worker.process.send(Stop())
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for worker in self.workers:
+            worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.ready else 0.0)
+        for child in multiprocessing.active_children():  # one whose start was interrupted
+            kill_session(child.pid)
         self._threads.shutdown()
 
 

@@ -67,6 +67,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         buffer = self._buffers[update_info.buffer]
         buffer.check(update_info.version, update_info.checksum)
         loaded = self.model.load_weights(buffer.parameters())
+        buffer.check(update_info.version, weight_sync.NO_CHECKSUM)  # nobody wrote while we read
         missing = {name for name, _ in self.model.named_parameters()} - loaded
         # vLLM never loads a head that is tied to the embedding
         if missing and not (self.model_config.hf_config.tie_word_embeddings and missing == {"lm_head.weight"}):

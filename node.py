@@ -1,10 +1,12 @@
 """What surrounds the training loop on one node: process group, device, run directory, rollout workers."""
 
 import datetime
+import faulthandler
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,13 +51,18 @@ class Node:
         sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in policy.module.model.named_parameters()]
         kind = {"shm": ShmTransport, "ipc": IpcTransport}[self.placement.transport]
-        transport = kind(specs, self.config.rollout_timeout_s)
+        transport = kind(specs)
         self.controller.connect(transport)
         return transport
 
     def checkpoint_path(self, step: int) -> str:
         """Where rank 0 writes the checkpoint of a step; the others need no path."""
         return str(self.run.checkpoint_path(step)) if self.is_leader else ""
+
+    def say_where(self) -> None:
+        """Say, on rank 0, where the records of the finished run are."""
+        if self.is_leader:
+            print(f"finished: {self.run.path}", flush=True)
 
     def take_batch(self) -> list[Group] | None:
         """The next batch of groups on rank 0, None on the others."""
@@ -71,6 +78,8 @@ def start_node(config: Config) -> Iterator[Node]:
     """
     config.checked()
     rank, local_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    _check_one_node(local_ranks)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     placement = place(config, visible_gpus(), available_cores(), local_ranks)
     torch.set_num_threads(placement.trainer_threads)
     gpu = placement.trainer_gpus[int(os.environ.get("LOCAL_RANK", "0"))]
@@ -88,6 +97,15 @@ def start_node(config: Config) -> Iterator[Node]:
         yield node
     finally:
         _take_down(node)
+
+
+def _check_one_node(local_ranks: int) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != local_ranks:
+        raise ValueError(
+            f"{world_size} trainer ranks, {local_ranks} of them on this node: several nodes are not supported yet; "
+            "use --nnodes 1"
+        )
 
 
 def _start_leading(node: Node) -> None:
@@ -108,6 +126,9 @@ def _start_leading(node: Node) -> None:
     print(f"run directory: {node.run.path}", flush=True)
     node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
     node.controller.launch()
+    if node.placement.transport == "ipc":
+        # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
+        node.controller.wait_until_ready()
 
 
 def _check_window(config: Config, model_path: str) -> None:
@@ -140,10 +161,13 @@ def _from_rank_0(value: str) -> str:
 
 
 def _take_down(node: Node) -> None:
-    """End workers, files and process group; called once, and not to be interrupted."""
-    if node.controller is not None:
-        node.controller.stop()
-    if node.run is not None:
-        node.run.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """End workers, files and process group, each whatever became of the others; not to be interrupted."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with ExitStack() as stack:
+        if dist.is_initialized():
+            stack.callback(dist.destroy_process_group)
+        if node.run is not None:
+            stack.callback(node.run.close)
+        if node.controller is not None:
+            stack.callback(node.controller.stop)

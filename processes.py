@@ -39,15 +39,27 @@ def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-def kill_session(pid: int) -> None:
-    """SIGKILL a process that called os.setsid, and all that it started; those already gone are no error."""
+def kill_session(pid: int, timeout_s: float = 10.0) -> None:
+    """SIGKILL a process that called os.setsid, and all that it started, and wait until they are gone.
+
+    Waiting matters on a GPU: a dying engine still holds its memory. Processes already gone are no error.
+    """
+    members = _session_members(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # finds children whose parent is dead, too
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for member in [*process.children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+    for member in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(members, timeout=timeout_s)
+
+
+def _session_members(pid: int) -> list[psutil.Process]:
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if process.pid == pid or os.getsid(process.pid) == pid:
+                members.append(process)
+    return members
 
 
 def dump_stacks(pid: int) -> None:

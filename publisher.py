@@ -14,7 +14,7 @@ from packing import TrainSequence
 from policy import Policy
 
 NUM_PROBES = 4
-MAX_PROBE_TOKENS = 256
+MAX_PROBE_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
 
 
 class Publisher:
@@ -33,7 +33,8 @@ class Publisher:
             return
         chosen: list = [None]
         if groups is not None:
-            chosen[0] = [_probe(group.trajectories[0].tokens[:MAX_PROBE_TOKENS]) for group in groups[:NUM_PROBES]]
+            length = min(MAX_PROBE_TOKENS, self.config.max_sequence_tokens - 1)
+            chosen[0] = [_probe(group.trajectories[0].tokens[:length]) for group in groups[:NUM_PROBES]]
         dist.broadcast_object_list(chosen, src=0)
         self._probes = chosen[0]
 
@@ -51,6 +52,7 @@ class Publisher:
                 pass
             return
         evaluate |= self.controller.withdraw()
+        self.controller.wait_for_buffer()
         staged = self.transport.stage(version, parameters)
         probe = tuple(tuple(p.tokens.tolist()) for p in self._probes)
         self.controller.publish(Announcement(version, trainer_version, staged, probe, evaluate))

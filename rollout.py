@@ -50,7 +50,7 @@ class Update:
     """Load new weights, then score the probe under them."""
 
     version: int
-    update_info: dict
+    update_infos: list[dict]
     probe: tuple[tuple[int, ...], ...]
     """Token sequences whose log-probs the trainer computed at the same version; may be empty."""
 
@@ -84,8 +84,15 @@ class Updated:
     version: int
     pause_s: float
     """Time during which no request could make progress, seconds."""
-    probe_logprobs: tuple[np.ndarray, ...]
-    """[T − 1] float32, nats, of each probe sequence's tokens from the second on, at temperature 1."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The engine's log-probs of the probe under `version`."""
+
+    version: int
+    logprobs: tuple[np.ndarray, ...]
+    """[T − 1] float32, nats, of each sequence's tokens from the second on, at temperature 1."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,8 @@ class LLMProxy:
         self.stop_token_ids = stop_token_ids
         self.version = -1
         self._num_scores = 0
+        self._resumed = asyncio.Event()
+        self._resumed.set()
 
     @classmethod
     async def start(cls, spec: WorkerSpec, stop_token_ids: list[int]) -> "LLMProxy":
@@ -172,6 +181,7 @@ class LLMProxy:
             stop_token_ids=self.stop_token_ids,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        await self._resumed.wait()  # else it would be stamped and salted with the version that is going
         # The salt keeps a prefix that was computed under other weights out of reach, without emptying the cache.
         prompt = {"prompt_token_ids": list(prompt_tokens), "cache_salt": str(self.version)}
         version = self.version
@@ -200,6 +210,7 @@ class LLMProxy:
 
     async def suspend(self) -> None:
         """Stop sampling, as `on_update` says: requests freeze, or run to their end first; new ones queue."""
+        self._resumed.clear()
         # The engine core is asked directly: AsyncLLM.pause_generation sleeps another 20 ms while all stand still.
         mode = "wait" if self.config.on_update == "wait" else "keep"
         await self.engine.engine_core.pause_scheduler_async(
@@ -210,8 +221,9 @@ class LLMProxy:
     async def resume(self) -> None:
         """Go on sampling."""
         await self.engine.resume_generation()
+        self._resumed.set()
 
-    async def update(self, version: int, update_info: dict) -> float:
+    async def update(self, version: int, update_infos: list[dict]) -> float:
         """Load new weights. Returns the pause seen by generation, seconds.
 
         Raises TimeoutError if it takes longer than the rollout timeout.
@@ -225,7 +237,8 @@ class LLMProxy:
             if self.config.on_update != "wait":
                 await self.suspend()
             await self.engine.start_weight_update()
-            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+            for update_info in update_infos:
+                await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
             await self.engine.finish_weight_update(str(version))
             self.version = version
             await self.resume()
@@ -290,6 +303,7 @@ class RolloutWorker:
         self.tokenizer = load_tokenizer(spec.model_path)
         self._outbox: list[Trajectory] = []
         self._tasks: set[asyncio.Task] = set()
+        self._probing: asyncio.Task | None = None
 
     async def serve(self) -> None:
         """Start the engine, then act on messages in their order."""
@@ -298,6 +312,13 @@ class RolloutWorker:
         self.proxy = await LLMProxy.start(self.spec, stop_token_ids(self.spec.model_path, self.tokenizer))
         inbox = self._start_reading()
         self.connection.send(Ready(time.monotonic() - start))
+        try:
+            await self._act_on_messages(inbox)
+        finally:
+            self.proxy.shutdown()
+            self.rewards.close()
+
+    async def _act_on_messages(self, inbox: asyncio.Queue) -> None:
         while True:
             message = await inbox.get()
             match message:
@@ -306,16 +327,14 @@ class RolloutWorker:
                         self._start(self.run_ticket(ticket))
                 case Connect(init_info):
                     await self.proxy.connect(init_info)
-                case Update(version, update_info, probe):
-                    await self.update(version, update_info, probe)
+                case Update():
+                    await self.update(message)
                 case Abort(ticket_ids):
                     await self.proxy.abort([str(ticket_id) for ticket_id in ticket_ids])
                 case Stop():
-                    break
+                    return
                 case BaseException():
                     raise message
-        self.proxy.shutdown()
-        self.rewards.close()
 
     def _start_reading(self) -> asyncio.Queue:
         """Read the connection in a thread, so that the controller's sends never fill the pipe."""
@@ -374,11 +393,17 @@ class RolloutWorker:
         trajectories, self._outbox = self._outbox, []
         self.connection.send(Finished(trajectories))
 
-    async def update(self, version: int, update_info: dict, probe: tuple[tuple[int, ...], ...]) -> None:
-        """Load new weights, score the probe under them, and report both."""
-        pause_s = await self.proxy.update(version, update_info)
-        scores = await asyncio.gather(*(self.proxy.score(tokens) for tokens in probe))
-        self.connection.send(Updated(version, pause_s, tuple(scores)))
+    async def update(self, update: Update) -> None:
+        """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
+        if self._probing is not None:
+            await self._probing
+        pause_s = await self.proxy.update(update.version, update.update_infos)
+        self.connection.send(Updated(update.version, pause_s))
+        self._probing = asyncio.create_task(self._score_probe(update)) if update.probe else None
+
+    async def _score_probe(self, update: Update) -> None:
+        scores = await asyncio.gather(*(self.proxy.score(tokens) for tokens in update.probe))
+        self.connection.send(Probed(update.version, tuple(scores)))
 
 
 def make_trajectory(

@@ -11,6 +11,8 @@ from data.tasks import Problem
 
 EVALUATION_GROUP = -1
 """group_id of evaluation tickets; they never enter the buffer."""
+NUM_CHECKED_PROMPTS = 512
+"""Training prompts whose length is checked before anything starts; the others are when their turn comes."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,11 @@ class TicketSource:
         self._problems: dict[int, int] = {}  # group -> index of its problem, while it may have to be issued again
 
     def check_prompts(self) -> None:
-        """Raise ValueError if a held-out prompt or the first training prompt does not fit."""
-        for problem in [*self.prompts.eval_problems, self.prompts.train_problem(0)]:
+        """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
+        for problem in self.prompts.eval_problems:
             self._encode(problem)
+        for index in range(NUM_CHECKED_PROMPTS):
+            self._encode(self.prompts.train_problem(index))
 
     def next_group_id(self) -> int:
         """Id for a new group."""

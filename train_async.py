@@ -23,13 +23,13 @@ def train(config: Config) -> None:
     from policy import load_policy
     from publisher import Publisher
 
-    with start_node(config) as node:
+    with start_node(config) as node, StepLog(node) as log:
         policy = load_policy(config, node.model_path, node.device)
         publisher = Publisher(config, policy, node.controller, node.connect(policy))
-        log = StepLog(node, publisher)
         publisher.publish(0, evaluate=config.eval_every > 0)
+        clock = Clock()
         for step in range(1, config.steps + 1):
-            clock = Clock()
+            clock.lap("log")
             groups = node.take_batch()
             clock.lap("wait")
             share = batch.share(groups, config)
@@ -41,8 +41,8 @@ def train(config: Config) -> None:
             if is_due(step, config.save_every, config.steps):
                 policy.save(node.checkpoint_path(step))
                 clock.lap("save")
-            log.write(step, groups, stats, clock)
-        log.close()
+            log.write(step, groups, stats, publisher, clock.next_step())
+    node.say_where()
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -51,43 +51,54 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 class Clock:
-    """Times the phases of one step."""
+    """Times the phases of each step; what lies between two steps, writing records, is the next one's `log`."""
 
     def __init__(self) -> None:
-        self.spans: dict[str, tuple[float, float]] = {}
-        self.start = self._last = time.time()
+        self._start = self._last = time.time()
+        self._spans: dict[str, tuple[float, float]] = {}
 
     def lap(self, name: str) -> None:
         """End the phase `name`, which began when the one before it ended."""
         now = time.time()
-        self.spans[name], self._last = (self._last, now), now
+        self._spans[name], self._last = (self._last, now), now
 
-    def seconds(self) -> dict[str, float]:
-        """Duration of each phase and of the step so far, as metrics."""
-        phases = {f"time/{name}_s": end - start for name, (start, end) in self.spans.items()}
-        return phases | {"time/step_s": time.time() - self.start}
+    def next_step(self) -> dict[str, tuple[float, float]]:
+        """The phases of the step that ends here and the `step` itself, as Unix times of start and end."""
+        spans = self._spans | {"step": (self._start, self._last)}
+        self._start, self._spans = self._last, {}
+        return spans
 
 
 class StepLog:
     """Writes a step's metrics, event and sample on rank 0, and does nothing on the others."""
 
-    def __init__(self, node, publisher):
-        from run_directory import Progress
-
-        self.node, self.publisher = node, publisher
-        self.progress = Progress(node.config.steps) if node.is_leader else None
+    def __init__(self, node):
+        self.node = node
+        self.progress = None
         self.tokens_before = 0
 
-    def write(self, step: int, groups, stats: dict[str, float], clock: Clock) -> None:
+    def __enter__(self):
+        from run_directory import Progress
+
+        if self.node.is_leader:
+            self.progress = Progress(self.node.config.steps)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.progress is not None:
+            self.progress.close()
+
+    def write(self, step: int, groups, stats: dict[str, float], publisher, spans: dict) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first."""
         if not self.node.is_leader:
             return
         from metrics import batch_metrics, evaluation_metrics, rollout_metrics, training_metrics
 
-        times = clock.seconds()
+        measured = self.node.controller.drain()
         if step == self.node.config.steps:
             self.node.controller.finish_evaluations()
-        measured = self.node.controller.drain()
+            measured["evaluations"] += self.node.controller.drain()["evaluations"]
+        times = {f"time/{name}_s": end - start for name, (start, end) in spans.items()}
         metrics = {
             "step": step,
             "policy_version": step,
@@ -96,12 +107,12 @@ class StepLog:
             **evaluation_metrics(measured["evaluations"]),
             **rollout_metrics(measured, self.tokens_before, times["time/step_s"]),
             **training_metrics(stats),
-            **self.publisher.mismatch(measured["probes"]),
+            **publisher.mismatch(measured["probes"]),
             **times,
         }
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
-        self.node.run.record("step", step=step, **{name: list(span) for name, span in clock.spans.items()})
+        self.node.run.record("step", step=step, spans=spans)
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
 
@@ -115,12 +126,6 @@ class StepLog:
             reward=trajectory.reward,
             min_version=trajectory.min_version,
         )
-
-    def close(self) -> None:
-        """Leave the terminal as it was and say where the records are."""
-        if self.node.is_leader:
-            self.progress.close()
-            print(f"finished: {self.node.run.path}", flush=True)
 
 
 def main() -> None:

@@ -2,21 +2,20 @@
 
 A transport has the trainer's end here and a `WeightTransferEngine` on vLLM's side. To the rest of the program it is
 
-    transport.backend                     name of the engine on vLLM's side
     transport.init_info()                 handed once to every engine
+    transport.free_buffer()               whether stage may be called now
     transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
     transport.announce(staged)            these are the weights for any worker that starts or falls behind
     transport.acquire(staged)             one worker is about to read them; release(staged): it has, or has died
 
 `shm`: two buffers of host memory, made by memfd_create: the kernel frees them with the trainer's last process, so
 nothing can be left behind. `ipc`: the same two buffers in the memory of the GPU that trainer and engine share, sent as
-CUDA IPC handles to vLLM's own engine. `nccl` (separate GPUs) will have the same four methods.
+CUDA IPC handles to vLLM's own engine. `nccl` (separate GPUs) will have the same methods.
 """
 
 import math
 import mmap
 import os
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ HEADER_BYTES = 4096  # one page: version and checksum, each int64
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked every CHECKSUM_INTERVAL versions
 CHECKSUM_INTERVAL = 10
 NO_CHECKSUM = 0
+IPC_CHUNK_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Staged:
     """Weights that wait in a buffer."""
 
     buffer: int
-    message: dict
-    """Update info for the engine on vLLM's side."""
+    messages: list[dict]
+    """Update infos for the engine on vLLM's side, one after the other."""
 
 
 class _TwoBuffers:
@@ -133,10 +133,14 @@ class _TwoBuffers:
     loading the version before the announced one; several workers may read two versions at the same time.
     """
 
-    def __init__(self, timeout_s: float):
-        self.timeout_s = timeout_s
+    def __init__(self) -> None:
         self._readers = [0, 0]
         self._announced = -1
+
+    def free_buffer(self) -> int | None:
+        """Index of a buffer that may be written, or None."""
+        free = [i for i, count in enumerate(self._readers) if count == 0 and i != self._announced]
+        return free[0] if free else None
 
     def announce(self, staged: Staged) -> None:
         """Keep these weights for workers that have yet to read them."""
@@ -150,24 +154,18 @@ class _TwoBuffers:
         """Note that one worker has read, or has died."""
         self._readers[staged.buffer] -= 1
 
-    def _wait_for_free(self) -> int:
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            free = [i for i, count in enumerate(self._readers) if count == 0 and i != self._announced]
-            if free:
-                return free[0]
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"both weight buffers were still in use after {self.timeout_s:.0f} s")
-            time.sleep(0.001)
+    def _take_buffer(self) -> int:
+        index = self.free_buffer()
+        if index is None:
+            raise RuntimeError(f"no weight buffer is free: readers {self._readers}, announced {self._announced}")
+        return index
 
 
 class ShmTransport(_TwoBuffers):
     """Weights through host memory: for CPU workers, and for any worker whose GPU the trainer does not share."""
 
-    backend = "shm"
-
-    def __init__(self, specs: list[ParameterSpec], timeout_s: float):
-        super().__init__(timeout_s)
+    def __init__(self, specs: list[ParameterSpec]):
+        super().__init__()
         self.specs = specs
         size = HEADER_BYTES + payload_offsets(specs)[1]
         self._files, self._buffers = [], []
@@ -189,28 +187,27 @@ class ShmTransport(_TwoBuffers):
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
 
-        Raises TimeoutError if workers hold both buffers for longer than the timeout.
+        Raises RuntimeError if there is none.
         """
-        index = self._wait_for_free()
+        index = self._take_buffer()
         buffer = self._buffers[index]
         buffer.header[0] = -1  # a reader that is not meant to be here must not take half a payload for a version
         copy_parameters(parameters, self.specs, buffer.views)
-        return Staged(index, {"buffer": index, "version": version, "checksum": buffer.seal(version)})
+        return Staged(index, [{"buffer": index, "version": version, "checksum": buffer.seal(version)}])
 
 
 class IpcTransport(_TwoBuffers):
     """Weights through the memory of the GPU that trainer and engine share, by vLLM's own CUDA IPC engine.
 
-    Two packed buffers stay allocated; vLLM copies out of them as it loads, so nothing goes through the host. Their
-    handle is exported anew for each version, as torch's reference count of an export wants it.
+    Two packed buffers stay allocated, and nothing goes through the host. They are sent in chunks, because vLLM's engine
+    copies a whole chunk before it loads it; and exported anew for each version, as torch counts readers per export.
     """
 
-    backend = "ipc"
-
-    def __init__(self, specs: list[ParameterSpec], timeout_s: float):
-        super().__init__(timeout_s)
+    def __init__(self, specs: list[ParameterSpec]):
+        super().__init__()
         self.specs = specs
         self._sizes = [spec.num_bytes for spec in specs]
+        self._chunks = chunks_of(self._sizes, IPC_CHUNK_BYTES)
         self._buffers = [torch.empty(sum(self._sizes), dtype=torch.uint8, device="cuda") for _ in range(2)]
 
     def init_info(self) -> dict:
@@ -220,33 +217,47 @@ class IpcTransport(_TwoBuffers):
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
 
-        Raises TimeoutError if the worker holds both buffers for longer than the timeout.
+        Raises RuntimeError if there is none.
         """
-        index = self._wait_for_free()
+        index = self._take_buffer()
         views = [
             part.view(spec.dtype).view(spec.shape)
             for part, spec in zip(self._buffers[index].split(self._sizes), self.specs, strict=True)
         ]
         copy_parameters(parameters, self.specs, views)
         torch.cuda.synchronize()  # the engine's stream knows nothing of ours
-        return Staged(index, self._message(index))
+        return Staged(index, [self._message(index, chunk) for chunk in self._chunks])
 
-    def _message(self, index: int) -> dict:
+    def _message(self, index: int, chunk: range) -> dict:
         import base64
         import pickle
 
         from torch.multiprocessing.reductions import reduce_tensor
 
-        buffer = self._buffers[index]
-        _, handle = reduce_tensor(buffer)
-        handles = {str(torch.cuda.get_device_properties(buffer.device).uuid): handle}
+        start = sum(self._sizes[: chunk.start])
+        sizes = [self._sizes[i] for i in chunk]
+        part = self._buffers[index][start : start + sum(sizes)]
+        _, handle = reduce_tensor(part)
+        handles = {str(torch.cuda.get_device_properties(part.device).uuid): handle}
+        specs = [self.specs[i] for i in chunk]
         return {
-            "names": [spec.name for spec in self.specs],
-            "dtype_names": [spec.dtype_name for spec in self.specs],
-            "shapes": [list(spec.shape) for spec in self.specs],
-            "tensor_sizes": self._sizes,
+            "names": [spec.name for spec in specs],
+            "dtype_names": [spec.dtype_name for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "tensor_sizes": sizes,
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }
+
+
+def chunks_of(sizes: list[int], max_bytes: int) -> list[range]:
+    """Cut a list into runs of neighbours with at most `max_bytes` together; a larger item is a run of its own."""
+    chunks, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > max_bytes:
+            chunks.append(range(start, i))
+            start, total = i, 0
+        total += size
+    return [*chunks, range(start, len(sizes))]
 
 
 def copy_parameters(

@@ -8,12 +8,13 @@ import multiprocessing
 import queue
 import re
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from processes import dump_stacks, kill_session
-from rollout import Stop, WorkerSpec
+from rollout import WorkerSpec
 
 LOG_LINES_SHOWN = 15
 JOIN_TIMEOUT_S = 10.0
@@ -34,6 +35,7 @@ class WorkerProcess:
         self._log_start = self._log_path.stat().st_size  # a restarted worker appends
         # Not a daemon process: those may have no children, and the engine is one.
         self.process = context.Process(target=main, args=(spec, theirs), name=f"rollout-worker-{spec.placement.worker}")
+        self.started_at = time.monotonic()
         self.process.start()
         theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -72,11 +74,9 @@ class WorkerProcess:
         kill_session(self.process.pid)
         self.process.join()
 
-    def stop(self, gently: bool) -> None:
-        """End the process and all that it started; `gently` gives it time to shut its engine down."""
-        if gently:
-            self.send(Stop())
-            self.process.join(timeout=JOIN_TIMEOUT_S)
+    def stop(self, timeout_s: float) -> None:
+        """End the process and all that it started, after at most `timeout_s` seconds to end by itself."""
+        self.process.join(timeout=timeout_s)
         kill_session(self.process.pid)
         self.process.join()
         self.send(None)

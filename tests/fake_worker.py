@@ -26,7 +26,11 @@ def run_fake_worker(spec, connection):
     while True:
         match connection.recv():
             case Update(version, _, _):
-                send(Updated(version, 0.001, ()))
+                died = os.path.exists(spec.log_path + ".died")
+                if spec.model_path == "dies at version 2" and version == 2 and not died:
+                    open(spec.log_path + ".died", "w").close()
+                    os._exit(5)
+                send(Updated(version, 0.001))
             case Tickets(tickets):
                 for ticket in tickets:
                     if ticket.answer == "hang":

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -108,8 +107,3 @@ def assert_nothing_is_left(processes: list[psutil.Process], shared_memory_before
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert not alive, [p.cmdline() for p in alive]
     assert set(os.listdir("/dev/shm")) - shared_memory_before == set()
-
-
-def interrupt(job: Job, number: signal.Signals) -> None:
-    """Send torchrun a signal, as a terminal or a cluster would."""
-    os.kill(job.process.pid, number)

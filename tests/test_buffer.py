@@ -86,6 +86,22 @@ def test_under_wait_a_batch_is_held_back_for_a_straggler_that_would_expire():
     assert [g.group_id for g in buffer.take()] == [0]
 
 
+def test_a_group_that_waited_for_a_slot_is_as_fresh_as_its_first_start():
+    buffer = make_buffer(groups_per_step=1)
+    buffer.admit(0)
+    buffer.admit(1)
+    finish(buffer, 1)
+    buffer.take()
+    buffer.publish(1)
+    buffer.start(0, version=1)  # no worker had a slot for it before
+    buffer.start(0, version=2)
+    buffer.admit(2)
+    finish(buffer, 2, version=1)
+    assert [g.group_id for g in buffer.take()] == [2], "group 0 has a step left"
+    with pytest.raises(RuntimeError, match="started at version 1"):
+        buffer.add(make_trajectory(0, 0, (0,)))
+
+
 def test_under_drop_the_straggler_expires_and_its_place_comes_back():
     buffer = make_buffer(groups_per_step=1, stale_policy="drop")
     buffer.admit(0)
@@ -118,7 +134,7 @@ def test_with_alpha_0_and_publish_delay_3_every_group_is_exactly_3_steps_stale()
     assert staleness == [{0}, {1}, {2}, {3}, {3}, {3}, {3}, {3}]
 
 
-def test_a_trajectory_older_than_its_admission_is_refused():
+def test_a_trajectory_older_than_its_groups_start_is_refused():
     buffer = make_buffer()
     for group_id in (0, 1):
         buffer.admit(group_id)
@@ -126,7 +142,7 @@ def test_a_trajectory_older_than_its_admission_is_refused():
     buffer.take()
     buffer.publish(1)
     buffer.admit(2)
-    with pytest.raises(RuntimeError, match="token of version 0, but its group 2 was admitted at version 1"):
+    with pytest.raises(RuntimeError, match="token of version 0, but its group 2 was started at version 1"):
         buffer.add(make_trajectory(2, 0, (0, 1)))
 
 
@@ -165,6 +181,11 @@ class SimulatedRun:
         held = len(self.buffer._residents) + len(self.buffer._unpublished)
         assert held <= self.buffer.max_outstanding
 
+    def start_some(self):
+        for group_id, _ in self.running:
+            if self.random.random() < 0.5:
+                self.buffer.start(group_id, self.worker_version)
+
     def drop(self, group_id, reason):
         self.buffer.drop(group_id, reason)
         self.running = [item for item in self.running if item[0] != group_id]
@@ -173,6 +194,7 @@ class SimulatedRun:
         if not self.running:
             return
         group_id, member = self.running.pop(self.random.randrange(len(self.running)))
+        self.buffer.start(group_id, self.worker_version)
         if self.random.random() < 0.05:
             self.drop(group_id, "failed")
             self.buffer.add(make_trajectory(group_id, member, (), "failed"))
@@ -209,6 +231,7 @@ class SimulatedRun:
         self.buffer.publish(trainer_version)
         self.drop_expired()
         self.fill()
+        self.start_some()
 
     def publish_deferred(self):
         if self.deferred:

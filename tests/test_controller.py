@@ -1,6 +1,5 @@
 """The controller with real processes and pipes, and workers that have no engine."""
 
-import os
 import time
 from contextlib import contextmanager
 
@@ -24,11 +23,12 @@ class Session:
 
     def __init__(self, controller):
         self.controller = controller
-        self.transport = ShmTransport(SPECS, timeout_s=5)
+        self.transport = ShmTransport(SPECS)
         self.events = []
 
     def publish(self, version, evaluate=False):
         evaluate |= self.controller.withdraw()
+        self.controller.wait_for_buffer()
         staged = self.transport.stage(version, [("w", torch.full((4,), float(version)))])
         self.controller.publish(Announcement(version, version, staged, (), evaluate))
 
@@ -169,6 +169,26 @@ def test_a_failed_evaluation_response_is_counted_and_not_scored_as_0(tmp_path):
     assert (done.accuracy, done.num_failed) == (1.0, 1)
 
 
+def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_path):
+    with session(tmp_path, model="dies at version 2", async_ratio=1.0) as s:
+        s.publish(0)
+        for step in range(1, 6):
+            s.controller.take_batch()
+            s.publish(step)
+        assert s.controller.num_restarts == 1
+        assert s.controller.drain()["ledger"]["groups_consumed"] == 10
+
+
+def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_path):
+    with session(tmp_path, eval_answers=["ok", "die", "slow"], async_ratio=1.0) as s:
+        s.publish(0)
+        s.controller.take_batch()
+        s.publish(1, evaluate=True)
+        s.controller.finish_evaluations()
+        (done,) = s.controller.drain()["evaluations"]
+        assert s.controller.num_restarts == 1 and len(done.trajectories) == 3 and done.version == 1
+
+
 def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp_path):
     hung = []
 
@@ -191,4 +211,3 @@ def test_stopping_leaves_no_process(tmp_path):
         pids = [w.process.process.pid for w in s.controller.workers]
         assert all(psutil.pid_exists(pid) for pid in pids)
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert os.listdir(tmp_path)

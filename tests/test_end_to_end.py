@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-from job import assert_nothing_is_left, interrupt, run_job, start_job
+from job import assert_nothing_is_left, run_job, start_job
 from tiny_policy import save_byte_llama, save_unservable_model
 
 from buffer import DROP_REASONS
@@ -72,7 +72,7 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
 
 
 def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3(tmp_path):
-    metrics = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3).metrics()
+    metrics = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3, on_update="wait").metrics()
     assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
@@ -85,6 +85,7 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
         task="reasoning_gym:basic_arithmetic",
         steps=3,
         on_update="recompute",
+        stale_policy="drop",
         algo="tis",
         advantage="rloo",
         temperature=0.8,
@@ -102,6 +103,7 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
 
 
 def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):
+    shared_memory = set(os.listdir("/dev/shm"))
     job = start_job(tmp_path, steps=30, num_rollout_workers=2, async_ratio=1, groups_per_step=16, eval_every=10)
     job.wait_until(lambda: job.num_steps() >= 3)
     before = job.descendants()
@@ -114,16 +116,16 @@ def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):
     assert metrics[-1]["rollout/restarts"] == 1 and len(metrics) == 30
     assert max(line["staleness/max"] for line in metrics) <= 1
     assert_ledger_balances(metrics)
-    assert_nothing_is_left(before, set(os.listdir("/dev/shm")))
+    assert_nothing_is_left(before, shared_memory)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, number):
+@pytest.mark.parametrize(("number", "num_steps"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
+def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, number, num_steps):
     shared_memory = set(os.listdir("/dev/shm"))
-    job = start_job(tmp_path, steps=100_000)
-    job.wait_until(lambda: job.num_steps() >= 2)
+    job = start_job(tmp_path, steps=100_000, num_ranks=2)
+    job.wait_until(lambda: (job.run_path / "metrics.jsonl").exists() and job.num_steps() >= num_steps)
     processes = job.descendants()
-    interrupt(job, number)
+    os.killpg(job.process.pid, number)  # as a terminal does: torchrun passes it on to the ranks
     assert job.wait(timeout_s=60) != 0
     assert f"error: stopped by {number.name}" in job.output()
     assert_nothing_is_left(processes, shared_memory)

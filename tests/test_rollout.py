@@ -26,7 +26,7 @@ class Pair:
         self.config = config
         self.policy = load(config)
         specs = [ParameterSpec(n, torch.float32, tuple(p.shape)) for n, p in self.policy.named_full_parameters()]
-        self.transport = ShmTransport(specs, timeout_s=10)
+        self.transport = ShmTransport(specs)
         self.loop = asyncio.new_event_loop()
         spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
         self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
@@ -55,7 +55,7 @@ class Pair:
 
     def sync(self, version):
         staged = self.stage(version)
-        return self.run(self.proxy.update(version, staged.message))
+        return self.run(self.proxy.update(version, staged.messages))
 
     def generate(self, name, prompt=PROMPT, seed=1):
         return self.run(self.proxy.generate(name, prompt, seed))
@@ -126,7 +126,7 @@ def test_an_update_in_the_middle_of_responses_stamps_every_token_with_its_versio
         for version in (4, 5):
             await asyncio.sleep(0.03)
             pair.perturb()
-            await pair.proxy.update(version, pair.stage(version).message)
+            await pair.proxy.update(version, pair.stage(version).messages)
         return await asyncio.gather(*tasks)
 
     start, weights = pair.proxy.version, pair.weights()
@@ -158,6 +158,6 @@ def test_an_aborted_request_returns_the_tokens_that_it_has(pair):
 
 
 def test_weights_that_are_not_whole_are_refused(pair):
-    staged = pair.stage(9)
+    (message,) = pair.stage(9).messages
     with pytest.raises(Exception, match="checksum"):
-        pair.run(pair.proxy.update(9, staged.message | {"checksum": staged.message["checksum"] + 1}))
+        pair.run(pair.proxy.update(9, [message | {"checksum": message["checksum"] + 1}]))
