@@ -11,8 +11,11 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-Algo = Literal["reinforce", "grpo", "tis"]
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
+Algo = Literal[
+    "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo"
+]  # fmt: skip
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline"]
+KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,14 @@ class Config:
     """Upper clip range (ε_high) of the loss; unset uses the loss's own default."""
     minibatches: int = 1
     """Optimizer updates per step; must divide groups_per_step."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """Proximal log-probs with minibatches > 1: a forward pass per step, or interpolated from behavior and current."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Token weights of the summed loss: 1/tokens, 1/(sequences·length), or 1/(sequences·max_response_tokens)."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty (k3) to the initial model; 0 keeps no reference model in memory."""
+    """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
+    kl_estimator: KlEstimator = "k3"
+    """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
 
@@ -163,6 +170,10 @@ def _check_ranges(config: Config) -> None:
     for name in _SHARES:
         if not 0 < getattr(config, name) <= 1:
             raise ValueError(f"--{_flag(name)} must be in (0, 1], got {getattr(config, name)}")
+    if config.clip_low is not None and not 0 <= config.clip_low <= 1:
+        raise ValueError(f"--clip-low must be in [0, 1], got {config.clip_low}")
+    if config.clip_high is not None and not config.clip_high >= 0:
+        raise ValueError(f"--clip-high must be at least 0, got {config.clip_high}")
     if config.num_rollout_workers is not None and config.num_rollout_workers < 1:
         raise ValueError(f"--num-rollout-workers must be at least 1, got {config.num_rollout_workers}")
     if not _TASK.fullmatch(config.task):
@@ -184,10 +195,14 @@ def _check_cross_fields(config: Config) -> None:
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
             f"{config.max_sequence_tokens}; raise the first or lower the others"
         )
-    if config.group_size == 1 and config.advantage in ("grpo", "dr_grpo", "rloo"):
+    if config.group_size == 1 and config.advantage != "reinforce":
         raise ValueError(
             f"--advantage {config.advantage} compares responses of one prompt, and --group-size 1 leaves nothing to "
             "compare: every advantage would be 0; use --group-size 2 or more, or --advantage reinforce"
+        )
+    if config.algo == "tis" and None not in (config.clip_low, config.clip_high) and config.clip_low > config.clip_high:
+        raise ValueError(
+            f"--clip-low {config.clip_low} is above --clip-high {config.clip_high}, the range of tis is empty"
         )
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from algos import LOSSES, LossInputs, hyperparameters
+from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
+from algos.kl import k3
+from algos.proximal import loglinear
 from config import Config
 from packing import MicroBatch, TrainSequence, pack, token_weights
 from token_stats import TokenStats
@@ -105,6 +108,16 @@ def _varlen_kwargs(position_ids: Tensor) -> dict:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
+@dataclass(frozen=True)
+class StepPosition:
+    """Where the weights are between two versions."""
+
+    policy_version: int
+    """Version at the start of the step, steps."""
+    progress: float
+    """Share of the step's optimizer updates that were made, in [0, 1)."""
+
+
 class Policy:
     """The model, its optimizer and the loss; every rank holds its shard."""
 
@@ -146,13 +159,13 @@ class Policy:
         """
         packed = [[self._pack(sequences, policy_version) for sequences in update] for update in updates]
         anchors = [[None] * len(update) for update in packed]
-        if len(packed) > 1:
-            # The clip's anchor is the policy before the first update; with one update that is `logprobs` itself.
+        if len(packed) > 1 and self.config.proximal == "recompute":
             with torch.no_grad():
                 anchors = [[self._forward(self.module, batch)[0] for batch in update] for update in packed]
         stats = TokenStats()
         results = [
-            self._update(update, anchor, policy_version, stats) for update, anchor in zip(packed, anchors, strict=True)
+            self._update(update, anchor, StepPosition(policy_version, i / len(packed)), stats)
+            for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
         ]
         mean = {name: sum(r[name] for r in results) / len(results) for name in ("loss", "grad_norm")}
         return {**mean, "lr": results[-1]["lr"], **stats.reduce(), **self._memory()}
@@ -212,7 +225,7 @@ class Policy:
         return scored
 
     def _update(
-        self, batches: list[MicroBatch], anchors: list[Tensor | None], policy_version: int, stats: TokenStats
+        self, batches: list[MicroBatch], anchors: list[Tensor | None], position: StepPosition, stats: TokenStats
     ) -> dict[str, float]:
         """Make one optimizer update; return its loss, grad_norm and lr."""
         totals = [sum(sum(b.num_trained) for b in batches), sum(len(b.num_trained) for b in batches)]
@@ -221,7 +234,7 @@ class Policy:
             raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch, anchor in zip(batches, anchors, strict=True):
-            per_token_loss = self._per_token_loss(batch, anchor, policy_version, stats)
+            per_token_loss = self._per_token_loss(batch, anchor, position, stats)
             summed = (per_token_loss * self._weights(batch, total_tokens, total_sequences)).sum()
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
@@ -240,25 +253,31 @@ class Policy:
         return torch.tensor(of_sequence, dtype=torch.float32, device=self.device)[batch.sequence_ids]
 
     def _per_token_loss(
-        self, batch: MicroBatch, anchor: Tensor | None, policy_version: int, stats: TokenStats
+        self, batch: MicroBatch, anchor: Tensor | None, position: StepPosition, stats: TokenStats
     ) -> Tensor:
-        """Loss [N] of each trained token, KL penalty included; its stats go to `stats`."""
+        """Loss [N] of each trained token, KL penalty included; its stats go to `stats`.
+
+        `anchor`: proximal log-probs [N], or None to derive them from `logprobs`.
+        """
         logprobs, entropy = self._forward(self.module, batch)
         if self.reference is not None:
             with torch.no_grad():
                 ref_logprobs, _ = self._forward(self.reference, batch)
         if not len(batch.targets):
             return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
-        anchor = logprobs.detach() if anchor is None else anchor
+        behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
+        if anchor is None:
+            # Before the first update the proximal policy is the current one, so with one update this is exact.
+            anchor = loglinear(logprobs, behavior, lags, position.progress)
         loss, loss_stats = self.loss(
-            LossInputs(logprobs, batch.behavior_logprobs, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
+            LossInputs(logprobs, behavior, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
         )
-        token_stats = _drift(logprobs.detach(), batch.behavior_logprobs) | {"entropy": entropy} | loss_stats
+        token_stats = _drift(logprobs.detach(), behavior) | {"entropy": entropy} | loss_stats
         if self.reference is not None:
-            kl = _k3(ref_logprobs - logprobs)
+            kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
             loss = loss + self.config.kl_coef * kl
             token_stats["kl_ref"] = kl.detach()
-        stats.add(token_stats, policy_version - batch.policy_versions)
+        stats.add(token_stats, lags)
         return loss
 
     def _step(self, loss: float) -> dict[str, float]:
@@ -285,18 +304,16 @@ class Policy:
 
 
 def _drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
-    """How far the current policy is from the one that sampled, per token [N]: k1, k3 (nats) and the ratio's moments.
+    """How far the current policy is from the one that sampled, per token [N]: k1, k3 (nats) and the ratio.
 
     Estimators of KL(behavior ‖ current) from samples of behavior: Schulman, «Approximating KL divergence», 2020.
     """
     log_ratio = logprobs - behavior_logprobs
-    ratio = log_ratio.exp()
-    return {"drift/k1": -log_ratio, "drift/k3": _k3(log_ratio), "ratio": ratio, "ratio_squared": ratio**2}
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    """k3 = e^x − 1 − x ≥ 0 with x = log q(token) − log p(token), token from p: estimates KL(p ‖ q) in nats."""
-    return log_ratio.expm1() - log_ratio
+    return {
+        "drift/k1": -log_ratio,
+        "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
+        "ratio": log_ratio.exp(),
+    }
 
 
 def load_policy(config: Config, model_path: str, device: torch.device) -> Policy:

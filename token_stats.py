@@ -6,6 +6,7 @@ from torch import Tensor
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 _LAST_LAG = (0, 1, 2, 4, 8)  # of each bucket but the last, steps
+_WEIGHT, _WEIGHT_SQUARED = "importance weight", "importance weight squared"  # sums for ess, not reported themselves
 
 
 class TokenStats:
@@ -18,15 +19,19 @@ class TokenStats:
         """Add per-token stats [N] of tokens with `lags` [N] int64, steps."""
         buckets = torch.bucketize(lags, torch.tensor(_LAST_LAG, device=lags.device))
         one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
-        values = torch.stack([torch.ones_like(lags, dtype=torch.float64), *(s.double() for s in stats.values())])
-        for name, total in zip(("tokens", *stats), values @ one_hot, strict=True):
+        columns = {"tokens": torch.ones_like(lags, dtype=torch.float64)} | {k: v.double() for k, v in stats.items()}
+        if "weight" in stats or "ratio" in stats:
+            columns[_WEIGHT] = columns["weight" if "weight" in stats else "ratio"]
+            columns[_WEIGHT_SQUARED] = columns[_WEIGHT] ** 2
+        for name, total in zip(columns, torch.stack(list(columns.values())) @ one_hot, strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + total
 
     def reduce(self) -> dict[str, float]:
         """Sum over all ranks (collective) and return the means, per name and as `name/lag_BUCKET` where it has tokens.
 
-        Besides the names given: `ess`, the effective sample size of the weights `ratio` over the number of tokens,
-        (Σr)² / (n·Σr²), where `ratio` and `ratio_squared` were added; `tokens` is a sum, not a mean.
+        Besides the names given: `ess`, the effective sample size over the number of tokens, (Σw)² / (n·Σw²), of the
+        importance weights w: the loss's `weight` where it reports one, else `ratio`; absent where all are 0.
+        `tokens` is a sum, not a mean.
         """
         mine = {name: sums.tolist() for name, sums in self._sums.items()}
         of_ranks: list[dict[str, list[float]] | None] = [None] * dist.get_world_size()
@@ -50,7 +55,7 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     n = sums.get("tokens", 0.0)
     if not n:
         return {}
-    means = {name: total / n for name, total in sums.items() if name not in ("tokens", "ratio_squared")}
-    if sums.get("ratio_squared"):
-        means["ess"] = sums["ratio"] ** 2 / (n * sums["ratio_squared"])
+    means = {name: total / n for name, total in sums.items() if name not in ("tokens", _WEIGHT, _WEIGHT_SQUARED)}
+    if sums.get(_WEIGHT_SQUARED):
+        means["ess"] = sums[_WEIGHT] ** 2 / (n * sums[_WEIGHT_SQUARED])
     return means | {"tokens": n}

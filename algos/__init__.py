@@ -1,18 +1,40 @@
-"""Policy losses and advantage estimators by name. Adding one: its file, its line below, its name in config.py."""
+"""Policy losses, advantage and KL estimators by name. Adding one: its file, its line below, its name in config.py."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from algos import advantages, grpo, reinforce, tis
+from algos import (
+    advantages,
+    aipo,
+    cispo,
+    decoupled_ppo,
+    grpo,
+    gspo,
+    icepop,
+    kimi,
+    kl,
+    reinforce,
+    tis,
+    topr,
+    weighted_topr,
+)
 from algos.inputs import LossInputs
 
-__all__ = ["ADVANTAGES", "LOSSES", "LossInputs", "hyperparameters"]
+__all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs", "hyperparameters"]
 
 LOSSES: dict[str, Callable] = {
     "reinforce": reinforce.loss,
     "grpo": grpo.loss,
+    "decoupled_ppo": decoupled_ppo.loss,
     "tis": tis.loss,
+    "cispo": cispo.loss,
+    "topr": topr.loss,
+    "weighted_topr": weighted_topr.loss,
+    "gspo": gspo.loss,
+    "kimi": kimi.loss,
+    "icepop": icepop.loss,
+    "aipo": aipo.loss,
 }
 
 ADVANTAGES: dict[str, Callable] = {
@@ -20,7 +42,10 @@ ADVANTAGES: dict[str, Callable] = {
     "dr_grpo": advantages.dr_grpo,
     "rloo": advantages.rloo,
     "reinforce": advantages.reinforce,
+    "reinforce_baseline": advantages.reinforce_baseline,
 }
+
+KL_ESTIMATORS = kl.ESTIMATORS
 
 
 def hyperparameters(algo: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,17 @@ def reinforce(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return grpo(rewards, torch.zeros_like(group_ids))
 
 
+def reinforce_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """C / (batch std of C + 1e-6) with C = R − group mean, unbiased std. REINFORCE++-baseline, arXiv 2501.03262.
+
+    A group whose rewards are all equal, or that has one member, gets exactly 0; it still counts in the batch std.
+    """
+    centered, _, _ = _center_on_group(rewards, group_ids)
+    # The batch mean of C is 0, because each group's is.
+    variance = (centered**2).sum() / max(len(centered) - 1, 1)
+    return centered / (variance.sqrt() + EPS)
+
+
 def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return R − group mean [S], the group index [S] int64 in 0 … K−1, and the members of each group [K]."""
     if not torch.isfinite(rewards).all():

@@ -13,6 +13,7 @@ staleness; the KL term is the trainer's (`kl_coef`), and 1/length is a choice of
 import torch
 from torch import Tensor
 
+from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
 
 
@@ -22,9 +23,8 @@ def loss(
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
     advantages = inputs.advantages
     ratio = torch.exp(inputs.logprobs - inputs.behavior_logprobs)
-    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    objective, clipped = clipped_objective(ratio, advantages, clip_low, clip_high)
     detached = ratio.detach()
-    clipped = ((advantages > 0) & (detached > 1 + clip_high)) | ((advantages < 0) & (detached < 1 - clip_low))
     if dual_clip is not None:
         negative = advantages < 0
         objective = torch.where(negative, torch.maximum(objective, dual_clip * advantages), objective)

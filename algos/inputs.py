@@ -14,7 +14,7 @@ class LossInputs:
     behavior_logprobs: Tensor
     """[N] nats, recorded by the engine when the token was sampled; never recomputed."""
     proximal_logprobs: Tensor
-    """[N] nats, trainer's policy at the start of the step, before its first optimizer update."""
+    """[N] nats, trainer's policy at the start of the step, before its first update; see also algos/proximal.py."""
     advantages: Tensor
     """[N] advantage of the token's sequence."""
     rewards: Tensor

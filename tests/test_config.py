@@ -30,6 +30,11 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--groups-per-step", "10", "--minibatches", "4"], "10 / 4 = 2.50 groups per update"),
         (["--max-prompt-tokens", "9000", "--max-response-tokens", "9000"], "9000 = 18000; raise the first"),
         (["--group-size", "1"], "--group-size 1 leaves nothing to compare"),
+        (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1 leaves nothing to compare"),
+        (["--clip-low", "-0.1"], "--clip-low must be in [0, 1], got -0.1"),
+        (["--clip-low", "1.1"], "--clip-low must be in [0, 1], got 1.1"),
+        (["--clip-high", "-1"], "--clip-high must be at least 0, got -1.0"),
+        (["--algo", "tis", "--clip-low", "0.5", "--clip-high", "0.4"], "--clip-low 0.5 is above --clip-high 0.4"),
         (["--task", "chess"], "--task must be addition, gsm8k or reasoning_gym:NAME, got 'chess'"),
         (["--run-name", "a/b"], "--run-name may hold letters"),
         (["--num-rollout-workers", "0"], "--num-rollout-workers must be at least 1"),
@@ -42,7 +47,9 @@ def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, cap
     assert exit_.value.code == 2 and line.startswith("error: ") and message in line
 
 
-@pytest.mark.parametrize("options", [["--algo", "gropo"], ["--stepz", "5"], ["--on-update", "maybe"]])
+@pytest.mark.parametrize(
+    "options", [["--algo", "gropo"], ["--stepz", "5"], ["--on-update", "maybe"], ["--proximal", "no"]]
+)
 def test_unknown_options_and_choices_are_errors(options, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse_config(options)

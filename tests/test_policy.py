@@ -1,3 +1,4 @@
+import inspect
 import math
 import os
 import subprocess
@@ -15,12 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as Llama
 
+from algos import KL_ESTIMATORS, LOSSES
 from config import Config
 from packing import distribute, pack
 from policy import TokenLogprobs, recompute_layers, sampling_logits
 
 CPU = torch.device("cpu")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+ON_TWO_RANKS = ("gspo", "decoupled_ppo", "icepop")
+"""Losses that look at more than one token or at the proximal policy; the aggregations are tested with tis."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,6 +48,12 @@ def untied(tmp_path_factory):
 def make_config(model, **options):
     """No gradient clipping and a wide loss clip, so that gradients can be compared with a plain sum."""
     return Config(**{"model": model, "algo": "tis", "clip_high": 10.0, "max_grad_norm": 1e9, **options})
+
+
+def wide_clip(algo):
+    """Options of make_config with which the loss clips some of random_sequences, but not most."""
+    takes_clip = "clip_high" in inspect.signature(LOSSES[algo]).parameters
+    return {"clip_low": 0.5, "clip_high": 3.0} if takes_clip else {"clip_low": None, "clip_high": None}
 
 
 def share_of(sequences, budget=100_000):
@@ -233,6 +243,9 @@ def two_ranks(tied, tmp_path_factory):
     """What two real gloo ranks found, for each aggregation, and for 3 sequences in 1-sequence micro-batches with KL."""
     folder = str(tmp_path_factory.mktemp("two_ranks"))
     cases = [(make_config(tied, loss_aggregation=a), [random_sequences(17, seed=3)], 60) for a in AGGREGATIONS]
+    cases += [
+        (make_config(tied, algo=algo, **wide_clip(algo)), [random_sequences(17, seed=3)], 60) for algo in ON_TWO_RANKS
+    ]
     cases.append((make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2), [random_sequences(3, seed=1)] * 2, 24))
     mp.spawn(run_on_two_ranks, args=(folder, cases), nprocs=2)
     return cases, torch.load(os.path.join(folder, "results.pt")), folder
@@ -249,6 +262,32 @@ def test_two_ranks_give_the_gradient_and_metrics_of_one(two_ranks, case):
     assert_same_gradient(gradient, first_gradient(policy))
     plain = plain_gradient(config.model, updates[0], config.loss_aggregation, config.max_response_tokens)[1]
     assert_same_gradient(gradient, plain)
+
+
+@pytest.mark.parametrize("case", range(len(ON_TWO_RANKS)), ids=ON_TWO_RANKS)
+def test_two_ranks_give_the_gradient_of_one_for_other_losses(two_ranks, case):
+    cases, found, _ = two_ranks
+    config, updates, _ = cases[len(AGGREGATIONS) + case]
+    metrics, gradient = found["results"][len(AGGREGATIONS) + case]
+    policy = load(config)
+    expected = policy.train_step(share_of(updates[0]), policy_version=12)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert_same_gradient(gradient, first_gradient(policy))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("algo", LOSSES)
+def test_packing_order_and_microbatches_change_no_gradient_of_any_loss(tied, algo, aggregation):
+    sequences = random_sequences(9, seed=5)
+    config = make_config(tied, algo=algo, loss_aggregation=aggregation, **wide_clip(algo))
+    results = []
+    for given, budget in ((sequences, 100_000), (sequences[::-1], 30)):
+        policy = load(config)
+        metrics = policy.train_step(share_of(given, budget), policy_version=12)
+        results.append((metrics, first_gradient(policy)))
+    assert results[0][0]["grad_norm"] > 0
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-6)
+    assert_same_gradient(results[0][1], results[1][1])
 
 
 def test_a_rank_without_sequences_keeps_the_others_company(two_ranks):
@@ -324,8 +363,37 @@ def test_drift_and_ratio_are_those_of_behavior_against_current_policy(tied):
     assert metrics["drift/k1"] == pytest.approx(-sum(map(math.log, ratios)) / n, rel=1e-4)
     assert metrics["drift/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / n, rel=1e-4)
     assert metrics["weight"] == pytest.approx(sum(min(r, 1) for r in ratios) / n, rel=1e-4)
-    assert metrics["ess"] == pytest.approx(sum(ratios) ** 2 / (n * sum(r * r for r in ratios)), rel=1e-4)
+    weights = [min(r, 1) for r in ratios]
+    assert metrics["ess"] == pytest.approx(sum(weights) ** 2 / (n * sum(w * w for w in weights)), rel=1e-4)
     assert sum(v for name, v in metrics.items() if name.startswith("tokens/lag_")) == n
+
+
+@pytest.mark.parametrize("algo", LOSSES)
+def test_every_loss_has_its_stats_drift_and_effective_sample_size_in_each_lag_bucket(tied, algo):
+    sequences = random_sequences(6)
+    policy = load(make_config(tied, algo=algo, **wide_clip(algo)))
+    seen, loss = [], policy.loss
+
+    def record(inputs):
+        per_token_loss, stats = loss(inputs)
+        seen.append((inputs, stats))
+        return per_token_loss, stats
+
+    policy.loss = record
+    metrics = policy.train_step([[sequences]], policy_version=12)
+    ((inputs, stats),) = seen
+    lags = 12 - np.concatenate([s.policy_versions[s.loss_mask] for s in sequences])
+    log_ratio = (inputs.logprobs.detach() - inputs.behavior_logprobs).double().numpy()
+    k1, k3 = -log_ratio, np.exp(log_ratio) - 1 - log_ratio
+    weight = stats.get("weight", stats["ratio"]).double().numpy()
+    for bucket, first, last in (("", 0, 99), ("/lag_1", 1, 1), ("/lag_5-8", 5, 8), ("/lag_9+", 9, 99)):
+        mine = (lags >= first) & (lags <= last)
+        assert metrics[f"drift/k1{bucket}"] == pytest.approx(k1[mine].mean(), rel=1e-4)
+        assert metrics[f"drift/k3{bucket}"] == pytest.approx(k3[mine].mean(), rel=1e-4)
+        ess = weight[mine].sum() ** 2 / (mine.sum() * (weight[mine] ** 2).sum())
+        assert metrics[f"ess{bucket}"] == pytest.approx(ess, rel=1e-4) and ess <= 1 + 1e-9
+        for name, values in stats.items():
+            assert metrics[f"{name}{bucket}"] == pytest.approx(values.numpy()[mine].mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -359,6 +427,60 @@ def test_kl_penalty_is_zero_at_the_start_and_pulls_back_later(tied):
         assert abs(divergences[0]) < 1e-6 and all(d >= 0 for d in divergences)
         ends.append(divergences[-1])
     assert ends[1] < ends[0] / 3
+
+
+def test_loglinear_proximal_logprobs_interpolate_by_version_and_make_no_forward_pass_of_their_own(tied):
+    sequences = random_sequences(12)
+    updates = [sequences[:4], sequences[4:8], sequences[8:]]
+    policy = load(make_config(tied, minibatches=3, proximal="loglinear", lr=0.05, warmup=0))
+    seen, num_forwards, forward = [], [], policy.module.forward
+
+    def record(inputs):
+        seen.append(inputs)
+        return -inputs.advantages * inputs.logprobs, {}
+
+    def count(*args):
+        num_forwards.append(1)
+        return forward(*args)
+
+    policy.loss, policy.module.forward = record, count
+    policy.train_step([[update] for update in updates], policy_version=12)
+    assert len(num_forwards) == 3
+    for i, (update, inputs) in enumerate(zip(updates, seen, strict=True)):
+        versions = np.concatenate([s.policy_versions[s.loss_mask] for s in update])
+        rows = zip(
+            versions.tolist(),
+            inputs.logprobs.tolist(),
+            inputs.behavior_logprobs.tolist(),
+            inputs.proximal_logprobs.tolist(),
+            strict=True,
+        )
+        for version, current, behavior, proximal in rows:
+            share = (12 - version) / (12 + i / 3 - version)
+            assert proximal == pytest.approx(behavior + share * (current - behavior), rel=1e-5)
+        assert not inputs.proximal_logprobs.requires_grad
+
+
+@pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
+def test_the_kl_penalty_adds_the_estimator_s_own_gradient_to_that_of_the_loss(tied, kl_estimator):
+    sequences = random_sequences(5)
+    policy = load(make_config(tied, kl_coef=0.3, kl_estimator=kl_estimator))
+    with torch.no_grad():  # another reference, or there would be nothing to pull at
+        for parameter in policy.reference.parameters():
+            parameter.mul_(0.9)
+        ref_logprobs, _ = policy._forward(policy.reference, pack(sequences, False))
+    by_hand = load(make_config(tied))
+    plain = by_hand.loss
+
+    def with_penalty(inputs):
+        per_token_loss, stats = plain(inputs)
+        penalty = KL_ESTIMATORS[kl_estimator](inputs.logprobs, ref_logprobs, inputs.behavior_logprobs)
+        return per_token_loss + 0.3 * penalty, {**stats, "kl_ref": penalty.detach()}
+
+    by_hand.loss = with_penalty
+    metrics, expected = (p.train_step([[sequences]], policy_version=12) for p in (policy, by_hand))
+    assert abs(metrics["kl_ref"]) > 1e-3 and metrics == pytest.approx(expected, rel=1e-5)
+    assert_same_gradient(first_gradient(policy), first_gradient(by_hand))
 
 
 @pytest.mark.parametrize("field", ["advantage", "behavior_logprobs"])
@@ -438,6 +560,7 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(tied, tmp_path):
 WRITE_WITH_A_FILE_SIZE_LIMIT = """
 import resource, signal, sys
 import torch, torch.distributed as dist
+from algos import KL_ESTIMATORS, LOSSES
 from config import Config
 from policy import load_policy
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,15 +32,28 @@ def test_buckets_without_tokens_are_absent():
     assert set(stats.reduce()) == {"x", "tokens", "x/lag_2", "tokens/lag_2"}
 
 
-def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one():
-    def ess(weights):
-        stats = TokenStats()
-        ratio = torch.tensor(weights)
-        stats.add({"ratio": ratio, "ratio_squared": ratio**2}, torch.zeros(len(weights), dtype=torch.int64))
-        return stats.reduce()["ess"]
+def effective_sample_size(**stats):
+    token_stats = TokenStats()
+    tensors = {name: torch.tensor(values) for name, values in stats.items()}
+    token_stats.add(tensors, torch.zeros(len(tensors["ratio"]), dtype=torch.int64))
+    metrics = token_stats.reduce()
+    assert set(metrics) <= {*stats, "tokens", "ess"} | {f"{name}/lag_0" for name in (*stats, "tokens", "ess")}
+    return metrics.get("ess")
 
-    assert ess([3.0] * 5) == pytest.approx(1.0)
-    assert ess([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one():
+    assert effective_sample_size(ratio=[3.0] * 5) == pytest.approx(1.0)
+    assert effective_sample_size(ratio=[1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+def test_effective_sample_size_is_of_the_weights_that_the_loss_uses():
+    assert effective_sample_size(ratio=[1.0, 9.0], weight=[1.0, 1.0]) == pytest.approx(1.0)
+
+
+def test_effective_sample_size_of_huge_and_of_no_weights_is_a_number_or_absent():
+    huge = math.exp(50)  # its square overflows float32
+    assert effective_sample_size(ratio=[huge, 0.0]) == pytest.approx(0.5)
+    assert effective_sample_size(ratio=[1.0, 1.0], weight=[0.0, 0.0]) is None
 
 
 def test_stats_of_no_tokens_are_empty():

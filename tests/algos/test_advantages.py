@@ -5,11 +5,11 @@ import typing
 import pytest
 import torch
 
-from algos import ADVANTAGES, LOSSES, hyperparameters
+from algos import ADVANTAGES, KL_ESTIMATORS, LOSSES, hyperparameters
 from algos.advantages import EPS
-from config import Advantage, Algo
+from config import Advantage, Algo, KlEstimator
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 
 
 def mean(values):
@@ -20,21 +20,34 @@ def std(values):
     return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
 
 
-FORMULAS = {  # of a reward, the rewards of its group, those of the group's other members, and those of the batch
-    "grpo": lambda reward, members, others, batch: (reward - mean(members)) / (std(members) + EPS),
-    "dr_grpo": lambda reward, members, others, batch: reward - mean(members),
-    "rloo": lambda reward, members, others, batch: reward - mean(others),
-    "reinforce": lambda reward, members, others, batch: (reward - mean(batch)) / (std(batch) + EPS),
+def batch(groups):
+    return [reward for members in groups for reward in members]
+
+
+def centered(groups):
+    """Every reward of the batch less the mean of its group; `groups` are lists of rewards."""
+    return [reward - mean(members) for members in groups for reward in members]
+
+
+# Of a reward, the rewards of its group, those of the group's other members, and the lists of rewards of all groups.
+FORMULAS = {
+    "grpo": lambda reward, members, others, groups: (reward - mean(members)) / (std(members) + EPS),
+    "dr_grpo": lambda reward, members, others, groups: reward - mean(members),
+    "rloo": lambda reward, members, others, groups: reward - mean(others),
+    "reinforce": lambda reward, members, others, groups: (reward - mean(batch(groups))) / (std(batch(groups)) + EPS),
+    "reinforce_baseline": lambda reward, members, others, groups: (
+        (reward - mean(members)) / (std(centered(groups)) + EPS)
+    ),
 }
 
 
 def oracle(name, rewards, groups):
     """Advantage of each sequence, from the formula, one loop per sequence."""
+    of_group = {k: [r for r, g in zip(rewards, groups, strict=True) if g == k] for k in groups}
     advantages = []
     for i, reward in enumerate(rewards):
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
         others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == groups[i] and j != i]
-        advantages.append(FORMULAS[name](reward, members, others, rewards))
+        advantages.append(FORMULAS[name](reward, of_group[groups[i]], others, list(of_group.values())))
     return advantages
 
 
@@ -82,6 +95,7 @@ def test_a_reward_that_is_not_finite_is_refused(name):
 def test_the_dicts_hold_exactly_the_names_that_config_offers():
     assert set(LOSSES) == set(typing.get_args(Algo))
     assert set(ADVANTAGES) == set(typing.get_args(Advantage))
+    assert set(KL_ESTIMATORS) == set(typing.get_args(KlEstimator))
 
 
 def test_set_options_reach_the_loss_that_takes_them():
@@ -90,7 +104,9 @@ def test_set_options_reach_the_loss_that_takes_them():
 
 
 def test_an_option_the_loss_does_not_take_is_an_error_naming_those_that_do():
-    with pytest.raises(ValueError, match=r"--clip-high 0.3 has no meaning for --algo reinforce.*grpo, tis"):
+    with pytest.raises(
+        ValueError, match=r"--clip-high 0.3 has no meaning for --algo reinforce.*of grpo, decoupled_ppo, tis, "
+    ):
         hyperparameters("reinforce", {"clip_high": 0.3})
     with pytest.raises(ValueError, match="option of no loss"):
         hyperparameters("grpo", {"nonsense": 1})

@@ -1,0 +1,30 @@
+"""CISPO: the importance weight is clipped and not the update, so that rare tokens keep their gradient.
+
+    r_t    = exp(log π(t) − log π_behavior(t))
+    loss_t = −sg(clip(r_t, 1 − clip_low, 1 + clip_high))·A·log π(t)          sg = stop-gradient
+    and with unified_mask, weight 0 where PPO would cut the gradient:
+             (A > 0 and r_t > 1 + clip_high) or (A < 0 and r_t < 1 − clip_low)
+
+MiniMax-M1, arXiv 2506.13585, section 3.1, where the mask is the «unified» form.
+Differs from the paper: the denominator is the engine's own log-prob; the paper leaves the weight without a lower bound
+(`--clip-low 1`) and tunes the upper one, the defaults here are those of ROLL Flash's code; the mask uses the range of
+the clip and not one of its own; group and length normalisation are the advantage's and `loss_aggregation`'s.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.clipping import is_past_clip
+from algos.inputs import LossInputs
+
+
+def loss(
+    inputs: LossInputs, *, clip_low: float = 0.1, clip_high: float = 0.1, unified_mask: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
+    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if unified_mask:
+        weight = torch.where(is_past_clip(ratio, inputs.advantages, clip_low, clip_high), 0.0, weight)
+    per_token_loss = -weight * inputs.advantages * inputs.logprobs
+    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}

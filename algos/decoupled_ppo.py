@@ -1,0 +1,57 @@
+"""Decoupled PPO: the clip is anchored at the proximal policy, and a separate weight corrects for staleness.
+
+    u_t    = exp(log π(t) − log π_proximal(t))                     how far this step has moved
+    w_t    = exp(log π_proximal(t) − log π_behavior(t))            how stale the token was when the step began
+    loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
+    action "mask": w_t = 0 where w_t > behavior_weight_cap;  "truncate": w_t = min(w_t, the cap)
+
+AReaL, arXiv 2505.24298, eq. 5; the decoupling is arXiv 2110.00641. The proximal policy is the trainer's at the start of
+the step. In the first update of a step it is the current one: then u = 1 in value, the clip does nothing, and the
+gradient is −w·A, importance-weighted policy gradient. With `minibatches` 1 there is no other update, and that is right.
+Differs from the paper: w is capped, as in its code (cap 5 per token, then the default); a masked token stays in the
+denominator of the mean, because token weights are fixed before any loss is seen.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algos.clipping import clipped_objective
+from algos.inputs import LossInputs
+
+
+def loss(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    behavior_weight_cap: float = 5.0,
+    action: Literal["mask", "truncate"] = "mask",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
+
+    `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
+    """
+    stale = torch.exp(inputs.proximal_logprobs - inputs.behavior_logprobs)
+    weight = capped_weight(stale, behavior_weight_cap, action)
+    ratio = torch.exp(inputs.logprobs - inputs.proximal_logprobs)
+    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
+    return -weight * objective, {
+        "ratio": torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs),
+        "proximal_ratio": ratio.detach(),
+        "weight": weight,
+        "clipped": (clipped | (stale > behavior_weight_cap)).to(ratio.dtype),
+    }
+
+
+def capped_weight(weight: Tensor, cap: float, action: str) -> Tensor:
+    """Weights [N] with those above the cap set to 0 ("mask") or to the cap ("truncate").
+
+    Raises ValueError for another action.
+    """
+    if action == "mask":
+        return torch.where(weight > cap, 0.0, weight)
+    if action == "truncate":
+        return weight.clamp(max=cap)
+    raise ValueError(f"action must be mask or truncate, got {action!r}")

@@ -1,0 +1,50 @@
+"""IcePop: PPO's clip against the proximal policy; tokens too far from the policy that sampled them are left out.
+
+    u_t    = exp(log π(t) − log π_proximal(t))
+    k_t    = exp(log π_proximal(t) − log π_behavior(t)), or its geometric mean over the sequence with level "sequence"
+    w_t    = k_t where low ≤ k_t ≤ high, else 0
+    loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
+
+Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855, where IcePop is the mask M(k; α, β) with α = 0.5, β = 5.
+Differs from the paper: its k is only training engine against inference engine at one version, ours holds the staleness
+as well; level "sequence" is not in it; a token left out stays in the denominator of the mean; the KL term is the
+trainer's. The proximal policy of a step's first update is the current one, as in decoupled_ppo.py.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algos.clipping import clipped_objective
+from algos.inputs import LossInputs
+from algos.sequence_mean import sequence_mean
+
+
+def loss(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    low: float = 0.5,
+    high: float = 5.0,
+    level: Literal["token", "sequence"] = "token",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
+
+    `clipped` is 1 where the clip or the mask cuts the gradient to 0. Raises ValueError for another level.
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level must be token or sequence, got {level!r}")
+    log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
+    stale = torch.exp(sequence_mean(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale)
+    outside = (stale < low) | (stale > high)
+    weight = torch.where(outside, 0.0, stale)
+    ratio = torch.exp(inputs.logprobs - inputs.proximal_logprobs)
+    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
+    return -weight * objective, {
+        "ratio": torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs),
+        "proximal_ratio": ratio.detach(),
+        "weight": weight,
+        "clipped": (clipped | outside).to(ratio.dtype),
+    }

@@ -1,0 +1,21 @@
+"""Kimi k1.5: policy gradient with a squared log-ratio that pulls back to the policy that sampled.
+
+    loss_t = −A·log π(t) + tau/2·(log π(t) − log π_behavior(t))²
+
+Kimi k1.5, arXiv 2501.12599, section 2.3.2 (the last gradient there); per token as in ROLL Flash, arXiv 2510.11345.
+Differs from the paper: the square is of a token's log-ratio and not of the whole response's; the anchor is the policy
+that sampled the token, where the paper has the start of its iteration. There is no importance weight: staleness is not
+corrected but held against, and a token with A = 0 still has the gradient tau·(log π − log π_behavior).
+"""
+
+import torch
+from torch import Tensor
+
+from algos.inputs import LossInputs
+
+
+def loss(inputs: LossInputs, *, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio."""
+    log_ratio = inputs.logprobs - inputs.behavior_logprobs
+    per_token_loss = -inputs.advantages * inputs.logprobs + tau / 2 * log_ratio**2
+    return per_token_loss, {"ratio": torch.exp(log_ratio.detach())}

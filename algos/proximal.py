@@ -1,0 +1,30 @@
+"""The proximal policy without a forward pass of its own: interpolated between behavior and current policy.
+
+A step starts at trainer version t, which is the proximal policy, and makes version t + 1 in M updates. After m of them
+the current policy has the fractional version t + m/M. For a token that version v ≤ t sampled, linear in the version:
+
+    log π_proximal ≈ log π_behavior + a·(log π − log π_behavior),    a = (t − v) / (t + m/M − v),    gradient stopped
+
+Before the first update a = 1: the proximal policy is the current one, exactly. For a fresh token (v = t) later on,
+a = 0: it is the one that sampled, exactly but for the engine's rounding. Between, a is in (0, 1) without any clamp.
+
+A-3PO, arXiv 2512.06547; AReaL's `prox_logp_method: loglinear`.
+Differs from the paper: there a = (v_θ − 1 − v) / (v_θ − v) with v_θ the whole version of the current policy, clamped to
+[0, 1] and the same in all updates of a step. Its anchor is one version back even before the first update; ours is where
+`--proximal recompute` has it.
+"""
+
+from torch import Tensor
+
+
+def loglinear(logprobs: Tensor, behavior_logprobs: Tensor, lags: Tensor, progress: float) -> Tensor:
+    """Return approximate proximal log-probs [N], nats, without gradient.
+
+    `lags` [N] int64 ≥ 0: trainer's version at the step's start − the token's, steps; `progress`: share m/M in [0, 1) of
+    the step's updates that were made.
+    """
+    current = logprobs.detach()
+    if progress == 0:
+        return current
+    steps = lags.to(current.dtype)
+    return behavior_logprobs + steps / (steps + progress) * (current - behavior_logprobs)

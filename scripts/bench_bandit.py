@@ -1,0 +1,248 @@
+"""Bias and variance of every loss's gradient on stale data, in closed form: `python scripts/bench_bandit.py`.
+
+A tabular bandit: an arm is a sequence of T tokens, each one of V and drawn from a softmax of its own, so the policy is
+a table of logits [T, V]. Reward 1 for an arm with at least ⌈T/2⌉ tokens equal to the target's, else 0; the best policy
+always plays the target and earns J = 1. The true gradient of J at logits (t, v), with π_t(v) the token's probability:
+
+    ∂J/∂θ(t, v) = π_t(v)·(E[R | token t = v] − J)
+
+The policy takes exact gradient steps. Its last one is trained on arms that the policy `lag` updates earlier sampled;
+the advantage is the reward minus that policy's own mean reward (a group's mean, without its noise). Means and variances
+of one arm's gradient are sums over all V^T arms, weighted by their probability: nothing is sampled, so the only error
+is between the random starts. T = 1 is the textbook bandit, where a token's ratio is the arm's; with T > 1 a token's
+ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The row
+`arm_ratio` is no loss of ours: importance weights of whole arms, never clipped, unbiased at every lag.
+
+One caveat: steps without noise move every arm the way its advantage points, which is the way that clips cut. Noisy
+updates, as in training, move many arms the other way; there the clipped losses keep more of their gradient than here.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from algos import LOSSES, LossInputs  # noqa: E402
+
+MEASURES = {
+    "bias": "‖E[g] − ∇J‖ / ‖∇J‖",
+    "std": "√tr Cov[g] / ‖∇J‖ of one arm",
+    "cosine": "cos(E[g], ∇J)",
+}
+"""What is measured of a loss's negative gradient g, and its formula."""
+SHOWN_LAGS = (0, 1, 2, 4, 8, 16)
+REFERENCE = "arm_ratio"
+ROWS = (*LOSSES, REFERENCE)
+
+
+def all_arms(num_tokens: int, num_choices: int) -> tuple[Tensor, Tensor]:
+    """Return every arm, [V^T, T] int64, and its reward, [V^T] float64; the target is token 0 everywhere."""
+    arms = torch.tensor(list(itertools.product(range(num_choices), repeat=num_tokens)))
+    rewards = (arms == 0).sum(dim=1) >= math.ceil(num_tokens / 2)
+    return arms, rewards.double()
+
+
+def token_logprobs(logits: Tensor, arms: Tensor) -> Tensor:
+    """Log-prob of each token of each arm, [V^T, T] nats, under logits [T, V]."""
+    return logits.log_softmax(dim=-1)[torch.arange(arms.shape[1]), arms]
+
+
+def mean_reward(logits: Tensor, arms: Tensor, rewards: Tensor) -> Tensor:
+    """J: expected reward of the policy, a scalar."""
+    return (token_logprobs(logits, arms).sum(dim=1).exp() * rewards).sum()
+
+
+def true_gradient(logits: Tensor, arms: Tensor, rewards: Tensor) -> Tensor:
+    """∂J/∂logits, [T, V], by the closed form above."""
+    probs = token_logprobs(logits, arms).sum(dim=1).exp()
+    one_hot = torch.nn.functional.one_hot(arms, logits.shape[1]).double()
+    earned = torch.einsum("a,atv->tv", probs * rewards, one_hot)  # π_t(v)·E[R | token t = v]
+    return earned - logits.softmax(dim=-1) * (probs * rewards).sum()
+
+
+def policies(num_updates: int, num_choices: int, lr: float, arms: Tensor, rewards: Tensor, seed: int) -> list[Tensor]:
+    """Logits [T, V] after 0 … num_updates exact gradient steps from a random start."""
+    generator = torch.Generator().manual_seed(seed)
+    path = [torch.randn(arms.shape[1], num_choices, generator=generator, dtype=torch.float64)]
+    for _ in range(num_updates):
+        path.append(path[-1] + lr * true_gradient(path[-1], arms, rewards))
+    return path
+
+
+def arm_gradients(algo: str, current: Tensor, behavior: Tensor, arms: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the negative gradient of the loss `algo` for each arm, [V^T, T, V], and the arms' probabilities, [V^T].
+
+    Arms come from the policy `behavior` and are trained on at `current` (logits [T, V]), which is the proximal policy
+    too: this is the first update of a step. Losses of an arm's tokens are summed.
+    """
+    num_tokens = arms.shape[1]
+    logprobs = token_logprobs(current, arms).flatten().requires_grad_()
+    behavior_logprobs = token_logprobs(behavior, arms)
+    advantages = rewards - mean_reward(behavior, arms, rewards)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        behavior_logprobs=behavior_logprobs.flatten(),
+        proximal_logprobs=logprobs.detach(),
+        advantages=advantages.repeat_interleave(num_tokens),
+        rewards=rewards.repeat_interleave(num_tokens),
+        sequence_ids=torch.arange(len(arms)).repeat_interleave(num_tokens),
+    )
+    losses = _arm_ratio_loss(inputs, num_tokens) if algo == REFERENCE else LOSSES[algo](inputs)[0]
+    (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
+    # ∂ log π_t(token) / ∂θ(t, v) = [token = v] − π_t(v)
+    scores = torch.nn.functional.one_hot(arms, current.shape[1]) - current.softmax(dim=-1)
+    return -slopes.view(-1, num_tokens, 1) * scores, behavior_logprobs.sum(dim=1).exp()
+
+
+def _arm_ratio_loss(inputs: LossInputs, num_tokens: int) -> Tensor:
+    log_ratio = (inputs.logprobs.detach() - inputs.behavior_logprobs).view(-1, num_tokens)
+    weight = log_ratio.sum(dim=1).exp().repeat_interleave(num_tokens)
+    return -weight * inputs.advantages * inputs.logprobs
+
+
+def measure(gradients: Tensor, probs: Tensor, true: Tensor) -> dict[str, float]:
+    """The MEASURES of gradients [V^T, T, V] of arms with probabilities [V^T], against the true one [T, V]."""
+    flat, true = gradients.flatten(1), true.flatten()
+    mean = probs @ flat
+    variance = (probs @ flat.square().sum(dim=1) - mean.square().sum()).clamp(min=0)
+    return {
+        "bias": float((mean - true).norm() / true.norm()),
+        "std": float(variance.sqrt() / true.norm()),
+        "cosine": float(mean @ true / (mean.norm() * true.norm()).clamp(min=1e-300)),
+    }
+
+
+def token_drift(current: Tensor, behavior: Tensor) -> float:
+    """KL(behavior ‖ current) in nats per token, exact."""
+    probs, log_ratio = behavior.softmax(dim=-1), behavior.log_softmax(dim=-1) - current.log_softmax(dim=-1)
+    return float((probs * log_ratio).sum(dim=-1).mean())
+
+
+def study(num_tokens: int, num_choices: int, max_lag: int, num_starts: int, lr: float) -> list[dict]:
+    """One record per loss and lag: the MEASURES and the drift, each as mean and standard deviation over the starts."""
+    arms, rewards = all_arms(num_tokens, num_choices)
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for seed in range(num_starts):
+        path = policies(max_lag, num_choices, lr, arms, rewards, seed)
+        true = true_gradient(path[-1], arms, rewards)
+        for lag, algo in itertools.product(range(max_lag + 1), ROWS):
+            behavior = path[-1 - lag]
+            values = measure(*arm_gradients(algo, path[-1], behavior, arms, rewards), true)
+            values["drift"] = token_drift(path[-1], behavior)
+            found.setdefault((algo, lag), []).append(values)
+    return [{"tokens": num_tokens, "algo": algo, "lag": lag, **_spread(runs)} for (algo, lag), runs in found.items()]
+
+
+def _spread(runs: list[dict[str, float]]) -> dict[str, float]:
+    columns = {name: [run[name] for run in runs] for name in runs[0]}
+    means = {name: statistics.fmean(values) for name, values in columns.items()}
+    return means | {f"{name}_sd": statistics.stdev(values) for name, values in columns.items() if len(values) > 1}
+
+
+def table(records: list[dict], num_tokens: int) -> list[str]:
+    """Markdown rows of one arm length: a line per loss, `bias / std / cosine` for each lag shown."""
+    records = [r for r in records if r["tokens"] == num_tokens]
+    lags = [lag for lag in SHOWN_LAGS if lag <= max(r["lag"] for r in records)]
+    drift = {r["lag"]: r["drift"] for r in records}
+    lines = [f"| T = {num_tokens} | " + " | ".join(f"lag {lag}" for lag in lags) + " |", "|---" * (len(lags) + 1) + "|"]
+    lines.append("| *drift, nats per token* | " + " | ".join(f"*{drift[lag]:.3f}*" for lag in lags) + " |")
+    for algo in ROWS:
+        of_lag = {r["lag"]: r for r in records if r["algo"] == algo}
+        cells = [f"{of_lag[i]['bias']:.2f} / {of_lag[i]['std']:.1f} / {of_lag[i]['cosine']:.2f}" for i in lags]
+        lines.append(f"| `{algo}` | {' | '.join(cells)} |")
+    return lines
+
+
+def draw(records: list[dict], out: Path) -> None:
+    """Write the figure: a row per arm length, a column per measure, a line per loss over the lag."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lengths = sorted({r["tokens"] for r in records})
+    figure = Figure(figsize=(13, 4 * len(lengths)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(lengths), len(MEASURES), squeeze=False)
+    for (row, num_tokens), (column, name) in itertools.product(enumerate(lengths), enumerate(MEASURES)):
+        panel = panels[row][column]
+        for index, algo in enumerate(ROWS):
+            points = [(r["lag"], r[name]) for r in records if (r["tokens"], r["algo"]) == (num_tokens, algo)]
+            # Several losses lie on each other: dashes of different phase let all of them show.
+            style, color = ("-", "--", "-.", ":")[index % 4], "k" if algo == REFERENCE else f"C{index % 10}"
+            panel.plot(*zip(*sorted(points), strict=True), style, color=color, label=algo)
+        panel.set(xlabel="lag, updates", title=f"{MEASURES[name]},  T = {num_tokens}")
+        if name != "cosine":
+            panel.set_yscale("symlog", linthresh=0.1 if name == "bias" else 1)
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.savefig(out, dpi=110)
+
+
+def header(arguments: argparse.Namespace) -> dict:
+    """What made the records: command, options, commit, hardware, versions."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "command": " ".join(["python", "scripts/bench_bandit.py", *sys.argv[1:]]),
+        "commit": commit or None,
+        "hardware": f"1 of {len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
+        "torch": torch.__version__,
+        "n": arguments.starts,
+        "lr": arguments.lr,
+        "choices": arguments.choices,
+    }
+
+
+def write(records: list[dict], made_by: dict, out: Path) -> None:
+    """Write bandit.jsonl, bandit.png and README.md into the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(line) for line in (made_by, *records)]
+    (out / "bandit.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw(records, out / "bandit.png")
+    lengths = sorted({r["tokens"] for r in records})
+    text = [
+        "# Which gradient survives stale data: a tabular softmax bandit",
+        f"`{made_by['command']}`",
+        f"Commit {made_by['commit']}, {made_by['hardware']}, torch {made_by['torch']}; n = {made_by['n']} random "
+        f"starts, {made_by['choices']} choices per token, lr {made_by['lr']}; every loss with its default options.",
+        "Means over the starts (their standard deviations are in `bandit.jsonl`). Cells: bias / std / cosine, where "
+        + "; ".join(f"{name} is {formula}" for name, formula in MEASURES.items())
+        + ". What is computed, and how exactly, is on top of `scripts/bench_bandit.py`.",
+        *("\n".join(table(records, length)) for length in lengths),
+        "![bias, standard deviation and cosine over the lag](bandit.png)",
+    ]
+    (out / "README.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Read the command line, study each arm length, write the records and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4], help="tokens per arm (T)")
+    parser.add_argument("--choices", type=int, default=4, help="choices per token (V)")
+    parser.add_argument("--max-lag", type=int, default=16, help="updates between sampling and training, at most")
+    parser.add_argument("--starts", type=int, default=20, help="random starts (n)")
+    parser.add_argument("--lr", type=float, default=1.0, help="step size of the exact gradient steps")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "bandit", help="folder of the records")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    records = []
+    for num_tokens in arguments.tokens:
+        records += study(num_tokens, arguments.choices, arguments.max_lag, arguments.starts, arguments.lr)
+        print("\n".join(table(records, num_tokens)), end="\n\n")
+    write(records, header(arguments), arguments.out)
+    print(f"records: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
