@@ -12,7 +12,8 @@ from packing import TrainSequence, distribute
 def make_updates(groups: list[Group], config: Config) -> list[list[TrainSequence]]:
     """Give every trajectory its advantage and deal whole groups, in order, to the step's minibatches.
 
-    Advantages are estimated over the whole step: [update][sequence]. Raises RuntimeError for a reward that is not finite.
+    Advantages are estimated over the whole step: [update][sequence]. Raises RuntimeError for a reward that is not a
+    finite number.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
