@@ -219,8 +219,8 @@ def write(records: list[dict], made_by: dict, out: Path) -> None:
         "Means over the starts (their standard deviations are in `bandit.jsonl`). Cells: bias / std / cosine, where "
         + "; ".join(f"{name} is {formula}" for name, formula in MEASURES.items())
         + ". What is computed, and how exactly, is on top of `scripts/bench_bandit.py`.",
-        "The policy moves here by exact gradient steps, every arm the way its advantage points, and that is the way the "
-        "clips cut: clipped losses, `gspo` with its narrow default range above all, look worse than in noisy training.",
+        "The policy moves here by exact gradient steps, every arm the way its advantage points, and that is the way "
+        "the clips cut: clipped losses, above all `gspo` with its narrow range, look worse than in noisy training.",
         *("\n".join(table(records, length)) for length in lengths),
         "![bias, standard deviation and cosine over the lag](bandit.png)",
     ]
