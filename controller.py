@@ -6,14 +6,9 @@ all state.
 """
 
 import collections
-import faulthandler
-import functools
-import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,33 +18,10 @@ from buffer import SampleBuffer
 from config import Config
 from data.records import Group, Ticket, Trajectory
 from placement import Placement
-from processes import dump_stacks, kill_session
-from rollout import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated, WorkerSpec, run_worker
+from rollout import Abort, Connect, Finished, Probed, Ready, Tickets, Update, Updated, run_worker
 from tickets import EVALUATION_GROUP, TicketSource
 from weight_sync import Staged
-from worker_process import WorkerProcess
-
-STOP_TIMEOUT_S = 10.0
-"""Time that all workers together have to end by themselves."""
-
-
-class WorkerDied(RuntimeError):
-    """A rollout worker could not be started, or died once more than `max_worker_restarts` allows."""
-
-
-@dataclass
-class Worker:
-    """One rollout worker as the controller sees it."""
-
-    index: int
-    process: WorkerProcess | None = None
-    """Set as soon as it has been started."""
-    ready: bool = False
-    sent_version: int = -1
-    """Newest version sent; messages are acted on in order, so tickets sent now are sampled under it."""
-    updating: Staged | None = None
-    """Weights that it is loading now."""
-    running: dict[int, Ticket] = field(default_factory=dict)
+from workers import Worker, Workers
 
 
 @dataclass(frozen=True)
@@ -93,10 +65,11 @@ class Controller:
         record: Callable[..., None],
         worker_main: Callable = run_worker,
     ):
-        self.config, self.placement, self.tickets = config, placement, tickets
-        self.model_path, self.run_path = model_path, run_path
+        self.config, self.tickets, self.record = config, tickets, record
         self.transport = None
-        self.record, self.worker_main = record, worker_main
+        self.workers = Workers(
+            config, placement, model_path, run_path, self._on_message, self._on_thread_ended, worker_main
+        )
         self.buffer = SampleBuffer(
             config.groups_per_step,
             config.group_size,
@@ -105,8 +78,6 @@ class Controller:
             config.publish_delay,
             config.stale_policy,
         )
-        self.workers: list[Worker] = []
-        self.num_restarts = 0
         self.pause_s: list[float] = []
         self.probe_logprobs: dict[int, tuple[np.ndarray, ...]] = {}
         self.evaluations: list[Evaluation] = []
@@ -115,9 +86,7 @@ class Controller:
         self._announced: Announcement | None = None
         self._deferred: Announcement | None = None
         self._evaluation: Evaluation | None = None
-        self._threads = ThreadPoolExecutor(2 * (len(placement.workers) + config.max_worker_restarts))
         self._failed_in_a_row = 0
-        self._has_worked = False  # whether any trajectory has come back
         self._stopping = False
 
     # Life of the workers
@@ -125,8 +94,7 @@ class Controller:
     def launch(self) -> None:
         """Start all workers; returns at once."""
         with self._changed:
-            for index in range(len(self.placement.workers)):
-                self.workers.append(self._start_worker(index))  # one by one, so that stop() knows of each at once
+            self.workers.launch()
 
     def wait_until_ready(self) -> None:
         """Wait until all engines are up.
@@ -134,7 +102,7 @@ class Controller:
         Raises WorkerDied, with the worker's last log lines, if one ends or is not ready within the startup timeout.
         """
         with self._changed:
-            self._wait(lambda: all(w.ready for w in self.workers), self.config.startup_timeout_s, "workers to start")
+            self._wait(lambda: not self.workers.starting, self.config.startup_timeout_s, "workers to start")
 
     def connect(self, transport) -> None:
         """Give the engines the weight transport, when all are up."""
@@ -144,22 +112,7 @@ class Controller:
             for worker in self.workers:
                 worker.process.send(Connect(transport.init_info()))
 
-    def _start_worker(self, index: int) -> Worker:
-        spec = WorkerSpec(
-            self.config,
-            self.placement.workers[index],
-            self.model_path,
-            self.placement.transport,
-            str(self.run_path / f"worker_{index}.log"),
-        )
-        worker = Worker(index)
-        worker.process = WorkerProcess(
-            spec, self.worker_main, functools.partial(self._on_message, worker), self._threads
-        )
-        worker.process.reading.add_done_callback(self._wake)
-        return worker
-
-    def _wake(self, _) -> None:
+    def _on_thread_ended(self, _) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -202,22 +155,12 @@ class Controller:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
         if self._stopping:
             return
-        worker.process.reap()
         if worker.updating is not None:
             self.transport.release(worker.updating)
-        reason = worker.process.death_report()
-        if not self._has_worked and (not worker.ready or worker.process.exit_code > 0):
-            raise WorkerDied(f"rollout worker {worker.index} could not start: {reason}")
-        if self.num_restarts >= self.config.max_worker_restarts:
-            raise WorkerDied(
-                f"{reason}\nall {self.config.max_worker_restarts} restarts (--max-worker-restarts) are used"
-            )
-        self.num_restarts += 1
-        print(f"warning: {reason.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
+        self.workers.replace(worker)
         self.record("worker_died", worker=worker.index, exit_code=worker.process.exit_code, tickets=len(worker.running))
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
-        self.workers[worker.index] = self._start_worker(worker.index)
 
     def _issue_again(self, ticket: Ticket) -> None:
         if ticket.group_id != EVALUATION_GROUP and not self.buffer.is_resident(ticket.group_id):
@@ -259,7 +202,7 @@ class Controller:
 
     def _on_trajectory(self, worker: Worker, trajectory: Trajectory) -> None:
         ticket = worker.running.pop(trajectory.ticket_id)
-        self._has_worked = True
+        self.workers.have_worked = True
         self.record("trajectory", **_summary(trajectory))
         if ticket.group_id == EVALUATION_GROUP:
             self._on_evaluated(trajectory)
@@ -327,44 +270,21 @@ class Controller:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            for worker in self.workers:
-                if worker.process.reading.done():
-                    worker.process.reading.result()  # raises what ended it
+            self.workers.check()
             if done():
                 return
             self._changed.wait(timeout=1.0)
-            now = time.monotonic()
-            starting = [w for w in self.workers if not w.ready]
-            for worker in starting:
-                if now > worker.process.started_at + self.config.startup_timeout_s:
-                    self._dump_stacks()
-                    raise WorkerDied(
-                        f"rollout worker {worker.index} was not ready {self.config.startup_timeout_s:.0f} s after its "
-                        f"start (--startup-timeout-s): {worker.process.death_report()}"
-                    )
-            if now > deadline and not starting:
-                self._dump_stacks()
+            if time.monotonic() > deadline and not self.workers.starting:
+                self.workers.dump_stacks()
                 raise RuntimeError(
-                    f"waited {timeout_s:.0f} s for {what}; stacks of the workers are in {self.run_path}/worker_*.log, "
+                    f"waited {timeout_s:.0f} s for {what}; stacks of the workers are in their logs, worker_*.log; "
                     f"state: {self.describe()}"
                 )
 
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
-        workers = ", ".join(
-            f"worker {w.index} {'ready' if w.ready else 'starting'} v{w.sent_version} running {len(w.running)}"
-            + (" updating" if w.updating else "")
-            for w in self.workers
-        )
+        workers = ", ".join(worker.describe() for worker in self.workers)
         return f"{workers}; {len(self._queue)} tickets queued; {self.buffer.ledger()}"
-
-    def _dump_stacks(self) -> None:
-        faulthandler.dump_traceback(all_threads=True)
-        for worker in self.workers:
-            worker.process.dump_stacks()
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            dump_stacks(os.getppid())  # torchrun's other ranks
-        time.sleep(1.0)  # the dumps are written by the other processes' signal handlers
 
     # Weights and evaluation
 
@@ -462,21 +382,14 @@ class Controller:
                 "pause_s": pauses,
                 "probes": probes,
                 "ledger": self.buffer.ledger(),
-                "num_restarts": self.num_restarts,
+                "num_restarts": self.workers.num_restarts,
             }
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""
         with self._changed:
             self._stopping = True
-        for worker in self.workers:
-            worker.process.send(Stop())
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for worker in self.workers:
-            worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.ready else 0.0)
-        for child in multiprocessing.active_children():  # one whose start was interrupted
-            kill_session(child.pid)
-        self._threads.shutdown()
+        self.workers.stop()
 
 
 def _summary(trajectory: Trajectory) -> dict:

@@ -9,11 +9,12 @@ import torch
 from fake_worker import run_fake_worker
 
 from config import Config
-from controller import Announcement, Controller, WorkerDied
+from controller import Announcement, Controller
 from data.tasks import Problem
 from placement import Placement, WorkerPlacement
 from tickets import PromptSource, TicketSource
 from weight_sync import ParameterSpec, ShmTransport
+from workers import WorkerDied
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
 
@@ -106,7 +107,9 @@ def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
         for step in range(1, 4):
             assert len(s.controller.take_batch()) == 2
             s.publish(step)
-        assert 1 <= s.controller.num_restarts <= 2, "both members of group 2 kill the worker that gets them first"
+        assert 1 <= s.controller.workers.num_restarts <= 2, (
+            "both members of group 2 kill the worker that gets them first"
+        )
         assert s.controller.drain()["ledger"]["groups_consumed"] == 6
     assert next(e["exit_code"] for e in s.events if e["event"] == "worker_died") == 3
 
@@ -175,7 +178,7 @@ def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_p
         for step in range(1, 6):
             s.controller.take_batch()
             s.publish(step)
-        assert s.controller.num_restarts == 1
+        assert s.controller.workers.num_restarts == 1
         assert s.controller.drain()["ledger"]["groups_consumed"] == 10
 
 
@@ -186,7 +189,7 @@ def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_pa
         s.publish(1, evaluate=True)
         s.controller.finish_evaluations()
         (done,) = s.controller.drain()["evaluations"]
-        assert s.controller.num_restarts == 1 and len(done.trajectories) == 3 and done.version == 1
+        assert s.controller.workers.num_restarts == 1 and len(done.trajectories) == 3 and done.version == 1
 
 
 def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp_path):
