@@ -38,10 +38,10 @@ def train(config: Config) -> None:
             clock.lap("train")
             publisher.publish(step, evaluate=config.eval_every > 0 and is_due(step, config.eval_every, config.steps))
             clock.lap("publish")
+            log.write(step, groups, stats, publisher, clock.next_step())
             if is_due(step, config.save_every, config.steps):
                 policy.save(node.checkpoint_path(step))
                 clock.lap("save")
-            log.write(step, groups, stats, publisher, clock.next_step())
     node.say_where()
 
 
@@ -51,7 +51,7 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 class Clock:
-    """Times the phases of each step; what lies between two steps, writing records, is the next one's `log`."""
+    """Times the phases of each step; what lies between two steps, records and checkpoint, counts for the next one."""
 
     def __init__(self) -> None:
         self._start = self._last = time.time()
