@@ -17,8 +17,9 @@ import numpy as np
 from buffer import SampleBuffer
 from config import Config
 from data.records import Group, Ticket, Trajectory
+from messages import Abort, Connect, Finished, Probed, Ready, Tickets, Update, Updated
 from placement import Placement
-from rollout import Abort, Connect, Finished, Probed, Ready, Tickets, Update, Updated, run_worker
+from rollout import run_worker
 from tickets import EVALUATION_GROUP, TicketSource
 from weight_sync import Staged
 from workers import Worker, Workers

@@ -3,7 +3,6 @@
 import collections
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,12 +65,12 @@ class Publisher:
             self._snapshots.popleft()
         return self._snapshots[0]
 
-    @torch.no_grad()
     def _score_probes(self, version: int) -> None:
         if not self._probes:
             return
         scores = self.policy.score([[probe] for probe in self._probes], raw=True)
-        self._probe_logprobs[version] = [score.numpy() for score in scores]
+        if self.controller is not None:
+            self._probe_logprobs[version] = [score.numpy() for score in scores]
 
     def mismatch(self, engine_logprobs: dict[int, tuple[np.ndarray, ...]]) -> dict[str, float]:
         """Compare the engine's probe log-probs with the trainer's own at the same version.

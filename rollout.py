@@ -21,85 +21,12 @@ import numpy as np
 from config import Config
 from data.records import FinishReason, Ticket, Trajectory, check_trajectory
 from data.rewards import RewardError, RewardPool
+from messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
 from placement import WorkerPlacement
 from processes import exit_with_parent, without_torchrun
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCHED_TOKENS = 8192  # per engine step
-
-
-# Messages: controller -> worker
-
-
-@dataclass(frozen=True)
-class Tickets:
-    """Start these trajectories."""
-
-    tickets: list[Ticket]
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Connect the engine to the trainer's weight transport."""
-
-    init_info: dict
-
-
-@dataclass(frozen=True)
-class Update:
-    """Load new weights, then score the probe under them."""
-
-    version: int
-    update_infos: list[dict]
-    probe: tuple[tuple[int, ...], ...]
-    """Token sequences whose log-probs the trainer computed at the same version; may be empty."""
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Stop these trajectories; each comes back as `aborted` with the tokens it has."""
-
-    ticket_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Shut down."""
-
-
-# Messages: worker -> controller
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The engine is up and waits for its first weights."""
-
-    startup_s: float
-
-
-@dataclass(frozen=True)
-class Updated:
-    """The engine samples with `version` now."""
-
-    version: int
-    pause_s: float
-    """Time during which no request could make progress, seconds."""
-
-
-@dataclass(frozen=True)
-class Probed:
-    """The engine's log-probs of the probe under `version`."""
-
-    version: int
-    logprobs: tuple[np.ndarray, ...]
-    """[T − 1] float32, nats, of each sequence's tokens from the second on, at temperature 1."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Trajectories that ended since the last message."""
-
-    trajectories: list[Trajectory]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from config import Config
 from data.records import Ticket
+from messages import Stop
 from placement import Placement
 from processes import dump_stacks, kill_session
-from rollout import Stop, WorkerSpec, run_worker
+from rollout import WorkerSpec, run_worker
 from weight_sync import Staged
 
 LOG_LINES_SHOWN = 15

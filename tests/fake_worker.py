@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 
-from rollout import Abort, Completion, Finished, Ready, Stop, Tickets, Update, Updated, make_trajectory
+from messages import Abort, Finished, Ready, Stop, Tickets, Update, Updated
+from rollout import Completion, make_trajectory
 
 
 def run_fake_worker(spec, connection):
