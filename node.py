@@ -48,6 +48,7 @@ class Node:
         """Join trainer and workers by the placement's transport, and wait until all engines are up."""
         if not self.is_leader:
             return None
+        print(f"attention of the trainer: {policy.attention}", flush=True)
         sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in policy.module.model.named_parameters()]
         kind = {"shm": ShmTransport, "ipc": IpcTransport}[self.placement.transport]
