@@ -40,11 +40,12 @@ class Publisher:
     def publish(self, trainer_version: int, evaluate: bool) -> None:
         """Publish the version that is due after the step which made `trainer_version`; collective.
 
-        With `evaluate` the held-out problems are sampled at the published version.
+        The last step's is due at once, as no sample is trained on any more. With `evaluate` the held-out problems are
+        sampled at the published version.
         """
         self._score_probes(trainer_version)
         version, parameters = trainer_version, self.policy.named_full_parameters()
-        if self.config.publish_delay:
+        if self.config.publish_delay and trainer_version < self.config.steps:
             version, parameters = self._delayed(trainer_version, parameters)
         if self.controller is None:
             for _ in parameters:  # gathering is collective; only rank 0 keeps what it gathers
