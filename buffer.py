@@ -22,8 +22,11 @@ class _Resident:
     version: int
     """Oldest version its tokens can have: of its admission, then of its start; the true one once finished."""
     started: bool = False
+    num_failed: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
     group: Group | None = None
+    rank: int = 0
+    """Place in the order in which groups finished."""
 
 
 class SampleBuffer:
@@ -32,6 +35,10 @@ class SampleBuffer:
     At most `max_outstanding` groups hold a place: running, finished, or consumed and not yet published. Every group
     consumed at version t has min_version ≥ t − max_staleness; `stale_policy` says what is done about those that would
     come too late: `wait` holds batches back until they are in, `drop` reports them as expired.
+
+    `extra_groups` of max_outstanding are there to be given up when a batch is full; `extra_members` of a group run so
+    that the first group_size to finish make it. With `admission` "gate" the places are all there is, as in AReaL
+    (arXiv 2505.24298, its rule ⌊(N − 1)/B⌋ ≤ version + η): groups are consumed as they finish, however old.
     """
 
     def __init__(
@@ -42,6 +49,9 @@ class SampleBuffer:
         max_staleness: int,
         publish_delay: int = 0,
         stale_policy: Literal["wait", "drop"] = "wait",
+        extra_groups: int = 0,
+        extra_members: int = 0,
+        admission: Literal["ledger", "gate"] = "ledger",
     ):
         self.groups_per_step = groups_per_step
         self.group_size = group_size
@@ -49,11 +59,15 @@ class SampleBuffer:
         self.max_staleness = max_staleness
         self.publish_delay = publish_delay
         self.stale_policy = stale_policy
+        self.extra_groups, self.extra_members = extra_groups, extra_members
+        self.admission = admission
         self.trainer_version = 0
         self.published_version = 0
         self._residents: dict[int, _Resident] = {}
         self._unpublished: list[int] = []  # trainer version that each consumed, unpublished group is to make
-        self._dropped: dict[int, DropReason] = {}  # kept for good: members of a dropped group may return late
+        # Groups whose other members are only counted, and as what; kept for good, as members may return late.
+        self._closed: dict[int, DropReason] = {}
+        self._num_finished = 0
         self._issued = 0
         self._groups: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -61,7 +75,9 @@ class SampleBuffer:
     # Admission
 
     def num_free_places(self) -> int:
-        """Groups that may be admitted now."""
+        """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
+        if self.admission == "ledger" and self.published_version + self.max_staleness < self.trainer_version:
+            return 0
         return self.max_outstanding - len(self._residents) - len(self._unpublished)
 
     def admit(self, group_id: int) -> int:
@@ -71,7 +87,7 @@ class SampleBuffer:
         """
         if self.num_free_places() < 1:
             raise RuntimeError(f"group {group_id} has no place: all {self.max_outstanding} are taken, {self.ledger()}")
-        if group_id in self._residents or group_id in self._dropped:
+        if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
         self._residents[group_id] = _Resident(self.published_version)
         self._issued += 1
@@ -83,33 +99,61 @@ class SampleBuffer:
         if not resident.started:
             resident.started, resident.version = True, max(resident.version, version)
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Take in a trajectory that finished; the group is finished with its last member.
+    def add(self, trajectory: Trajectory) -> Group | None:
+        """Take in a trajectory that finished. Returns its group if this is the last member it needs.
 
-        One of a group that was dropped meanwhile is only counted. Raises RuntimeError for a group that was never
-        admitted, a member that is there already, or a version older than the group's start.
+        One of a group that is finished or dropped is only counted. Raises RuntimeError for a group that was never
+        admitted, a member that is there already, an aborted trajectory, or a version older than the group's start.
         """
         self._tokens["generated"] += trajectory.num_generated
-        if trajectory.group_id in self._dropped:
-            self._tokens[self._dropped[trajectory.group_id]] += trajectory.num_generated
-            return
+        if trajectory.group_id in self._closed:
+            self._tokens[self._closed[trajectory.group_id]] += trajectory.num_generated
+            return None
         resident = self._residents.get(trajectory.group_id)
+        self._check_belongs(trajectory, resident)
+        resident.members[trajectory.member] = trajectory
+        if len(resident.members) < self.group_size:
+            return None
+        self._finish(trajectory.group_id, resident)
+        return resident.group
+
+    def _check_belongs(self, trajectory: Trajectory, resident: _Resident | None) -> None:
+        who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
         if resident is None:
-            raise RuntimeError(
-                f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}, which is not resident"
-            )
+            raise RuntimeError(f"{who}, which is not resident")
         if trajectory.member in resident.members:
-            raise RuntimeError(f"member {trajectory.member} of group {trajectory.group_id} arrived twice")
+            raise RuntimeError(f"{who}: member {trajectory.member} arrived twice")
+        if trajectory.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"{who} is {trajectory.finish_reason}, and its group waits for it")
         if trajectory.min_version < resident.version:
             raise RuntimeError(
-                f"trajectory {trajectory.ticket_id} has a token of version {trajectory.min_version}, but its group "
-                f"{trajectory.group_id} was started at version {resident.version}"
+                f"{who} has a token of version {trajectory.min_version}, but its group was started at version "
+                f"{resident.version}"
             )
-        resident.members[trajectory.member] = trajectory
-        if len(resident.members) == self.group_size:
-            members = tuple(resident.members[i] for i in sorted(resident.members))
-            resident.group = Group(trajectory.group_id, members)
-            resident.version = resident.group.min_version
+
+    def _finish(self, group_id: int, resident: _Resident) -> None:
+        members = tuple(resident.members[i] for i in sorted(resident.members))
+        resident.group = Group(group_id, members)
+        resident.version = resident.group.min_version
+        resident.rank = self._num_finished
+        self._num_finished += 1
+        if self.extra_members:
+            self._closed[group_id] = "aborted"
+
+    def add_failed(self, trajectory: Trajectory) -> bool:
+        """Count a trajectory that failed. Returns whether its group can still get all the members it needs."""
+        self._tokens["generated"] += trajectory.num_generated
+        self._tokens[self._closed.get(trajectory.group_id, "failed")] += trajectory.num_generated
+        resident = self._residents.get(trajectory.group_id)
+        if resident is None or resident.group is not None:
+            return True
+        resident.num_failed += 1
+        return resident.num_failed <= self.extra_members
+
+    def count_discarded(self, num_tokens: int) -> None:
+        """Count tokens of responses that were started over."""
+        self._tokens["generated"] += num_tokens
+        self._tokens["aborted"] += num_tokens
 
     # Consumption
 
@@ -121,11 +165,8 @@ class SampleBuffer:
         is the choice that leaves the most room, so if this one does not do, none does, and a running group must be
         waited for. Raises RuntimeError if a group would break the bound.
         """
-        finished = sorted((r.version, group_id) for group_id, r in self._residents.items() if r.group is not None)
-        batch = [group_id for _, group_id in finished[: self.groups_per_step]]
-        if len(batch) < self.groups_per_step:
-            return None
-        if self.stale_policy == "wait" and not self._rest_is_in_time(set(batch)):
+        batch = self._next_batch()
+        if batch is None or self._left_too_late(batch):
             return None
         groups = [self._residents.pop(group_id).group for group_id in batch]
         for group in groups:
@@ -136,16 +177,44 @@ class SampleBuffer:
         self._unpublished += [self.trainer_version] * len(groups)
         return groups
 
-    def _rest_is_in_time(self, batch: set[int]) -> bool:
-        deadlines = sorted(
-            r.version + self.max_staleness for group_id, r in self._residents.items() if group_id not in batch
-        )
-        steps_left = [deadline - self.trainer_version for deadline in deadlines]
-        return all(count <= self.groups_per_step * left for count, left in enumerate(steps_left, start=1))
+    def surplus(self) -> list[int]:
+        """Groups to give up, at most extra_groups of them, so that `take` need not wait for them or for others.
+
+        Running ones go first. Empty if there is no batch yet, if none need be given up, or if it would not help.
+        """
+        batch = self._next_batch()
+        too_late = [] if batch is None else self._left_too_late(batch)
+        return too_late if len(too_late) <= self.extra_groups else []
+
+    def _next_batch(self) -> list[int] | None:
+        finished = [(group_id, r) for group_id, r in self._residents.items() if r.group is not None]
+        if len(finished) < self.groups_per_step:
+            return None
+        if self.admission == "gate":
+            finished.sort(key=lambda pair: pair[1].rank)
+        else:
+            finished.sort(key=lambda pair: (pair[1].version, pair[0]))
+        return [group_id for group_id, _ in finished[: self.groups_per_step]]
+
+    def _left_too_late(self, batch: list[int]) -> list[int]:
+        """Groups, as few as possible, without which the others outside `batch` can be consumed in time."""
+        if self.stale_policy != "wait" or self.admission == "gate":
+            return []
+        left = [(r.version, group_id) for group_id, r in self._residents.items() if group_id not in set(batch)]
+        kept, too_late = [], []
+        for version, group_id in sorted(left):
+            kept.append(group_id)
+            steps_left = version + self.max_staleness - self.trainer_version
+            if len(kept) > self.groups_per_step * steps_left:
+                running = [i for i in kept if self._residents[i].group is None]
+                too_late.append((running or kept)[-1])
+                kept.remove(too_late[-1])
+        return too_late
 
     def _check_fresh(self, group: Group) -> None:
         staleness = self.trainer_version - group.min_version
-        if not 0 <= staleness <= self.max_staleness:
+        is_bounded = self.admission == "ledger"
+        if staleness < 0 or (is_bounded and staleness > self.max_staleness):
             raise RuntimeError(
                 f"group {group.group_id} has tokens of version {group.min_version} at trainer version "
                 f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.max_staleness}"
@@ -163,7 +232,7 @@ class SampleBuffer:
 
     def expired(self) -> list[int]:
         """Groups that no later batch can hold under `drop`: their oldest token would be beyond the bound."""
-        if self.stale_policy == "wait":
+        if self.stale_policy == "wait" or self.admission == "gate":
             return []
         oldest = self.trainer_version - self.max_staleness
         return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]
@@ -171,13 +240,13 @@ class SampleBuffer:
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Take a resident group out, whole, and give its place back."""
         resident = self._residents.pop(group_id)
-        self._dropped[group_id] = reason
+        self._closed[group_id] = reason
         self._groups[reason] += 1
         self._tokens[reason] += sum(t.num_generated for t in resident.members.values())
 
-    def is_resident(self, group_id: int) -> bool:
-        """Whether the group holds a place and waits for training or for members."""
-        return group_id in self._residents
+    def is_running(self, group_id: int) -> bool:
+        """Whether the group holds a place and waits for members."""
+        return group_id in self._residents and self._residents[group_id].group is None
 
     # Ledger
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,8 @@ Algo = Literal[
 ]  # fmt: skip
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline"]
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
+MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
+"""Tasks that are environments: the keys of ENVIRONMENTS in data/environments.py."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Config:
     model: str = "tiny"
     """Path or Hugging Face name of a causal LM; `tiny` is made here, in about a minute, on first use."""
     task: str = "addition"
-    """`addition`, `gsm8k`, or `reasoning_gym:NAME` with NAME a dataset of the reasoning-gym library."""
+    """`addition`, `gsm8k`, `reasoning_gym:NAME`, or an environment of several turns: `frozen_lake`, `guess_number`."""
     data_path: str | None = None
     """Local copy of the task's dataset (a folder `datasets` can load), for machines that reach no hub."""
     algo: Algo = "grpo"
@@ -47,20 +50,46 @@ class Config:
     """How the bound is kept: block for the groups that expire first, or drop and re-issue what expired."""
     publish_delay: int = 0
     """Publish weights this many steps late (K): with async_ratio 0 every token is exactly K steps stale."""
-    on_update: Literal["keep", "recompute", "wait"] = "keep"
-    """Running requests at a weight update: go on with the old KV cache, rebuild it, or drain first."""
+    on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
+    """Running requests at a weight update: go on with the old KV cache, go on and rebuild it, abort and go on from
+    what was written, abort and start over, or drain first."""
+    admission: Literal["ledger", "gate"] = "ledger"
+    """`ledger` keeps the bound on every sample; `gate` only counts submissions (AReaL): it bounds the mean."""
+
+    # How rollout is arranged
+    scheduling: Literal["queue", "batch"] = "queue"
+    """Every response to whichever worker is free, or prompts split in advance, all waited for, then all rewarded."""
+    replicate_prompts: bool = True
+    """One request per response, on any workers; otherwise one request of group_size responses on one worker."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal, as they teach nothing, and start others in their place."""
+    extra_groups: int = 0
+    """Groups kept in flight beyond the capacity; those that are left over when a batch is full are aborted."""
+    extra_members: int = 0
+    """Responses started beyond group_size; the first group_size to finish make the group, the others are aborted."""
+    over_sampling: float = 1.0
+    """Groups started per group trained (APRIL's R); above 1 a full batch suspends the others until the next step."""
+    max_resumes: int = 4
+    """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
 
     # Sampling
     max_prompt_tokens: int = 40
     """Longest prompt, tokens; a longer one is an error."""
     max_response_tokens: int = 48
-    """Longest response, tokens; a longer one is cut and scored as it is."""
+    """Longest trajectory beyond its prompt, tokens, environment's included; a longer one is cut and scored as it is."""
     temperature: float = 1.0
     """Softmax temperature of sampling and of the trainer's log-probs."""
     top_p: float = 1.0
     """Nucleus mass of sampling and of the trainer's log-probs."""
     max_running_requests: int = 128
     """Trajectories that one rollout worker samples at the same time."""
+    env_latency: str | None = None
+    """Simulated latency of an environment's step, seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA`, `constant:S`,
+    and `fail:P` for the share of steps that hang or crash; two laws are separated by a space."""
+    env_latency_scale: float = 1.0
+    """Factor on env_latency."""
+    env_barrier: bool = False
+    """All environments take a turn before any takes the next: the baseline of environment-level asynchrony."""
 
     # Optimisation
     lr: float = 1e-3
@@ -115,8 +144,8 @@ class Config:
     """Longest start of a rollout worker, seconds."""
     rollout_timeout_s: float = 300.0
     """Longest wait for a batch, an evaluation or a weight update, seconds; past it all stacks are dumped."""
-    reward_timeout_s: float = 10.0
-    """Longest scoring of one response, seconds; past it the trajectory has failed."""
+    env_timeout_s: float = 10.0
+    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed."""
     max_worker_restarts: int = 3
     """Restarts of rollout workers in one run; one more death ends it."""
 
@@ -127,17 +156,32 @@ class Config:
         """
         _check_ranges(self)
         _check_cross_fields(self)
+        _check_rollout(self)
         return self
 
     @property
     def max_outstanding_groups(self) -> int:
-        """⌊(1 + α)·B⌋: groups that are running, waiting, or in the batch whose weights are not published."""
-        return math.floor((1 + self.async_ratio) * self.groups_per_step + 1e-9)
+        """⌊(1 + α)·B⌋, or ⌊R·B⌋ when over-sampling, and the extra groups: groups that are running, waiting, or in the
+        batch whose weights are not published."""
+        per_trained_group = 1 + self.async_ratio if self.over_sampling == 1 else self.over_sampling
+        return math.floor(per_trained_group * self.groups_per_step + 1e-9) + self.extra_groups
 
     @property
     def max_staleness(self) -> int:
-        """Oldest version a trained token may have, in steps behind the trainer: ⌈α⌉ + publish_delay."""
-        return math.ceil(self.async_ratio - 1e-9) + self.publish_delay
+        """Oldest version a trained token may have, in steps behind the trainer: ⌈α⌉ + publish_delay, and max_resumes
+        where responses are suspended."""
+        resumes = self.max_resumes if self.over_sampling > 1 else 0
+        return math.ceil(self.async_ratio - 1e-9) + self.publish_delay + resumes
+
+    @property
+    def members_per_group(self) -> int:
+        """Responses started per group: group_size and the extra ones."""
+        return self.group_size + self.extra_members
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether the task is an environment that may take more than one step."""
+        return self.task in MULTI_TURN_TASKS
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -152,12 +196,13 @@ _AT_LEAST = {
     "steps": 1, "groups_per_step": 1, "group_size": 1, "async_ratio": 0, "publish_delay": 0, "max_prompt_tokens": 1,
     "max_response_tokens": 1, "max_running_requests": 1, "warmup": 0, "weight_decay": 0, "minibatches": 1,
     "kl_coef": 0, "eval_every": 0, "eval_problems": 1, "save_every": 0, "max_worker_restarts": 0, "seed": 0,
+    "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
 }  # fmt: skip
 _ABOVE_ZERO = (
-    "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "reward_timeout_s",
+    "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",
 )  # fmt: skip
 _SHARES = ("top_p", "gpu_memory_utilization")
-_TASK = re.compile(r"addition|gsm8k|reasoning_gym:\w+")
+_TASK = re.compile(r"addition|gsm8k|reasoning_gym:\w+|" + "|".join(MULTI_TURN_TASKS))
 
 
 def _check_ranges(config: Config) -> None:
@@ -177,7 +222,9 @@ def _check_ranges(config: Config) -> None:
     if config.num_rollout_workers is not None and config.num_rollout_workers < 1:
         raise ValueError(f"--num-rollout-workers must be at least 1, got {config.num_rollout_workers}")
     if not _TASK.fullmatch(config.task):
-        raise ValueError(f"--task must be addition, gsm8k or reasoning_gym:NAME, got {config.task!r}")
+        raise ValueError(
+            f"--task must be addition, gsm8k, reasoning_gym:NAME, {' or '.join(MULTI_TURN_TASKS)}, got {config.task!r}"
+        )
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ValueError(f"--run-name may hold letters, digits and . _ + = -, got {config.run_name!r}")
 
@@ -206,6 +253,53 @@ def _check_cross_fields(config: Config) -> None:
         )
 
 
+def _check_rollout(config: Config) -> None:
+    for one, other in [*_conflicts_of_one_request(config), *_conflicts_of_over_sampling(config)]:
+        raise ValueError(f"{one} does not go with {other}; change one of the two")
+    if config.scheduling == "batch" and config.extra_members:
+        raise ValueError(
+            f"--extra-members {config.extra_members} gives up the slowest responses, --scheduling batch waits for all; "
+            "change one of the two"
+        )
+    if config.env_latency is not None:
+        from data.latency import LatencyLaw
+
+        try:
+            LatencyLaw.parse(config.env_latency)
+        except ValueError as error:
+            raise ValueError(f"--env-latency: {error}") from None
+
+
+def _conflicts_of_one_request(config: Config) -> Iterator[tuple[str, str]]:
+    """What excludes sampling a group by one request: such a request cannot be taken up again, nor left early."""
+    if config.replicate_prompts:
+        return
+    one = "--no-replicate-prompts (one request of group_size responses)"
+    if config.on_update in ("resume", "restart"):
+        yield one, f"--on-update {config.on_update}"
+    if config.is_multi_turn:
+        yield one, f"--task {config.task}, which has several turns"
+    if config.extra_members:
+        yield one, f"--extra-members {config.extra_members}"
+    if config.group_size > config.max_running_requests:
+        yield one, f"--max-running-requests {config.max_running_requests} below --group-size {config.group_size}"
+
+
+def _conflicts_of_over_sampling(config: Config) -> Iterator[tuple[str, str]]:
+    """What excludes partial rollouts, which are suspended between two synchronous steps."""
+    if config.over_sampling == 1:
+        return
+    one = f"--over-sampling {config.over_sampling:g} (partial rollouts between synchronous steps)"
+    if config.async_ratio:
+        yield one, f"--async-ratio {config.async_ratio:g}; use 0"
+    if config.on_update == "wait":
+        yield one, "--on-update wait, which leaves nothing to resume"
+    if config.scheduling == "batch":
+        yield one, "--scheduling batch, which leaves nothing running"
+    if config.admission == "gate":
+        yield one, "--admission gate, under which max_resumes would not hold"
+
+
 def _flag(name: str) -> str:
     return name.replace("_", "-")
 
@@ -217,7 +311,7 @@ def parse_config(args: list[str] | None = None) -> Config:
     """
     import tyro
 
-    config = tyro.cli(Config, args=args, config=(tyro.conf.FlagConversionOff,))
+    config = tyro.cli(Config, args=args)
     try:
         return config.checked()
     except ValueError as error:

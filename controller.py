@@ -1,25 +1,28 @@
 """The controller: hands tickets to rollout workers, gathers groups, announces weights, and keeps the workers alive.
 
-It lives in the process of local trainer rank 0. The ticket queue is here, and a ticket goes to whichever worker has a
-free slot: queue scheduling. The workers' reading threads and the trainer's thread meet at one condition, which guards
-all state.
+It lives in the process of local trainer rank 0, and the ticket queue with it. The workers' reading threads and the
+trainer's thread meet at one condition, which guards all state.
 """
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from buffer import SampleBuffer
+from buffer import DropReason, SampleBuffer
 from config import Config
 from data.records import Group, Ticket, Trajectory
-from messages import Abort, Connect, Finished, Probed, Ready, Tickets, Update, Updated
+from evaluation import Evaluation
+from llm_proxy import SampledTokens
+from messages import Abort, Connect, Finished, Probed, Proceed, Ready, Suspend, Tickets, Update, Updated, Waiting
 from placement import Placement
 from rollout import run_worker
+from scheduling import TicketQueue
 from tickets import EVALUATION_GROUP, TicketSource
 from weight_sync import Staged
 from workers import Worker, Workers
@@ -36,21 +39,6 @@ class Announcement:
     staged: Staged
     probe: tuple[tuple[int, ...], ...]
     evaluate: bool
-
-
-@dataclass
-class Evaluation:
-    """Held-out problems being sampled at one pinned version."""
-
-    version: int
-    waiting: set[int]
-    trajectories: list[Trajectory] = field(default_factory=list)
-    num_failed: int = 0
-
-    @property
-    def accuracy(self) -> float:
-        """Mean reward of the responses that could be scored."""
-        return float(np.mean([t.reward for t in self.trajectories])) if self.trajectories else float("nan")
 
 
 class Controller:
@@ -78,12 +66,17 @@ class Controller:
             config.max_staleness,
             config.publish_delay,
             config.stale_policy,
+            config.extra_groups,
+            config.extra_members,
+            config.admission,
         )
         self.pause_s: list[float] = []
         self.probe_logprobs: dict[int, tuple[np.ndarray, ...]] = {}
         self.evaluations: list[Evaluation] = []
         self._changed = threading.Condition()
-        self._queue: collections.deque[Ticket] = collections.deque()
+        self._queue = TicketQueue(config.scheduling, config.max_running_requests)
+        self._at_barrier: set[int] = set()
+        self.sampled = SampledTokens()
         self._announced: Announcement | None = None
         self._deferred: Announcement | None = None
         self._evaluation: Evaluation | None = None
@@ -125,7 +118,7 @@ class Controller:
                     self._on_death(worker)
                 else:
                     self._act_on(worker, message)
-                self._dispatch()
+                self._fill()
             finally:
                 self._changed.notify_all()
 
@@ -139,12 +132,17 @@ class Controller:
                 if self._announced is not None:
                     self._send_update(worker)
             case Finished(trajectories):
+                for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
+                    worker.take_back(ticket_id)
                 for trajectory in trajectories:
-                    self._on_trajectory(worker, trajectory)
+                    self._on_trajectory(trajectory)
                 self._drop_expired()
+            case Waiting(ticket_ids):
+                self._at_barrier.update(ticket_ids)
             case Probed(version, logprobs):
                 self.probe_logprobs[version] = logprobs
-            case Updated(version, pause_s):
+            case Updated(version, pause_s, sampled):
+                self._count_sampled(sampled)
                 self.transport.release(worker.updating)
                 worker.updating = None
                 self.pause_s.append(pause_s)
@@ -164,79 +162,113 @@ class Controller:
             self._issue_again(ticket)
 
     def _issue_again(self, ticket: Ticket) -> None:
-        if ticket.group_id != EVALUATION_GROUP and not self.buffer.is_resident(ticket.group_id):
-            return  # its group was dropped meanwhile
         again = self.tickets.again(ticket)
         if ticket.group_id == EVALUATION_GROUP:
-            self._evaluation.waiting.symmetric_difference_update({ticket.ticket_id, again.ticket_id})
-        self._queue.appendleft(again)
+            self._evaluation.issue_again(ticket, again)
+        elif not self.buffer.is_running(ticket.group_id):
+            return  # its group was dropped or finished without it
+        self._queue.put_first([again])
+
+    def _count_sampled(self, sampled: SampledTokens) -> None:
+        self.buffer.count_discarded(sampled.discarded)
+        for field in dataclasses.fields(SampledTokens):
+            setattr(self.sampled, field.name, getattr(self.sampled, field.name) + getattr(sampled, field.name))
 
     # Tickets
 
-    def _admit(self, same_problem_as: int | None = None) -> None:
-        """Admit one group, of the next problem or of the one that another group had, and queue its tickets."""
-        group_id = self.tickets.next_group_id()
-        version = self.buffer.admit(group_id)
-        self._queue.extend(self.tickets.for_group(group_id, version, same_problem_as))
-
     def _fill(self) -> None:
-        while self.buffer.num_free_places() > 0:
-            self._admit()
+        """Admit groups while there are places, and send out what can start.
+
+        Nothing is admitted before the first weights are announced, nor, with batch scheduling, before the round that is
+        running has ended.
+        """
+        is_open = self._announced is not None and not self._round_is_running()
+        while is_open and self.buffer.num_free_places() > 0:
+            group_id = self.tickets.next_group_id()
+            self._queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
         self._dispatch()
+        self._open_barrier()
+
+    def _round_is_running(self) -> bool:
+        return self.config.scheduling == "batch" and bool(self._queue.has_training_tickets or self._running_tickets())
+
+    def _running_tickets(self) -> set[int]:
+        """Tickets of training groups that workers have."""
+        return {
+            ticket.ticket_id
+            for worker in self.workers
+            for ticket in worker.running.values()
+            if ticket.group_id != EVALUATION_GROUP
+        }
+
+    def _open_barrier(self) -> None:
+        """If every running trajectory waits at the barrier, on whichever worker, let all go on."""
+        if not self._at_barrier:
+            return
+        still_to_come = self.config.scheduling == "batch" and self._queue.has_training_tickets
+        if self._running_tickets() <= self._at_barrier and not still_to_come:
+            self._at_barrier.clear()
+            for worker in self.workers:
+                worker.process.send(Proceed())
 
     def _dispatch(self) -> None:
-        """Send waiting tickets, in order, to the workers with most free slots."""
+        """Send the tickets that can start to their workers."""
         outgoing: dict[int, list[Ticket]] = collections.defaultdict(list)
-        while self._queue:
-            ticket = self._queue[0]
-            able = [w for w in self.workers if w.ready and w.sent_version >= ticket.min_version]
-            worker = min(able, key=lambda w: len(w.running), default=None)
-            if worker is None or len(worker.running) >= self.config.max_running_requests:
-                break
-            self._queue.popleft()
-            worker.running[ticket.ticket_id] = ticket
+        for worker, ticket in self._queue.assign(list(self.workers)):
+            worker.give(ticket)
             if ticket.group_id != EVALUATION_GROUP:
                 self.buffer.start(ticket.group_id, worker.sent_version)
             outgoing[worker.index].append(ticket)
         for index, tickets in outgoing.items():
             self.workers[index].process.send(Tickets(tickets))
 
-    def _on_trajectory(self, worker: Worker, trajectory: Trajectory) -> None:
-        ticket = worker.running.pop(trajectory.ticket_id)
+    def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
         self.record("trajectory", **_summary(trajectory))
-        if ticket.group_id == EVALUATION_GROUP:
+        if trajectory.group_id == EVALUATION_GROUP:
             self._on_evaluated(trajectory)
-            return
-        if trajectory.finish_reason == "failed":
+        elif trajectory.finish_reason == "failed":
             self._on_failed(trajectory)
-        elif trajectory.finish_reason != "aborted":
-            self._failed_in_a_row = 0
-        self.buffer.add(trajectory)
+        else:
+            group = self.buffer.add(trajectory)
+            if group is not None:
+                self._on_group(group)
+
+    def _on_group(self, group: Group) -> None:
+        """Act on a group that is complete: it may teach nothing, and its extra members are not needed."""
+        self._failed_in_a_row = 0
+        if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
+            self._drop(group.group_id, "filtered")
+            self.tickets.forget(group.group_id)
+        elif self.config.extra_members:
+            self._abort(group.group_id)
 
     def _on_failed(self, trajectory: Trajectory) -> None:
-        """Drop the group of a failed trajectory; a run in which nothing succeeds ends."""
-        if not self.buffer.is_resident(trajectory.group_id):
-            return  # another member has failed before
+        """Drop the group of a failed trajectory if it had no spare; a run in which nothing succeeds ends."""
+        if self.buffer.add_failed(trajectory):
+            return
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self.config.max_outstanding_groups:
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
-                "mend the reward, or raise --reward-timeout-s if it is only slow"
+                "mend the environment or reward, or raise --env-timeout-s if it is only slow"
             )
         self._drop(trajectory.group_id, "failed")
         self.tickets.forget(trajectory.group_id)
-        self._admit()
 
     def _drop_expired(self) -> None:
         """Under `drop`: abort what expired and issue its problem again, so that slow problems are not starved."""
         for group_id in self.buffer.expired():
             self._drop(group_id, "stale")
-            self._admit(same_problem_as=group_id)
+            self.tickets.put_back(group_id)
 
-    def _drop(self, group_id: int, reason: str) -> None:
+    def _drop(self, group_id: int, reason: DropReason) -> None:
         self.buffer.drop(group_id, reason)
-        self._queue = collections.deque(t for t in self._queue if t.group_id != group_id)
+        self._abort(group_id)
+
+    def _abort(self, group_id: int) -> None:
+        """End what still runs or waits for a group."""
+        self._queue.remove_group(group_id)
         for worker in self.workers:
             running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
             if running:
@@ -254,6 +286,9 @@ class Controller:
 
             def taken() -> bool:
                 nonlocal batch
+                for group_id in self.buffer.surplus():
+                    self._drop(group_id, "aborted")
+                    self.tickets.put_back(group_id)
                 batch = self.buffer.take()
                 return batch is not None
 
@@ -261,8 +296,16 @@ class Controller:
             for group in batch:
                 self.tickets.forget(group.group_id)
             self._drop_expired()
-            self._dispatch()
+            self._suspend_rest()
+            self._fill()
             return batch
+
+    def _suspend_rest(self) -> None:
+        """With over-sampling, stop what runs until the next update; not in an evaluation, which no update may end."""
+        if self.config.over_sampling > 1 and self._evaluation is None:
+            for worker in self.workers:
+                if worker.ready:
+                    worker.process.send(Suspend())
 
     def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Wait until `done()`, which is asked after every change; the caller holds the condition.
@@ -339,22 +382,13 @@ class Controller:
 
     def _start_evaluation(self, version: int) -> None:
         tickets = self.tickets.for_evaluation(version)
-        self._evaluation = Evaluation(version, {t.ticket_id for t in tickets})
-        self._queue.extendleft(reversed(tickets))
+        self._evaluation = Evaluation.of(version, tickets)
+        self._queue.put_first(tickets)
 
     def _on_evaluated(self, trajectory: Trajectory) -> None:
         evaluation = self._evaluation
-        evaluation.waiting.remove(trajectory.ticket_id)
-        if trajectory.finish_reason == "failed":
-            evaluation.num_failed += 1
-        else:
-            evaluation.trajectories.append(trajectory)
-            if set(trajectory.policy_versions[trajectory.loss_mask]) != {evaluation.version}:
-                raise RuntimeError(
-                    f"evaluation of version {evaluation.version} got tokens of versions "
-                    f"{sorted(set(trajectory.policy_versions[trajectory.loss_mask].tolist()))}"
-                )
-        if evaluation.waiting:
+        evaluation.add(trajectory)
+        if not evaluation.has_ended:
             return
         self.evaluations.append(evaluation)
         self.record("evaluation", version=evaluation.version, accuracy=evaluation.accuracy)
@@ -373,15 +407,17 @@ class Controller:
             )
 
     def drain(self) -> dict:
-        """Hand over what was measured since the last call: evaluations, pauses, probe log-probs, the ledger."""
+        """Hand over what was measured since the last call: evaluations, pauses, tokens, probe log-probs, the ledger."""
         with self._changed:
             evaluations, self.evaluations = self.evaluations, []
             pauses, self.pause_s = self.pause_s, []
             probes, self.probe_logprobs = self.probe_logprobs, {}
+            sampled, self.sampled = self.sampled, SampledTokens()
             return {
                 "evaluations": evaluations,
                 "pause_s": pauses,
                 "probes": probes,
+                "sampled": sampled,
                 "ledger": self.buffer.ledger(),
                 "num_restarts": self.workers.num_restarts,
             }

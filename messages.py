@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.records import Ticket, Trajectory
+from llm_proxy import SampledTokens
 
 # Messages: controller -> worker
 
@@ -41,6 +42,16 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Suspend:
+    """Stop sampling until the next update; what is running goes on then."""
+
+
+@dataclass(frozen=True)
+class Proceed:
+    """All tickets wait at the barrier: go on."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """Shut down."""
 
@@ -62,6 +73,8 @@ class Updated:
     version: int
     pause_s: float
     """Time during which no request could make progress, seconds."""
+    sampled: SampledTokens
+    """Tokens returned by the engine since the update before."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,13 @@ class Probed:
 
 @dataclass(frozen=True)
 class Finished:
-    """Trajectories that ended since the last message."""
+    """Trajectories that ended since the last message; all those of one ticket come together."""
 
     trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Tickets that have come to the barrier since the last message."""
+
+    ticket_ids: list[int]

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from controller import Evaluation
 from data.records import Group
+from evaluation import Evaluation
 
 
-def batch_metrics(groups: list[Group], policy_version: int) -> dict[str, float]:
-    """Metrics of a consumed batch; `policy_version` is the trainer's at consumption."""
+def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int = 0) -> dict[str, float]:
+    """Metrics of a batch consumed at the trainer's `policy_version`; what is published is publish_delay steps older."""
     trajectories = [t for group in groups for t in group.trajectories]
     staleness = np.array([policy_version - t.min_version for t in trajectories])
     lengths = np.array([t.num_generated for t in trajectories])
@@ -20,6 +20,8 @@ def batch_metrics(groups: list[Group], policy_version: int) -> dict[str, float]:
         "response/length_mean": float(lengths.mean()),
         "response/length_max": int(lengths.max()),
         "response/cut": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "response/turns_mean": float(np.mean([t.num_turns for t in trajectories])),
+        "response/inherited_share": float(np.mean(np.concatenate(versions) < max(0, policy_version - publish_delay))),
         "response/mixed_versions": float(np.mean([len(np.unique(v)) > 1 for v in versions])),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": int(staleness.max()),
@@ -60,6 +62,11 @@ def rollout_metrics(measured: dict, previous_tokens: int, step_s: float) -> dict
     metrics["tokens/generated"] = ledger["tokens_generated"]
     metrics["rollout/tokens_per_s"] = (ledger["tokens_generated"] - previous_tokens) / step_s
     metrics["rollout/restarts"] = measured["num_restarts"]
+    if measured[
+        "sampled"
+    ].new:  # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
+        metrics["rollout/resumed_share"] = measured["sampled"].resumed / measured["sampled"].new
+    metrics["rollout/discarded_tokens"] = measured["sampled"].discarded
     if pauses:
         metrics["rollout/pause_s"] = float(np.mean(pauses))
     return metrics

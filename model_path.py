@@ -1,13 +1,20 @@
-"""Where the weights of `--model` are: the tiny model made here, a local folder, or the Hugging Face hub."""
+"""Where the weights of `--model` are: a tiny model made here, a local folder, or the Hugging Face hub."""
 
 import os
 
+from config import MULTI_TURN_TASKS
 
-def resolve_model(model: str) -> str:
+
+def resolve_model(model: str, task: str) -> str:
     """Return the local folder of a model: a path as it is, or a Hugging Face name's cached or downloaded snapshot.
 
+    `tiny` is the tiny model of the task: an environment's own, and for any other task the one that adds.
     Raises ValueError, within seconds also without network, if it is neither.
     """
+    if model == "tiny" and task in MULTI_TURN_TASKS:
+        from data.tiny_agent import tiny_agent_path
+
+        return str(tiny_agent_path(task))
     if model == "tiny":
         from data.tiny import tiny_model_path
 

@@ -113,7 +113,7 @@ def _start_leading(node: Node) -> None:
     config = node.config
     print(node.placement.table(), flush=True)
     task = load_task(config.task, config.seed, config.data_path)
-    node.model_path = resolve_model(config.model)
+    node.model_path = resolve_model(config.model, config.task)
     _check_window(config, node.model_path)
     node.tokenizer = load_tokenizer(node.model_path)
     prompts = PromptSource(

@@ -1,5 +1,6 @@
 """Tickets: which problem comes next, as tokens, with which sampling seed."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,7 @@ class TicketSource:
         self.config, self.prompts = config, prompts
         self._next_problem = self._next_group = self._next_ticket = 0
         self._problems: dict[int, int] = {}  # group -> index of its problem, while it may have to be issued again
+        self._put_back: deque[int] = deque()  # problems to issue again
 
     def check_prompts(self) -> None:
         """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
@@ -44,19 +46,25 @@ class TicketSource:
         self._next_group += 1
         return self._next_group - 1
 
-    def for_group(self, group_id: int, min_version: int, same_problem_as: int | None = None) -> list[Ticket]:
-        """Tickets of a new group: of the next problem, or of the one that another group had."""
-        if same_problem_as is None:
-            index, self._next_problem = self._next_problem, self._next_problem + 1
+    def for_group(self, group_id: int, min_version: int) -> list[Ticket]:
+        """Tickets of a new group, of a problem that was put back or of the next: one per member, or one for all."""
+        if self._put_back:
+            index = self._put_back.popleft()
         else:
-            index = self._problems.pop(same_problem_as)
+            index, self._next_problem = self._next_problem, self._next_problem + 1
         self._problems[group_id] = index
         problem = self.prompts.train_problem(index)
-        tokens = self._encode(problem)
+        tokens = self._prompt_tokens(problem)
+        if not self.config.replicate_prompts:
+            return [self._ticket(group_id, 0, self.config.group_size, problem, tokens, min_version)]
         return [
-            self._ticket(group_id, member, tokens, problem.answer, min_version)
-            for member in range(self.config.group_size)
+            self._ticket(group_id, member, 1, problem, tokens, min_version)
+            for member in range(self.config.members_per_group)
         ]
+
+    def put_back(self, group_id: int) -> None:
+        """Issue the group's problem again: it was not the problem's fault that the group is gone."""
+        self._put_back.append(self._problems.pop(group_id))
 
     def forget(self, group_id: int) -> None:
         """The group's problem need not be issued again."""
@@ -65,7 +73,7 @@ class TicketSource:
     def for_evaluation(self, version: int) -> list[Ticket]:
         """One ticket for each held-out problem, to be sampled at `version`."""
         return [
-            self._ticket(EVALUATION_GROUP, member, self._encode(problem), problem.answer, version)
+            self._ticket(EVALUATION_GROUP, member, 1, problem, self._prompt_tokens(problem), version)
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
 
@@ -77,11 +85,25 @@ class TicketSource:
         return replace(ticket, ticket_id=self._next_ticket, attempt=attempt, seed=seed)
 
     def _ticket(
-        self, group_id: int, member: int, prompt_tokens: tuple[int, ...], answer: str, min_version: int
+        self, group_id: int, member: int, num_members: int, problem: Problem, tokens: tuple[int, ...], min_version: int
     ) -> Ticket:
         self._next_ticket += 1
-        seed = self._seed(group_id, member, min_version, 0)
-        return Ticket(self._next_ticket, group_id, member, 0, prompt_tokens, answer, seed, min_version)
+        return Ticket(
+            ticket_id=self._next_ticket,
+            group_id=group_id,
+            member=member,
+            num_members=num_members,
+            attempt=0,
+            prompt_tokens=tokens,
+            answer=problem.answer,
+            environment_seed=problem.environment_seed,
+            seed=self._seed(group_id, member, min_version, 0),
+            min_version=min_version,
+        )
+
+    def _prompt_tokens(self, problem: Problem) -> tuple[int, ...]:
+        """The prompt; an environment makes its own where it runs."""
+        return self._encode(problem) if problem.environment_seed is None else ()
 
     def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
         # Evaluation problems have no group of their own; their version takes its place.

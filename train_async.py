@@ -103,7 +103,7 @@ class StepLog:
             "step": step,
             "policy_version": step,
             "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
-            **batch_metrics(groups, policy_version=step - 1),
+            **batch_metrics(groups, step - 1, self.node.config.publish_delay),
             **evaluation_metrics(measured["evaluations"]),
             **rollout_metrics(measured, self.tokens_before, times["time/step_s"]),
             **training_metrics(stats),
@@ -117,12 +117,13 @@ class StepLog:
         self.progress.show(metrics)
 
     def _write_sample(self, step: int, trajectory) -> None:
-        decode, mask = self.node.tokenizer.decode, trajectory.loss_mask
+        decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())
         self.node.run.log_sample(
             step=step,
             group=trajectory.group_id,
-            prompt=decode(trajectory.tokens[~mask]),
-            response=decode(trajectory.tokens[mask]),
+            prompt=decode(trajectory.tokens[:start]),
+            response=decode(trajectory.tokens[start:]),
+            turns=trajectory.num_turns,
             reward=trajectory.reward,
             min_version=trajectory.min_version,
         )

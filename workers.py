@@ -19,10 +19,11 @@ from pathlib import Path
 
 from config import Config
 from data.records import Ticket
+from llm_proxy import WorkerSpec
 from messages import Stop
 from placement import Placement
 from processes import dump_stacks, kill_session
-from rollout import WorkerSpec, run_worker
+from rollout import run_worker
 from weight_sync import Staged
 
 LOG_LINES_SHOWN = 15
@@ -133,11 +134,29 @@ class Worker:
     updating: Staged | None = None
     """Weights that it is loading now."""
     running: dict[int, Ticket] = field(default_factory=dict)
+    """Tickets that it has, by id."""
+    num_running: int = 0
+    """Trajectories that these ask for."""
+
+    def can_start(self, ticket: Ticket) -> bool:
+        """Whether it is up and has been sent weights that are new enough."""
+        return self.ready and self.sent_version >= ticket.min_version
+
+    def give(self, ticket: Ticket) -> None:
+        """Note that it has a ticket."""
+        self.running[ticket.ticket_id] = ticket
+        self.num_running += ticket.num_members
+
+    def take_back(self, ticket_id: int) -> Ticket:
+        """Note that it has ended a ticket."""
+        ticket = self.running.pop(ticket_id)
+        self.num_running -= ticket.num_members
+        return ticket
 
     def describe(self) -> str:
         """Its state in a few words."""
         state = "starting" if not self.ready else "updating" if self.updating else "ready"
-        return f"worker {self.index} {state} v{self.sent_version} running {len(self.running)}"
+        return f"worker {self.index} {state} v{self.sent_version} running {self.num_running}"
 
 
 class Workers:

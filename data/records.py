@@ -13,20 +13,24 @@ FinishReason = Literal["stop", "length", "failed", "aborted"]
 
 @dataclass(frozen=True)
 class Ticket:
-    """Asks a rollout worker for one trajectory. Written by the controller."""
+    """Asks a rollout worker for one trajectory, or for all those of a group. Written by the controller."""
 
     ticket_id: int
     """Unique in the run; a re-issued ticket has a new one."""
     group_id: int
     """Group the trajectory belongs to."""
     member: int
-    """Position in the group, 0 … group_size − 1."""
+    """Position in the group, from 0; extra members come last. The first one's, if it asks for several."""
+    num_members: int
+    """Trajectories asked for, sampled by one request: 1, or group_size where prompts are not replicated."""
     attempt: int
     """0 for the first issue, one more each time a worker died with it."""
     prompt_tokens: tuple[int, ...]
-    """The prompt, token ids."""
+    """The prompt, token ids; empty where the environment's first observation is the prompt."""
     answer: str
     """What the reward function compares with; its form is the task's own."""
+    environment_seed: int | None
+    """Seed of the environment that asks, the same for a whole group; None for single-turn tasks."""
     seed: int
     """Sampling seed, from run seed, group, member and attempt."""
     min_version: int
@@ -41,7 +45,7 @@ class Trajectory:
     group_id: int
     member: int
     tokens: np.ndarray
-    """[T] int64, prompt then response."""
+    """[T] int64, prompt then response; where there are several turns, the environment's tokens stand between them."""
     loss_mask: np.ndarray
     """[T] bool, True where the policy wrote the token."""
     behavior_logprobs: np.ndarray
@@ -49,9 +53,9 @@ class Trajectory:
     policy_versions: np.ndarray
     """[T] int32, version of the weights that sampled the token, steps; −1 off the loss mask."""
     reward: float
-    """Task reward; NaN when failed or aborted."""
+    """Sum of the rewards of all steps; NaN when failed or aborted."""
     finish_reason: FinishReason
-    """`stop` (the policy ended it), `length` (cut), `failed` (the reward raised or hung), `aborted`."""
+    """`stop` (policy or environment ended it), `length` (cut), `failed` (step or reward raised or hung), `aborted`."""
     failure: str
     """Why it failed, one line; empty otherwise."""
     num_turns: int

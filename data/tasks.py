@@ -1,7 +1,8 @@
 """The tasks: where prompts and their answers come from, and how a prompt becomes tokens.
 
 A task has `train_problem(index)`, `eval_problems(count)` and `encode_prompt(problem, tokenizer)`. Problems depend on
-nothing but the task, the seed and the index, so a run that is resumed meets the same prompts. Scoring is in rewards.py.
+nothing but the task, the seed and the index, so a run that is resumed meets the same prompts. Scoring is in rewards.py,
+except for environments, which give their own rewards.
 """
 
 import difflib
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice, repeat
 from typing import Protocol
+
+from data.conversation import Conversation
 
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -43,6 +46,8 @@ class Problem:
     """What is asked, before any chat template."""
     answer: str
     """In the task's own form, read by rewards.score; JSON for reasoning_gym."""
+    environment_seed: int | None = None
+    """Seed of the environment that asks; None for single-turn tasks. With one, prompt and answer are empty."""
 
 
 class Task(Protocol):
@@ -56,7 +61,7 @@ class Task(Protocol):
 
 
 def load_task(name: str, seed: int, data_path: str | None = None) -> Task:
-    """The task of that name: `addition`, `gsm8k` or `reasoning_gym:NAME`.
+    """The task of that name: `addition`, `gsm8k`, `reasoning_gym:NAME` or an environment of environments.py.
 
     Raises ValueError for a name that is none of these, and for a dataset that cannot be had.
     """
@@ -66,7 +71,12 @@ def load_task(name: str, seed: int, data_path: str | None = None) -> Task:
         return Gsm8k(seed, data_path)
     if name.startswith("reasoning_gym:"):
         return ReasoningGym(name.removeprefix("reasoning_gym:"), seed)
-    raise ValueError(f"unknown task {name!r}; tasks are addition, gsm8k and reasoning_gym:NAME")
+    from data.environments import ENVIRONMENTS
+
+    if name in ENVIRONMENTS:
+        return EnvironmentTask(name, seed)
+    names = ", ".join(["addition", "gsm8k", *ENVIRONMENTS])
+    raise ValueError(f"unknown task {name!r}; tasks are {names} and reasoning_gym:NAME")
 
 
 class Addition:
@@ -162,6 +172,49 @@ class ReasoningGym:
             f"reasoning_gym:{self._name} has too few distinct questions to hold any out: {_GYM_ATTEMPTS} draws all "
             "fell into the held-out split; take another dataset"
         )
+
+
+class EnvironmentTask:
+    """An environment of several turns; a problem is no more than the seed of its reset.
+
+    Where the first observation shows what the seed drew (frozen_lake), no held-out one is met in training. Where it is
+    hidden (guess_number, whose every game begins alike) the splits can only differ in their seeds.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        from data.environments import make_environment
+
+        self._environment = make_environment(name)
+        self._seed = seed
+        self._conversation = functools.lru_cache(maxsize=1)(Conversation)
+
+    def train_problem(self, index: int) -> Problem:
+        """Problem number `index` ≥ 0 of the training split, drawn from the seed."""
+        return self._problem(random.Random(f"{self._seed}/{index}"), held_out=False)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """The first `count` held-out problems, the same for every seed; starts may come back, as in training."""
+        rng = random.Random(_EVAL_SEED)
+        return [self._problem(rng, held_out=True) for _ in range(count)]
+
+    def first_observation(self, problem: Problem) -> str:
+        """What the environment asks."""
+        return self._environment.reset(seed=problem.environment_seed)[0]
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of the first observation, through the chat template.
+
+        Raises ValueError if the tokenizer has no chat template, or one that does not fit.
+        """
+        return self._conversation(tokenizer).first(self.first_observation(problem))
+
+    def _problem(self, rng: random.Random, held_out: bool) -> Problem:
+        while True:
+            problem = Problem("", "", rng.getrandbits(31))
+            shown = self._environment.seed_shows
+            mark = self.first_observation(problem) if shown else str(problem.environment_seed)
+            if _is_held_out(mark) == held_out:
+                return problem
 
 
 def addition_answer(columns: list[tuple[int, int]]) -> list[int]:

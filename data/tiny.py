@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,35 +17,26 @@ from pathlib import Path
 
 import torch
 
+from data import tiny_model
 from data.tasks import ADDITION_LABELS, ADDITION_MAX_COLUMNS, ADDITION_MIN_COLUMNS, Addition, Problem, addition_problem
+from data.tiny_model import EOS, MAX_POSITIONS, PAD, SEED, descend, fixed_threads, make_once, untrained_model
 
-PAD, EOS = "<pad>", "<eos>"
 SPACE = "▁"  # a label carries the space before it, so that text and tokens map onto each other exactly
 DIGITS = [str(digit) for digit in range(10)]
 VOCABULARY = [PAD, EOS, f"{SPACE}=", *(SPACE + label for label in ADDITION_LABELS), *DIGITS]
 VOCABULARY += [f"{column:02d}" for column in range(100)]
 
-MAX_POSITIONS = 512
 NUM_DEMONSTRATIONS = 28_000
 EVEN_SHARE = 0.15
 """Share of demonstrations whose length is drawn evenly: by the task's own law alone, long ones are never learnt."""
 NUM_STEPS = 1200
 TOKENS_PER_STEP = 1024
 WRONG_DIGIT_RATE = 0.3
-MATRIX_LR = 0.03
-"""Learning rate of Muon, which needs half of AdamW's steps here."""
-OTHER_LR = 5e-3
-"""Learning rate of AdamW, for embeddings and norms."""
-LR_WARMUP_STEPS = 50
-SEED = 0
-NUM_THREADS = 1
-"""Fixed, as the order of float sums depends on it; a second one gains a third, and loses it all to busy neighbours."""
 
 NUM_EVAL_PROBLEMS = 256
 SAMPLED_WINDOW = (0.15, 0.5)
 """Held-out exact-match accuracy at temperature 1 outside of which the model is of no use to RL."""
 MIN_GREEDY = 0.9
-_REPORT_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -71,22 +61,6 @@ def tiny_model_path(cache_dir: Path = Path(".cache"), report: Callable[[str], No
     path = Path(cache_dir).absolute() / f"tiny-{_fingerprint()}"
     make_once(path, lambda directory: _make(directory, report))
     return path
-
-
-def make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """Fill the directory `path` unless it exists; it appears whole, and of several processes one makes it."""
-    from filelock import FileLock
-
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.parent / "tiny.lock"):
-        if not path.exists():
-            making = path.parent / "tiny-making"
-            shutil.rmtree(making, ignore_errors=True)  # of a process that was killed half-way
-            making.mkdir()
-            make(making)
-            making.rename(path)
 
 
 def build_tokenizer():
@@ -123,16 +97,12 @@ def sampled_accuracy(model, problems: list[Problem], greedy: bool = False, seed:
 def _make(directory: Path, report: Callable[[str], None]) -> None:
     """Warm the model up, measure it and write it. Leaves torch's global state as it was."""
     started = time.monotonic()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(NUM_THREADS)
-    try:
-        model = build_model()
+    with fixed_threads():
+        model = untrained_model(VOCABULARY)
         report(f"tiny model: warming up {model.num_parameters():,} parameters, {NUM_STEPS} steps")
         warm_up(model, make_demonstrations(), report)
         problems = Addition(SEED).eval_problems(NUM_EVAL_PROBLEMS)
         sampled, greedy = sampled_accuracy(model, problems), sampled_accuracy(model, problems, greedy=True)
-    finally:
-        torch.set_num_threads(num_threads)
     report(
         f"tiny model: {time.monotonic() - started:.0f} s; held-out accuracy sampled {sampled:.3f}, greedy {greedy:.3f} "
         f"({NUM_EVAL_PROBLEMS} problems)"
@@ -151,32 +121,6 @@ def check_accuracy(sampled: float, greedy: float) -> None:
             f"{low} to {high} sampled and at least {MIN_GREEDY} greedy. Change WRONG_DIGIT_RATE or NUM_STEPS in "
             "data/tiny.py"
         )
-
-
-def build_model():
-    """The untrained model, the same each time; torch's own random state stays as it was."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    # vLLM's CPU attention takes head sizes 32, 64, 80, 96, 128 and a few larger ones.
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.08,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=VOCABULARY.index(EOS),
-        pad_token_id=VOCABULARY.index(PAD),
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return Qwen3ForCausalLM(config)
 
 
 def _encode(problem: Problem, tokenizer) -> tuple[list[int], list[int]]:
@@ -217,32 +161,8 @@ def _batches(lengths: list[int]) -> list[slice]:
 
 def warm_up(model, demonstrations: Demonstrations, report: Callable[[str], None], num_steps: int = NUM_STEPS) -> None:
     """A fixed number of supervised steps."""
-    optimizers = _optimizers(model)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _lr_factor(step, num_steps)) for o in optimizers]
-    reported = time.monotonic()
-    for step, rows in zip(range(num_steps), _epochs(demonstrations.batches), strict=False):
-        loss = _loss(model, demonstrations, rows)
-        model.zero_grad()
-        loss.backward()
-        for stepper in (*optimizers, *schedules):
-            stepper.step()
-        if time.monotonic() - reported > _REPORT_EVERY_S:
-            reported = time.monotonic()
-            report(f"tiny model: step {step + 1}/{num_steps}, loss {loss.item():.3f} nats")
-
-
-def _optimizers(model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for everything else."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-
-
-def _lr_factor(step: int, num_steps: int) -> float:
-    return min(1.0, (step + 1) / LR_WARMUP_STEPS) * max(0.02, 1 - step / num_steps)
+    losses = (_loss(model, demonstrations, rows) for rows in _epochs(demonstrations.batches))
+    descend(model, losses, num_steps, report)
 
 
 def _epochs(batches: list[slice]) -> Iterator[slice]:
@@ -290,9 +210,9 @@ def _respond(model, prompts, max_tokens: int, greedy: bool, generator) -> list[l
 
 
 def _fingerprint() -> str:
-    """Hash of this file, the problems it learns from and is measured on, and the libraries that compute with them."""
+    """Hash of the code, the problems it learns from and is measured on, and the libraries that compute with them."""
     task = Addition(SEED)
-    parts = [Path(__file__).read_text()]
+    parts = [Path(__file__).read_text(), Path(tiny_model.__file__).read_text()]
     parts += [repr(problem) for problem in _training_problems(512)]
     parts += [repr(problem) for problem in task.eval_problems(NUM_EVAL_PROBLEMS)]
     parts += [f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")]

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ablation_report import read_records, report  # noqa: E402
 from plot import column, evaluations, read_metrics  # noqa: E402
 
 from config import Algo, Config  # noqa: E402
@@ -34,6 +35,7 @@ SERIES = {
 }
 """What a cell keeps of every step: its name here and in metrics.jsonl."""
 DIGITS = 5  # of every kept number
+TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
 
 
 @dataclass(frozen=True)
@@ -63,34 +65,28 @@ def grid(algos: list[str], async_ratios: list[float], publish_delays: list[int],
 
 def read_cells(out: Path) -> dict[Cell, dict]:
     """The finished cells of a grid and their records."""
-    path = out / "cells.jsonl"
-    if not path.exists():
-        return {}
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {Cell(**record["cell"]): record for record in records}
+    return {Cell(**record["cell"]): record for record in read_records(out)}
 
 
-def run_cell(cell: Cell, extra: list[str]) -> dict:
+def run_cell(cell: Cell, extra: list[str], train: tuple[str, ...] = TRAIN) -> dict:
     """Run one cell to its end.
 
     Returns its record: a run that ends with an error (a loss that is not finite, say) is a result, and its record holds
-    the error and the steps it made.
+    the error and the steps it made. Raises ValueError, with the error of the run, if it did not make a step.
     """
     runs = Path(tempfile.mkdtemp(prefix="ablate-"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py"]
     options = [*cell.options(), *extra]
+    command = [*train, *options, f"--runs-dir={runs}", f"--run-name={cell.name}"]
     start = time.monotonic()
     try:
-        job = subprocess.run(
-            [*command, *options, f"--runs-dir={runs}", f"--run-name={cell.name}"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+        job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         record = {"cell": asdict(cell), "options": options, "seconds": round(time.monotonic() - start, 1)}
         if job.returncode:
             record["error"] = _error(job.stderr)
         return record | read_run(runs / cell.name)
+    except ValueError:
+        error = _error(job.stderr).strip()
+        raise ValueError(f"cell {cell.name} has no metrics (exit status {job.returncode}): {error}") from None
     finally:
         shutil.rmtree(runs)
 
@@ -110,25 +106,56 @@ def _error(stderr: str) -> str:
     return lines[0] if lines else stderr[-500:]
 
 
-def run_grid(cells: list[Cell], out: Path, parallel: int, extra: list[str]) -> None:
+def run_grid(
+    cells: list[Cell], out: Path, parallel: int, extra: list[str], run: Callable[[Cell, list[str]], dict] = run_cell
+) -> None:
     """Run the cells that are not finished, `parallel` at a time, and append each record as it comes."""
-    finished = read_cells(out)
-    missing = [cell for cell in cells if cell not in finished]
+    missing = missing_cells(cells, read_cells(out), extra)
     print(f"{len(cells)} cells, {len(cells) - len(missing)} of them finished before", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    lock = Lock()
+    for record in run_all(missing, parallel, lambda cell: run(cell, extra)):
+        keep(record, out)
 
-    def run(cell: Cell) -> None:
-        record = run_cell(cell, extra)
-        with lock, open(out / "cells.jsonl", "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
-        last = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
-        outcome = record.get("error", f"held-out accuracy {last:.3f}")
-        print(f"{cell.name}: {outcome}, {record['seconds']:.0f} s", flush=True)
 
-    with ThreadPoolExecutor(parallel) as pool:
-        for future in [pool.submit(run, cell) for cell in missing]:
-            future.result()
+def run_all(cells: list[Cell], parallel: int, run: Callable[[Cell], dict]) -> Iterator[dict]:
+    """Yield the record of each cell when it ends.
+
+    After a ValueError no other cell is started; it is raised when those that run have ended and are yielded. Ctrl-C
+    also ends the runs themselves: that is not a result of theirs, so none of them is yielded.
+    """
+    failures = []
+
+    def attempt(cell: Cell) -> dict | None:
+        try:
+            return None if failures else run(cell)
+        except ValueError as error:
+            failures.append(error)
+
+    pool = ThreadPoolExecutor(parallel)
+    try:
+        yield from filter(None, (future.result() for future in as_completed([pool.submit(attempt, c) for c in cells])))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failures:
+        raise failures[0]
+
+
+def missing_cells(cells: list[Cell], finished: dict[Cell, dict], extra: list[str]) -> list[Cell]:
+    """The cells to run. Raises ValueError if one is finished, but with other options than `extra`."""
+    for cell in cells:
+        if cell in finished and finished[cell]["options"] != (options := [*cell.options(), *extra]):
+            kept = " ".join(finished[cell]["options"])
+            raise ValueError(f"{cell.name} was run with {kept}, not {' '.join(options)}; give another --out")
+    return [cell for cell in cells if cell not in finished]
+
+
+def keep(record: dict, out: Path) -> None:
+    """Append a record to the finished cells, and print how it ended."""
+    with open(out / "cells.jsonl", "a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
+    last = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
+    outcome = record.get("error", f"held-out accuracy {last:.3f}")
+    print(f"{Cell(**record['cell']).name}: {outcome}, {record['seconds']:.0f} s", flush=True)
 
 
 def check_extra(cells: list[Cell], extra: list[str]) -> None:
@@ -137,7 +164,7 @@ def check_extra(cells: list[Cell], extra: list[str]) -> None:
 
     for cell in cells:
         try:
-            tyro.cli(Config, args=[*cell.options(), *extra], config=(tyro.conf.FlagConversionOff,)).checked()
+            tyro.cli(Config, args=[*cell.options(), *extra]).checked()
         except ValueError as error:
             sys.exit(f"error: cell {cell.name}: {error}")
 
@@ -157,6 +184,7 @@ def main() -> None:
     check_extra(cells, arguments.extra)
     try:
         run_grid(cells, arguments.out, arguments.parallel, arguments.extra)
+        report(arguments.out)
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -6,18 +6,23 @@ import time
 
 import numpy as np
 
-from messages import Abort, Finished, Ready, Stop, Tickets, Update, Updated
-from rollout import Completion, make_trajectory
+from data.records import Trajectory
+from llm_proxy import SampledTokens
+from messages import Abort, Finished, Proceed, Ready, Stop, Suspend, Tickets, Update, Updated, Waiting
 
 
 def run_fake_worker(spec, connection):
-    """Serve a controller: `ok`, `fail`, `hang` (until aborted), `die` (the first time), `die always`, `slow`."""
+    """Serve a controller.
+
+    Answers: `ok`, `vary` (reward 1 for odd members), `fail`, `fail N` (member N alone), `hang` (until aborted),
+    `hang N` (member N alone), `die` (the first time), `die always`, `slow` (a second), `barrier` (waits there).
+    """
     os.setsid()
     if spec.model_path == "broken":
         with open(spec.log_path, "a") as log:
             log.write("RuntimeError: this model is broken\nand more\n")
         os._exit(7)
-    version, hanging, lock = -1, {}, threading.Lock()
+    version, hanging, at_barrier, lock = -1, {}, [], threading.Lock()
 
     def send(message):
         with lock:
@@ -31,30 +36,57 @@ def run_fake_worker(spec, connection):
                 if spec.model_path == "dies at version 2" and version == 2 and not died:
                     open(spec.log_path + ".died", "w").close()
                     os._exit(5)
-                send(Updated(version, 0.001))
+                send(Updated(version, 0.001, SampledTokens()))
             case Tickets(tickets):
                 for ticket in tickets:
-                    if ticket.answer == "hang":
+                    if ticket.answer in ("hang", f"hang {ticket.member}"):
                         hanging[ticket.ticket_id] = ticket
+                    elif ticket.answer == "barrier":
+                        at_barrier.append(ticket)
+                        send(Waiting([ticket.ticket_id]))
                     elif ticket.answer == "slow":
                         threading.Timer(1.0, send, [Finished([answer(ticket, version, spec)])]).start()
                     else:
-                        send(Finished([answer(ticket, version, spec)]))
+                        members = range(ticket.member, ticket.member + ticket.num_members)
+                        send(Finished([answer(ticket, version, spec, member) for member in members]))
             case Abort(ticket_ids):
                 aborted = [hanging.pop(i) for i in ticket_ids if i in hanging]
                 send(Finished([trajectory(t, version, spec, "aborted") for t in aborted]))
+            case Proceed():
+                send(Finished([answer(ticket, version, spec) for ticket in at_barrier]))
+                at_barrier.clear()
+            case Suspend():
+                with open(spec.log_path + ".suspended", "a") as log:
+                    log.write(f"{version}\n")
             case Stop():
                 return
 
 
-def answer(ticket, version, spec):
+def answer(ticket, version, spec, member=None):
     if ticket.answer == "die always" or (ticket.answer == "die" and ticket.attempt == 0):
         os._exit(3)
-    return trajectory(ticket, version, spec, "failed" if ticket.answer == "fail" else "stop")
+    failed = ticket.answer in ("fail", f"fail {ticket.member}")
+    return trajectory(ticket, version, spec, "failed" if failed else "stop", member)
 
 
-def trajectory(ticket, version, spec, finish_reason):
-    completion = Completion([5, 1], np.zeros(2, np.float32), np.full(2, version, np.int32), finish_reason)
-    reward = 1.0 if finish_reason == "stop" else float("nan")
-    failure = "ValueError: no good" if finish_reason == "failed" else ""
-    return make_trajectory(ticket, completion, reward, finish_reason, failure, time.time(), spec.placement.worker)
+def trajectory(ticket, version, spec, finish_reason, member=None):
+    member = ticket.member if member is None else member
+    reward = float("nan") if finish_reason != "stop" else member % 2 if ticket.answer == "vary" else 1.0
+    start = len(ticket.prompt_tokens)
+    mask = np.arange(start + 2) >= start
+    return Trajectory(
+        ticket_id=ticket.ticket_id,
+        group_id=ticket.group_id,
+        member=member,
+        tokens=np.array([*ticket.prompt_tokens, 5, 1]),
+        loss_mask=mask,
+        behavior_logprobs=np.zeros(start + 2, np.float32),
+        policy_versions=np.where(mask, version, -1).astype(np.int32),
+        reward=float(reward),
+        finish_reason=finish_reason,
+        failure="ValueError: no good" if finish_reason == "failed" else "",
+        num_turns=1,
+        started_at=time.time(),
+        ended_at=time.time(),
+        worker=spec.placement.worker,
+    )

@@ -80,7 +80,8 @@ class Job:
 def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
     """Start `torchrun train_async.py` with the small settings, changed by `options`."""
     options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
+    switches = [f"--{'' if value else 'no-'}{name}" for name, value in options.items() if isinstance(value, bool)]
+    arguments = [f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)] + switches
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
     output_path = tmp_path / "output.txt"
     with open(output_path, "w") as output:

@@ -35,7 +35,17 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--clip-low", "1.1"], "--clip-low must be in [0, 1], got 1.1"),
         (["--clip-high", "-1"], "--clip-high must be at least 0, got -1.0"),
         (["--algo", "tis", "--clip-low", "0.5", "--clip-high", "0.4"], "--clip-low 0.5 is above --clip-high 0.4"),
-        (["--task", "chess"], "--task must be addition, gsm8k or reasoning_gym:NAME, got 'chess'"),
+        (
+            ["--task", "chess"],
+            "--task must be addition, gsm8k, reasoning_gym:NAME, frozen_lake or guess_number, got 'chess'",
+        ),
+        (["--over-sampling", "0.5"], "--over-sampling must be at least 1, got 0.5"),
+        (["--over-sampling", "2"], "does not go with --async-ratio 1; use 0"),
+        (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
+        (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
+        (["--no-replicate-prompts", "--group-size", "200"], "--max-running-requests 128 below --group-size 200"),
+        (["--scheduling", "batch", "--extra-members", "1"], "--extra-members 1 gives up the slowest responses"),
+        (["--env-latency", "sometimes"], "--env-latency"),
         (["--run-name", "a/b"], "--run-name may hold letters"),
         (["--num-rollout-workers", "0"], "--num-rollout-workers must be at least 1"),
     ],
@@ -45,6 +55,16 @@ def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, cap
         parse_config(options)
     (line,) = capsys.readouterr().err.splitlines()
     assert exit_.value.code == 2 and line.startswith("error: ") and message in line
+
+
+def test_capacity_and_bound_grow_with_over_sampling_and_extra_groups():
+    config = Config(groups_per_step=10, async_ratio=0, over_sampling=1.5, extra_groups=3, publish_delay=1)
+    assert (config.max_outstanding_groups, config.max_staleness) == (18, 5)
+
+
+def test_switches_need_no_value():
+    config = parse_config(["--drop-zero-variance", "--no-replicate-prompts"])
+    assert config.drop_zero_variance and not config.replicate_prompts
 
 
 @pytest.mark.parametrize(
@@ -60,7 +80,7 @@ def test_unknown_options_and_choices_are_errors(options, capsys):
 def test_every_field_has_a_docstring_and_they_are_few():
     source = (ROOT / "config.py").read_text()
     fields = dataclasses.fields(Config)
-    assert len(fields) <= 45
+    assert len(fields) <= 55
     for field in fields:
         line = next(i for i, text in enumerate(source.splitlines()) if text.startswith(f"    {field.name}: "))
         assert source.splitlines()[line + 1].startswith('    """'), field.name

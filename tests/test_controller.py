@@ -64,6 +64,13 @@ def session(tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1
         controller.stop()
 
 
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
     with session(tmp_path, num_workers=2, max_running_requests=2, async_ratio=1.0) as s:
         s.publish(0)
@@ -214,3 +221,97 @@ def test_stopping_leaves_no_process(tmp_path):
         pids = [w.process.process.pid for w in s.controller.workers]
         assert all(psutil.pid_exists(pid) for pid in pids)
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_groups_without_variance_are_dropped_counted_and_replaced_at_once(tmp_path):
+    answers = lambda i: "ok" if i % 3 else "vary"  # noqa: E731
+    with session(tmp_path, answers=answers, drop_zero_variance=True, async_ratio=0.0) as s:
+        s.publish(0)
+        for step in range(1, 4):
+            batch = s.controller.take_batch()
+            assert all(set(group.rewards) == {0.0, 1.0} for group in batch)
+            s.publish(step)
+        ledger = s.controller.drain()["ledger"]
+    assert ledger["groups_consumed"] == 6 and ledger["groups_dropped_filtered"] >= 10
+
+
+def test_extra_groups_that_are_left_when_the_batch_is_full_are_aborted_and_their_problems_come_again(tmp_path):
+    asked = []
+
+    def answers(index):
+        asked.append(index)
+        return "hang" if index == 0 and asked.count(0) == 1 else "ok"
+
+    with session(tmp_path, answers=answers, extra_groups=1, async_ratio=0.0) as s:
+        s.publish(0)
+        assert [group.group_id for group in s.controller.take_batch()] == [1, 2]
+        s.publish(1)
+        s.controller.take_batch()
+        assert asked.count(0) == 2
+        assert s.controller.drain()["ledger"]["groups_dropped_aborted"] == 2, "one is left over in every step"
+
+
+def test_the_first_members_to_finish_make_the_group_and_a_hanging_one_is_aborted(tmp_path):
+    with session(tmp_path, answers=lambda i: "hang 1", extra_members=1, async_ratio=0.0) as s:
+        s.publish(0)
+        for step in range(1, 4):
+            assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [[0, 2]] * 2
+            s.publish(step)
+        wait_until(lambda: sum(e.get("finish_reason") == "aborted" for e in s.events) >= 6)
+
+
+def test_a_failed_member_is_no_loss_where_there_is_an_extra_one(tmp_path):
+    with session(tmp_path, answers=lambda i: "fail 0", extra_members=1, async_ratio=0.0) as s:
+        s.publish(0)
+        assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [[1, 2]] * 2
+        assert s.controller.drain()["ledger"]["groups_dropped_failed"] == 0
+
+
+def test_without_replication_a_group_is_one_ticket_on_one_worker(tmp_path):
+    with session(tmp_path, replicate_prompts=False, num_workers=2, async_ratio=0.0, group_size=4) as s:
+        s.publish(0)
+        for group in s.controller.take_batch():
+            assert len(group.trajectories) == 4
+            assert len({t.worker for t in group.trajectories}) == len({t.ticket_id for t in group.trajectories}) == 1
+
+
+def test_batch_scheduling_splits_groups_evenly_in_advance_and_a_round_starts_after_the_last_response(
+    tmp_path,
+):
+    with session(tmp_path, answers=lambda i: "barrier", scheduling="batch", num_workers=2, async_ratio=0.0) as s:
+        s.publish(0)
+        for step in range(1, 4):
+            batch = s.controller.take_batch()
+            assert [{t.worker for t in group.trajectories} for group in batch] == [{0}, {1}]
+            s.publish(step)
+    arrivals = [e["group"] for e in s.events if e["event"] == "trajectory"]
+    assert [sorted(arrivals[i : i + 4]) for i in (0, 4, 8)] == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]
+
+
+def test_with_batch_scheduling_a_filtered_round_is_followed_by_another(tmp_path):
+    answers = lambda i: "vary" if i == 1 or i > 2 else "ok"  # noqa: E731
+    options = {"scheduling": "batch", "drop_zero_variance": True, "async_ratio": 0.0}
+    with session(tmp_path, answers=answers, num_workers=2, **options) as s:
+        s.publish(0)
+        assert [group.group_id for group in s.controller.take_batch()] == [1, 3], "rounds: 0 and 1, then 2, then 3"
+
+
+def test_the_barrier_opens_when_every_running_ticket_of_every_worker_waits_there(tmp_path):
+    answers = lambda i: "barrier" if i < 2 else "ok"  # noqa: E731
+    with session(tmp_path, answers=answers, env_barrier=True, num_workers=2, async_ratio=1.0) as s:
+        s.publish(0)
+        s.controller.take_batch()
+        s.publish(1)
+        s.controller.take_batch()
+        assert {0, 1} <= {e["group"] for e in s.events if e["event"] == "trajectory"}
+
+
+def test_over_sampling_suspends_the_workers_with_every_batch(tmp_path):
+    with session(tmp_path, over_sampling=2.0, async_ratio=0.0) as s:
+        s.publish(0)
+        for step in range(1, 4):
+            assert all(step - 1 - group.min_version <= 4 for group in s.controller.take_batch())
+            s.publish(step)
+        s.controller.take_batch()
+        suspended = tmp_path / "worker_0.log.suspended"
+        wait_until(lambda: suspended.read_text().split() == ["0", "1", "2", "3"])

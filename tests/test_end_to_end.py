@@ -18,7 +18,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module", autouse=True)
 def tiny_model():
     """Made before the clock of any job starts."""
-    return resolve_model("tiny")
+    resolve_model("tiny", "frozen_lake")
+    return resolve_model("tiny", "addition")
 
 
 def assert_ledger_balances(metrics):
@@ -57,13 +58,23 @@ def assert_checkpoint_serves(path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trained = AutoModelForCausalLM.from_pretrained(path)
-    first = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"))
+    first = AutoModelForCausalLM.from_pretrained(resolve_model("tiny", "addition"))
     assert AutoTokenizer.from_pretrained(path).eos_token_id is not None
     assert any(not a.equal(b) for a, b in zip(trained.parameters(), first.parameters(), strict=True))
 
 
 def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path):
-    job = run_job(tmp_path, num_ranks=2, steps=4, async_ratio=0, num_rollout_workers=2, minibatches=2, kl_coef=0.01)
+    job = run_job(
+        tmp_path,
+        num_ranks=2,
+        steps=4,
+        async_ratio=0,
+        num_rollout_workers=2,
+        minibatches=2,
+        kl_coef=0.01,
+        scheduling="batch",
+        replicate_prompts=False,
+    )
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0] * 4
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
@@ -76,6 +87,54 @@ def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3
     assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+
+
+def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_members_and_failing_steps(tmp_path):
+    job = run_job(
+        tmp_path,
+        task="frozen_lake",
+        steps=8,
+        max_prompt_tokens=64,
+        max_response_tokens=128,
+        stale_policy="drop",
+        on_update="resume",
+        extra_members=1,
+        env_latency="normal:1,1 fail:0.005",
+        env_latency_scale=0.01,
+        env_timeout_s=1,
+        lr=1e-3,
+        eval_every=8,
+    )
+    metrics = job.metrics()
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    assert all(line["response/turns_mean"] > 1 for line in metrics)
+    assert metrics[-1]["ledger/tokens_dropped_aborted"] > 0, "a spare member that was not needed"
+    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, "what was sampled is trained"
+    assert metrics[-1]["eval/problems"] == 32
+    assert_ledger_balances(metrics)
+
+
+def test_over_sampling_trains_every_response_once_and_none_beyond_max_resumes(tmp_path):
+    job = run_job(
+        tmp_path,
+        steps=8,
+        async_ratio=0,
+        over_sampling=2,
+        max_resumes=2,
+        on_update="resume",
+        drop_zero_variance=True,
+        num_rollout_workers=2,
+    )
+    metrics = job.metrics()
+    assert 1 <= max(line["staleness/max"] for line in metrics) <= 2
+    assert any(line["response/inherited_share"] > 0 for line in metrics)
+    assert metrics[-1]["ledger/groups_dropped_filtered"] > 0
+    assert all(line["reward/zero_variance_groups"] == 0 for line in metrics)
+    trained = [event for event in job.events("trajectory") if event["finish_reason"] in ("stop", "length")]
+    members = [(event["group"], event["member"]) for event in trained]
+    assert len(members) == len(set(members))
+    assert_ledger_balances(metrics)
 
 
 def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(tmp_path):

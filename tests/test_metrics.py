@@ -2,8 +2,9 @@ import pytest
 from test_batch import make_group
 from test_buffer import make_trajectory
 
-from controller import Evaluation
 from data.records import Group
+from evaluation import Evaluation
+from llm_proxy import SampledTokens
 from metrics import batch_metrics, evaluation_metrics, rollout_metrics, training_metrics
 
 
@@ -34,6 +35,14 @@ def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
 
 
 def test_tokens_per_second_are_those_of_this_step():
-    measured = {"ledger": {"tokens_generated": 500}, "pause_s": [0.1, 0.3], "num_restarts": 0}
+    sampled = SampledTokens(new=40, resumed=10, discarded=5)
+    measured = {"ledger": {"tokens_generated": 500}, "pause_s": [0.1, 0.3], "num_restarts": 0, "sampled": sampled}
     metrics = rollout_metrics(measured, previous_tokens=300, step_s=2.0)
     assert metrics["rollout/tokens_per_s"] == 100 and metrics["rollout/pause_s"] == pytest.approx(0.2)
+    assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
+
+
+def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
+    group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
+    assert batch_metrics([group], policy_version=2)["response/inherited_share"] == 0.25
+    assert batch_metrics([group], policy_version=3, publish_delay=1)["response/inherited_share"] == 0.25

@@ -1,163 +1,199 @@
-"""The engine as the worker uses it: real vLLM on the CPU, against the trainer's own forward."""
+"""A rollout worker as its own process with a real engine, driven as the controller does, on an environment of turns."""
 
-import asyncio
-import os
+import collections
+import dataclasses
+import multiprocessing
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from tiny_policy import VOCAB, load, save_tiny_model
 
 from config import Config
-from packing import TrainSequence
+from data.conversation import Conversation
+from data.environments import make_environment
+from data.tasks import load_task
+from data.tiny_agent import tiny_agent_path
+from llm_proxy import WorkerSpec
+from messages import Abort, Connect, Finished, Proceed, Ready, Stop, Tickets, Update, Updated, Waiting
 from placement import WorkerPlacement
-from rollout import LLMProxy, WorkerSpec, worker_environment
+from processes import kill_session
+from rollout import load_tokenizer, run_worker
+from tickets import PromptSource, TicketSource
 from weight_sync import ParameterSpec, ShmTransport
 
-PROMPT = tuple(range(3, 13))
-LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
+TASK = "frozen_lake"
 
 
-class Pair:
-    """A trainer's policy and an engine, joined by the shm transport."""
+class Driver:
+    """The controller's end of a worker's pipe, and the trainer's weights."""
 
-    def __init__(self, config):
-        self.config = config
-        self.policy = load(config)
-        specs = [ParameterSpec(n, torch.float32, tuple(p.shape)) for n, p in self.policy.named_full_parameters()]
+    def __init__(self, tmp_path):
+        self.model_path = str(tiny_agent_path(TASK))
+        self.config = Config(
+            task=TASK,
+            group_size=8,
+            env_barrier=True,
+            on_update="resume",
+            env_latency="constant:0.02",
+            max_prompt_tokens=64,
+            max_response_tokens=128,
+        )
+        self.tokenizer = load_tokenizer(self.model_path)
+        self.log_path = tmp_path / "worker.log"
+        spec = WorkerSpec(
+            self.config, WorkerPlacement(0, None, None, 1, 0.0), self.model_path, "shm", str(self.log_path)
+        )
+        task = load_task(TASK, seed=0)
+        encode = lambda problem: task.encode_prompt(problem, self.tokenizer)  # noqa: E731
+        self.tickets = TicketSource(self.config, PromptSource(task.train_problem, task.eval_problems(4), encode))
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=run_worker, args=(spec, theirs))
+        self.process.start()
+        theirs.close()
+        assert isinstance(self.receive(timeout_s=150), Ready)
+        self.weights = self._load_weights()
+        specs = [ParameterSpec(name, torch.float32, tuple(tensor.shape)) for name, tensor in self.weights]
         self.transport = ShmTransport(specs)
-        self.loop = asyncio.new_event_loop()
-        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
-        self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
-        self.run(self.proxy.connect(self.transport.init_info()))
-        self.sync(0)
+        self.pipe.send(Connect(self.transport.init_info()))
+        self.version = -1
+        self.update()
 
-    def run(self, coroutine):
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+    def _load_weights(self):
+        from transformers import AutoModelForCausalLM
 
-    def perturb(self):
-        """Move every weight of the trainer, as a step would."""
-        with torch.no_grad():
-            for parameter in self.policy.module.parameters():
-                parameter.mul_(1.0 + 0.2 * torch.rand_like(parameter))
+        model = AutoModelForCausalLM.from_pretrained(self.model_path)
+        return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
-    def weights(self):
-        return [parameter.detach().clone() for parameter in self.policy.module.parameters()]
+    def receive(self, timeout_s=60):
+        assert self.pipe.poll(timeout_s), f"no message for {timeout_s} s: {self.log_path.read_text()[-2000:]}"
+        return self.pipe.recv()
 
-    def restore(self, weights):
-        with torch.no_grad():
-            for parameter, saved in zip(self.policy.module.parameters(), weights, strict=True):
-                parameter.copy_(saved)
+    def send_update(self):
+        self.version += 1
+        self.pipe.send(Update(self.version, self.transport.stage(self.version, self.weights).messages, ()))
 
-    def stage(self, version):
-        return self.transport.stage(version, self.policy.named_full_parameters())
+    def update(self):
+        self.send_update()
+        message = self.receive()
+        assert isinstance(message, Updated) and message.version == self.version
 
-    def sync(self, version):
-        staged = self.stage(version)
-        return self.run(self.proxy.update(version, staged.messages))
+    def start_group(self, group_id):
+        tickets = self.tickets.for_group(group_id, self.version)
+        self.pipe.send(Tickets(tickets))
+        return tickets
 
-    def generate(self, name, prompt=PROMPT, seed=1):
-        return self.run(self.proxy.generate(name, prompt, seed))
+    def finish(self, running, at_barrier=lambda turn: None):
+        """Open the barrier whenever all wait; `at_barrier(turn)` is called before."""
+        finished, waiting, turn = [], set(), 0
+        while running - {t.ticket_id for t in finished}:
+            match self.receive():
+                case Finished(trajectories):
+                    finished += trajectories
+                case Waiting(ticket_ids):
+                    assert not waiting & set(ticket_ids), "nobody takes a turn twice before all have taken it"
+                    waiting |= set(ticket_ids)
+                case Updated():
+                    pass
+            left = running - {t.ticket_id for t in finished}
+            if left and left <= waiting:
+                at_barrier(turn)
+                turn += 1
+                waiting.clear()
+                self.pipe.send(Proceed())
+        return finished
 
-    def trainer_logprobs(self, prompt, tokens, raw=False):
-        whole = np.array([*prompt, *tokens])
-        mask = np.arange(len(whole)) >= len(prompt)
-        unused = np.zeros(len(whole), np.float32)
-        sequence = TrainSequence(whole, mask, unused, np.zeros(len(whole), np.int32), 0.0, 0.0)
-        return self.policy.score([[sequence]], raw=raw)[0].numpy()
+    def stop(self):
+        if self.process.is_alive():
+            self.pipe.send(Stop())
+            self.process.join(20)
+        kill_session(self.process.pid)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    torch.set_num_threads(1)
-    before = dict(os.environ)
-    os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    path = save_tiny_model(str(tmp_path_factory.mktemp("model")))
-    pair = Pair(Config(model=path, temperature=0.7, top_p=0.9, max_prompt_tokens=200, max_response_tokens=100, lr=1e-3))
-    yield pair
-    pair.proxy.shutdown()
-    dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
+def driver(tmp_path_factory):
+    driver = Driver(tmp_path_factory.mktemp("worker"))
+    yield driver
+    driver.stop()
 
 
-def test_engine_and_trainer_agree_after_a_sync_and_only_then(pair):
-    tokens = tuple(np.random.default_rng(1).integers(3, VOCAB, 60).tolist())
-
-    def gap():
-        engine = pair.run(pair.proxy.score(tokens))
-        return np.abs(engine - pair.trainer_logprobs(tokens[:1], tokens[1:], raw=True)).max()
-
-    assert gap() < 1e-4
-    pair.perturb()
-    assert gap() > 1e-2
-    pair.sync(1)
-    assert gap() < 1e-4
+def turns_of(trajectory):
+    """[start, end) of every turn of the policy."""
+    edges = np.flatnonzero(np.diff([0, *trajectory.loss_mask.astype(int), 0]))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def test_behavior_logprobs_are_the_trainers_under_temperature_and_top_p(pair):
-    completion = pair.generate("sampled")
-    assert len(completion.tokens) > 1 and len(completion.logprobs) == len(completion.tokens)
-    trainer = pair.trainer_logprobs(PROMPT, completion.tokens)
-    assert np.abs(completion.logprobs - trainer).max() < 1e-4
-    raw = pair.trainer_logprobs(PROMPT, completion.tokens, raw=True)
-    assert np.abs(completion.logprobs - raw).max() > 1e-2
+def test_a_trajectory_is_what_the_environment_answers_to_what_the_policy_wrote(driver):
+    tickets = driver.start_group(0)
+    conversation = Conversation(driver.tokenizer)
+    trajectories = driver.finish({ticket.ticket_id for ticket in tickets})
+    assert max(t.num_turns for t in trajectories) > 1
+    for trajectory in trajectories:
+        environment = make_environment(TASK)
+        observation, _ = environment.reset(seed=tickets[0].environment_seed)
+        tokens, total, turns = conversation.first(observation), 0.0, turns_of(trajectory)
+        assert len(turns) == trajectory.num_turns
+        for start, end in turns:
+            assert trajectory.tokens[:start].tolist() == tokens
+            written = trajectory.tokens[start:end].tolist()
+            response = driver.tokenizer.decode(written, skip_special_tokens=True)
+            observation, reward, terminated, truncated, _ = environment.step(response)
+            total += reward
+            tokens += written
+            if not (terminated or truncated):
+                tokens += conversation.reply(observation, written[-1] == conversation.end_of_turn)
+        assert terminated or truncated
+        assert (trajectory.reward, trajectory.finish_reason) == (total, "stop")
 
 
-def test_the_same_seed_draws_the_same_response_and_another_seed_another(pair):
-    first, again, other = (pair.generate(f"seed-{i}", seed=seed) for i, seed in enumerate((5, 5, 6)))
-    assert first.tokens == again.tokens != other.tokens
+def test_all_environments_take_a_turn_before_any_takes_the_next(driver):
+    running = {ticket.ticket_id for group_id in (1, 2) for ticket in driver.start_group(group_id)}
+    turns = []
+    trajectories = driver.finish(running, turns.append)  # `finish` asserts the order
+    assert len(turns) == max(t.num_turns for t in trajectories) > 1
 
 
-def test_a_prefix_computed_under_other_weights_is_never_reused(pair):
-    for name, version in (("before", 2), ("after", 3)):
-        pair.perturb()
-        pair.sync(version)
-        completion = pair.generate(f"prefix-{name}", LONG_PROMPT)
-        trainer = pair.trainer_logprobs(LONG_PROMPT, completion.tokens)
-        assert np.abs(completion.logprobs - trainer).max() < 1e-4
+def test_an_update_between_two_turns_is_stamped_on_the_second(driver):
+    running = {ticket.ticket_id for ticket in driver.start_group(3)}
+    first_version = driver.version
+    trajectories = driver.finish(running, lambda turn: driver.send_update())
+    for trajectory in trajectories:
+        versions = [set(trajectory.policy_versions[start:end].tolist()) for start, end in turns_of(trajectory)]
+        assert versions == [{first_version + 1 + turn} for turn in range(trajectory.num_turns)]
 
 
-def test_an_update_in_the_middle_of_responses_stamps_every_token_with_its_version(pair):
-    async def generate_through_updates():
-        tasks = [asyncio.create_task(pair.proxy.generate(f"mid-{i}", PROMPT, seed=100 + i)) for i in range(32)]
-        for version in (4, 5):
-            await asyncio.sleep(0.03)
-            pair.perturb()
-            await pair.proxy.update(version, pair.stage(version).messages)
-        return await asyncio.gather(*tasks)
+def test_a_trajectory_that_is_given_up_ends_before_its_next_turn(driver):
+    """What `drop` does with a trajectory of several turns that would exceed the bound."""
+    tickets = driver.start_group(4)
+    victim = tickets[0].ticket_id
 
-    start, weights = pair.proxy.version, pair.weights()
-    completions = pair.run(generate_through_updates())
-    lived_through = [c for c in completions if len(set(c.versions)) > 1]
-    assert lived_through, "no response was running during an update"
-    pair.restore(weights)
-    for completion in lived_through:
-        assert list(completion.versions) == sorted(completion.versions)
-        assert set(completion.versions) <= {start, 4, 5}
-        first = completion.versions == start  # later tokens saw the old version's KV cache, as `keep` says
-        trainer = pair.trainer_logprobs(PROMPT, completion.tokens)
-        assert np.abs(completion.logprobs - trainer)[first].max(initial=0.0) < 1e-4
-    assert any(np.abs(c.logprobs - pair.trainer_logprobs(PROMPT, c.tokens)).max() > 1e-2 for c in lived_through)
+    def abort_in_second_turn(turn):
+        if turn == 1:
+            driver.pipe.send(Abort([victim]))
+
+    trajectories = driver.finish({ticket.ticket_id for ticket in tickets}, abort_in_second_turn)
+    by_ticket = {trajectory.ticket_id: trajectory for trajectory in trajectories}
+    reasons = collections.Counter(trajectory.finish_reason for trajectory in trajectories)
+    if by_ticket[victim].num_turns == 1 and by_ticket[victim].finish_reason == "stop":
+        pytest.fail("the victim had only one turn; choose another group")
+    assert by_ticket[victim].finish_reason == "aborted" and by_ticket[victim].num_turns == 1
+    assert reasons == {"aborted": 1, "stop": 7}
 
 
-def test_an_aborted_request_returns_the_tokens_that_it_has(pair):
-    async def abort_soon():
-        tasks = [asyncio.create_task(pair.proxy.generate(f"ab-{i}", PROMPT, seed=i)) for i in range(16)]
-        await asyncio.sleep(0.02)
-        await pair.proxy.abort([f"ab-{i}" for i in range(16)])
-        return await asyncio.gather(*tasks)
-
-    aborted = [c for c in pair.run(abort_soon()) if c.finish_reason == "aborted"]
-    assert aborted
-    for completion in aborted:
-        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) < 100
-        assert np.isfinite(completion.logprobs).all()
+def test_evaluation_waits_at_no_barrier(driver):
+    tickets = driver.tickets.for_evaluation(driver.version)
+    driver.pipe.send(Tickets(tickets))
+    finished = []
+    while len(finished) < len(tickets):
+        message = driver.receive()
+        assert isinstance(message, Finished)
+        finished += message.trajectories
+    assert {trajectory.group_id for trajectory in finished} == {-1}
 
 
-def test_weights_that_are_not_whole_are_refused(pair):
-    (message,) = pair.stage(9).messages
-    with pytest.raises(Exception, match="checksum"):
-        pair.run(pair.proxy.update(9, [message | {"checksum": message["checksum"] + 1}]))
+def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):
+    """Last, as the worker is gone then: messages are acted on in order, so this cannot happen by chance."""
+    (ticket, *_) = driver.tickets.for_group(9, driver.version)
+    driver.pipe.send(Tickets([dataclasses.replace(ticket, min_version=driver.version + 1)]))
+    driver.process.join(30)
+    assert driver.process.exitcode == 1 and "needs version" in driver.log_path.read_text()

@@ -34,9 +34,21 @@ def test_seeds_depend_on_run_seed_group_member_and_attempt_and_on_nothing_else()
 def test_problems_come_in_order_and_a_dropped_groups_problem_can_come_again():
     source = make_source()
     assert [source.for_group(g, 0)[0].answer for g in (0, 1, 2)] == ["a0", "a1", "a2"]
-    assert source.for_group(3, 0, same_problem_as=1)[0].answer == "a1"
-    assert source.for_group(4, 0)[0].answer == "a3"
-    assert source.for_group(5, 0, same_problem_as=3)[0].answer == "a1"
+    source.put_back(1)
+    assert [source.for_group(g, 0)[0].answer for g in (3, 4)] == ["a1", "a3"]
+    source.forget(4)
+    source.put_back(3)
+    assert source.for_group(5, 0)[0].answer == "a1"
+
+
+def test_without_replication_one_ticket_asks_for_the_whole_group():
+    (ticket,) = make_source(replicate_prompts=False).for_group(0, 0)
+    assert (ticket.member, ticket.num_members) == (0, 3)
+
+
+def test_extra_members_have_tickets_of_their_own():
+    tickets = make_source(extra_members=2).for_group(0, 0)
+    assert [t.member for t in tickets] == [0, 1, 2, 3, 4] and {t.num_members for t in tickets} == {1}
 
 
 def test_evaluations_at_different_versions_draw_differently_and_never_enter_a_group():

@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from config import MULTI_TURN_TASKS
+from data import tiny_agent
+from data.conversation import Conversation
+from data.environments import make_environment
 from data.rewards import score
-from data.tasks import ADDITION_LABELS, GSM8K_INSTRUCTION, Addition, addition_answer, load_task
+from data.tasks import ADDITION_LABELS, GSM8K_INSTRUCTION, Addition, Problem, addition_answer, load_task
 from data.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -211,6 +215,49 @@ def test_a_reasoning_gym_dataset_that_json_would_break_is_refused():
         load_task("reasoning_gym:arc_agi", seed=0)
 
 
+def test_held_out_lakes_are_never_met_in_training():
+    task = load_task("frozen_lake", seed=0)
+    held_out = {task.first_observation(problem) for problem in task.eval_problems(300)}
+    assert len(held_out) > 80
+    for seed in (0, 1):
+        train = load_task("frozen_lake", seed)
+        lakes = {train.first_observation(train.train_problem(index)) for index in range(700)}
+        assert len(lakes) > 250
+        assert held_out.isdisjoint(lakes)
+
+
+def test_held_out_numbers_have_seeds_of_their_own():
+    task = load_task("guess_number", seed=0)
+    held_out = {problem.environment_seed for problem in task.eval_problems(1000)}
+    assert held_out.isdisjoint(task.train_problem(index).environment_seed for index in range(10_000))
+    assert len(held_out) == 1000
+
+
+@pytest.mark.parametrize("name", MULTI_TURN_TASKS)
+def test_problems_of_an_environment_are_repeatable_seeds(name):
+    task, again, other = load_task(name, seed=0), load_task(name, seed=0), load_task(name, seed=1)
+    problems = [task.train_problem(index) for index in range(50)]
+    assert [again.train_problem(index) for index in reversed(range(50))] == problems[::-1]
+    assert [other.train_problem(index) for index in range(50)] != problems
+    assert task.eval_problems(20) == other.eval_problems(50)[:20]
+    assert all(problem == Problem("", "", problem.environment_seed) for problem in problems)
+    assert all(0 <= problem.environment_seed < 2**31 for problem in problems)
+
+
+@pytest.mark.parametrize("name", MULTI_TURN_TASKS)
+def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(name):
+    task, tokenizer = load_task(name, seed=0), tiny_agent.build_tokenizer()
+    for index in range(20):
+        problem = task.train_problem(index)
+        observation, _ = make_environment(name).reset(seed=problem.environment_seed)
+        tokens = task.encode_prompt(problem, tokenizer)
+        assert tokens == Conversation(tokenizer).first(observation)
+        assert tokenizer.decode(tokens) == f"{observation}<assistant>"
+    with pytest.raises(ValueError, match="has no chat template"):
+        task.encode_prompt(problem, build_tokenizer())
+
+
 def test_an_unknown_task_is_an_error_with_the_list():
-    with pytest.raises(ValueError, match="tasks are addition, gsm8k and reasoning_gym:NAME"):
+    message = "tasks are addition, gsm8k, frozen_lake, guess_number and reasoning_gym:NAME"
+    with pytest.raises(ValueError, match=message):
         load_task("additions", seed=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data import tiny
+from data import tiny, tiny_model
 from data.tasks import Addition
 from data.tiny import MIN_GREEDY, SAMPLED_WINDOW, build_tokenizer, sampled_accuracy, tiny_model_path
 
@@ -73,7 +73,7 @@ def test_the_same_steps_make_the_same_weights():
     weights = []
     for _ in range(2):
         torch.manual_seed(len(weights))  # what happened before must not matter
-        model = tiny.build_model()
+        model = tiny_model.untrained_model(tiny.VOCABULARY)
         tiny.warm_up(model, tiny.make_demonstrations(2000), report=print, num_steps=20)
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
@@ -94,7 +94,7 @@ def make_slowly(directory: Path) -> None:
 
 
 def ask(path: Path, found: multiprocessing.Queue) -> None:
-    tiny.make_once(path, make_slowly)
+    tiny_model.make_once(path, make_slowly)
     found.put((path / "config.json").read_text())
 
 

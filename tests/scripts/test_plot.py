@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data.records import Group, Trajectory
+from llm_proxy import SampledTokens
 from metrics import batch_metrics, evaluation_metrics, rollout_metrics
 from scripts import plot
 
@@ -39,7 +40,12 @@ class Evaluated:
 def step_line(step, reward, evaluation=None):
     """One line of metrics.jsonl: 4 samples, 2 s of which 0.5 s waiting, 100 tokens, one step stale after the first."""
     groups = [Group(0, tuple(trajectory(reward, max(0, step - 2)) for _ in range(4)))]
-    measured = {"ledger": {"tokens_generated": 100 * step}, "pause_s": [0.1], "num_restarts": 0}
+    measured = {
+        "ledger": {"tokens_generated": 100 * step},
+        "pause_s": [0.1],
+        "num_restarts": 0,
+        "sampled": SampledTokens(new=100),
+    }
     return {
         "step": step,
         "samples": 4 * step,

@@ -1,0 +1,142 @@
+"""Environments of several turns, through gymnasium's API: text in, text out.
+
+`reset(seed=…)` gives the first observation, `step(response)` the next one; both depend on the seed and the responses
+alone. Any text may be given to `step`, whatever the action space says: the space is what `sample()` draws from. What an
+environment says is short, because every observation stays in the context.
+"""
+
+import re
+import string
+
+import gymnasium
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from gymnasium.spaces import Text
+
+_CHARSET = string.ascii_letters + string.digits + string.punctuation + " \n"
+_MAX_CHARACTERS = 256
+
+
+class TextEnvironment(gymnasium.Env[str, str]):
+    """Counts turns: an episode is truncated after max_turns, whatever was said in them."""
+
+    max_turns: int
+    """Turns of the policy after which the episode is truncated."""
+    seed_shows: bool
+    """Whether the first observation shows all that the seed drew, so that seeds can be told apart by it."""
+
+    observation_space = Text(_MAX_CHARACTERS, charset=_CHARSET)
+    action_space = Text(_MAX_CHARACTERS, min_length=0, charset=_CHARSET)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """Start an episode drawn from `seed` ≥ 0. Returns the first observation and an empty dict."""
+        super().reset(seed=seed)
+        self._turns_left = self.max_turns
+        return self._start(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Act on a response. Returns observation, reward (1 for success, else 0), terminated, truncated, {}.
+
+        Raises RuntimeError if the episode is over.
+        """
+        if self._turns_left == 0:
+            raise RuntimeError(f"{type(self).__name__}: the episode is over; call reset before the next step")
+        observation, reward, terminated = self._act(action)
+        self._turns_left = 0 if terminated else self._turns_left - 1
+        return observation, reward, terminated, self._turns_left == 0 and not terminated, {}
+
+    def _start(self) -> str:
+        raise NotImplementedError
+
+    def _act(self, response: str) -> tuple[str, float, bool]:
+        raise NotImplementedError
+
+
+class FrozenLake(TextEnvironment):
+    """gymnasium's FrozenLake-v1 without slipping, on a random 4x4 map that has a way to the goal.
+
+    The observation is the map with the player on it, one row per line. The action is the first of the words left, down,
+    right and up in the response; without one, nothing moves. Reward 1 at the goal; a hole ends the episode.
+    """
+
+    max_turns = 8
+    seed_shows = True
+
+    INSTRUCTION = (
+        "Go from P to the goal G, a step each turn. _ is ice, O is a hole: stay out. Answer left, down, right or up."
+    )
+    NO_ACTION = "Answer left, down, right or up."
+    FELL, ARRIVED = "You fell into a hole.", "You reached the goal."
+    ACTIONS = ("left", "down", "right", "up")
+    """In the order of gymnasium's action numbers."""
+    SIZE = 4
+
+    def _start(self) -> str:
+        map_seed = int(self.np_random.integers(2**31))
+        rows = generate_random_map(self.SIZE, seed=map_seed)
+        self._lake = FrozenLakeEnv(desc=rows, is_slippery=False)
+        self._lake.reset(seed=map_seed)
+        self._cells = "".join(rows).translate(str.maketrans("SFHG", "__OG"))
+        return f"{self.INSTRUCTION}\n{self._drawn()}"
+
+    def _act(self, response: str) -> tuple[str, float, bool]:
+        word = re.search(rf"\b({'|'.join(self.ACTIONS)})\b", response, re.IGNORECASE)
+        if word is None:
+            return f"{self.NO_ACTION}\n{self._drawn()}", 0.0, False
+        _, reward, terminated, _, _ = self._lake.step(self.ACTIONS.index(word[0].lower()))
+        if terminated:
+            return self.ARRIVED if reward else self.FELL, float(reward), True
+        return self._drawn(), 0.0, False
+
+    def _drawn(self) -> str:
+        player, size = int(self._lake.s), self.SIZE
+        cells = self._cells[:player] + "P" + self._cells[player + 1 :]
+        return "\n".join(cells[i : i + size] for i in range(0, len(cells), size))
+
+
+class GuessNumber(TextEnvironment):
+    """A secret number, to be found by guesses that are answered `higher` (the secret is) or `lower`.
+
+    The guess is the first number in the response. Halving always finds it in the turns allowed, 2⁵ − 1 = 31; guessing
+    blindly does with probability 5/31.
+    """
+
+    max_turns = 5
+    seed_shows = False
+
+    HIGHEST = 2**max_turns - 1
+    INSTRUCTION = (
+        f"I think of a number from 1 to {HIGHEST}. Find it in {max_turns} guesses; I say if it is higher or lower than "
+        "your guess. Answer with a number."
+    )
+    NO_ACTION = f"Answer with a number from 1 to {HIGHEST}."
+    HIGHER, LOWER, FOUND = "higher", "lower", "correct"
+    ACTIONS = tuple(str(number) for number in range(1, HIGHEST + 1))
+
+    def _start(self) -> str:
+        self._secret = int(self.np_random.integers(1, self.HIGHEST + 1))
+        return self.INSTRUCTION
+
+    def _act(self, response: str) -> tuple[str, float, bool]:
+        digits = re.search(r"[0-9]+", response)
+        if digits is None or digits[0] not in self.ACTIONS:
+            return self.NO_ACTION, 0.0, False
+        guess = int(digits[0])
+        if guess == self._secret:
+            return self.FOUND, 1.0, True
+        return self.HIGHER if guess < self._secret else self.LOWER, 0.0, False
+
+
+ENVIRONMENTS: dict[str, type[TextEnvironment]] = {
+    "frozen_lake": FrozenLake,
+    "guess_number": GuessNumber,
+}
+
+
+def make_environment(name: str) -> TextEnvironment:
+    """A new environment of that name.
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in ENVIRONMENTS:
+        raise ValueError(f"unknown environment {name!r}; environments are {', '.join(ENVIRONMENTS)}")
+    return ENVIRONMENTS[name]()

@@ -1,0 +1,157 @@
+"""Conversations built turn by turn are what the chat template writes, and no token of the policy's changes."""
+
+import functools
+
+import pytest
+
+from data import tiny_agent
+from data.conversation import Conversation
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (  # thoughts are dropped from every assistant message but the last
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% elif m.role == 'assistant' and '</think>' not in m.content %}<think>\n\n</think>\n\n{{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+SPECIAL = {
+    CHATML: ["<|im_start|>", "<|im_end|>"],
+    QWEN3: ["<|im_start|>", "<|im_end|>"],
+    LLAMA3: ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+    MISTRAL: ["</s>", "<s>", "[INST]", "[/INST]"],
+}
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEXT = "the user says: 12 is lower, the assistant goes left\n\nright\n<think>\n\n</think>\n\n up and down. " * 3
+TALK = [("P__\n_OG", "right"), ("Answer with a number.\n", "I go left,\nthen down: 12"), ("lower", "")]
+
+
+@functools.cache
+def tokenizer_with(template: str | None, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"), eos=None):
+    """A byte-level BPE that splits text as Llama 3's and Qwen's do, with merges of its own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, special_tokens=["<eos>"])
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=eos or "<eos>",
+        bos_token=next((token for token in special if token in ("<s>", "<|begin_of_text|>")), None),
+        extra_special_tokens=list(special),
+        chat_template=template,
+    )
+
+
+def whole(tokenizer, talk, last_observation) -> list[int]:
+    messages = [
+        {"role": role, "content": content}
+        for turn in talk
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+    messages.append({"role": "user", "content": last_observation})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def built(tokenizer, talk, last_observation, ended) -> list[int]:
+    conversation = Conversation(tokenizer)
+    observations = [observation for observation, _ in talk] + [last_observation]
+    tokens = conversation.first(observations[0])
+    for (_, response), observation in zip(talk, observations[1:], strict=True):
+        tokens += tokenizer.encode(response, add_special_tokens=False)
+        tokens += [conversation.end_of_turn] * ended
+        tokens += conversation.reply(observation, ended)
+    return tokens
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["chatml", "llama3"])
+def test_turns_put_together_are_the_template_of_the_whole(template, ended):
+    tokenizer = tokenizer_with(template, tuple(SPECIAL[template]))
+    assert built(tokenizer, TALK, "the end", ended) == whole(tokenizer, TALK, "the end")
+    assert tokenizer.convert_ids_to_tokens(Conversation(tokenizer).end_of_turn) in ("<|im_end|>", "<|eot_id|>")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_turns_of_the_tiny_agent_put_together_are_the_template_of_the_whole(ended):
+    tokenizer = tiny_agent.build_tokenizer()
+    talk = [("lower", "12"), ("higher", "left"), ("correct", "12left")]
+    assert built(tokenizer, talk, "higher", ended) == whole(tokenizer, talk, "higher")
+    assert Conversation(tokenizer).end_of_turn == tokenizer.eos_token_id
+
+
+def test_the_turn_is_closed_once_whether_or_not_the_policy_did():
+    tokenizer = tokenizer_with(CHATML)
+    conversation = Conversation(tokenizer)
+    opened = "<|im_start|>user\nup<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(conversation.first("up")) == opened
+    assert tokenizer.decode(conversation.reply("up", ended=True)) == f"\n{opened}"
+    assert tokenizer.decode(conversation.reply("up", ended=False)) == f"<|im_end|>\n{opened}"
+
+
+def test_a_template_that_drops_earlier_thoughts_gives_the_same_reply_and_keeps_them_in_the_context():
+    tokenizer = tokenizer_with(QWEN3)
+    talk = [("up?", "so\n</think>\n\nup"), ("down?", "hm\n</think>\n\ndown")]
+    tokens = built(tokenizer, talk, "left?", ended=True)
+    opened = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    expected = "".join(opened.format(said) + answer + "<|im_end|>\n" for said, answer in talk) + opened.format("left?")
+    assert tokenizer.decode(tokens) == expected
+    assert "so" not in tokenizer.decode(whole(tokenizer, talk, "left?"))
+
+
+def test_a_message_is_closed_by_its_own_token_even_where_that_is_not_the_end_of_text():
+    tokenizer = tokenizer_with(CHATML, tuple(SPECIAL[CHATML]))
+    assert Conversation(tokenizer).end_of_turn != tokenizer.eos_token_id
+
+
+def test_a_template_without_generation_prompt_or_system_message_will_do():
+    tokenizer = tokenizer_with(MISTRAL, tuple(SPECIAL[MISTRAL]), "</s>")
+    reply = Conversation(tokenizer).reply("up", ended=False)
+    assert tokenizer.decode(reply) == "</s>[INST] up [/INST]"
+
+
+def test_a_tokenizer_without_chat_template_is_one_clear_line():
+    with pytest.raises(ValueError, match=r"has no chat template, .*such as Qwen/Qwen3-0\.6B") as caught:
+        Conversation(tokenizer_with(None))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",  # no special token
+        CHATML.replace("{{ m.content }}", "{{ loop.index }}{{ m.content }}"),  # turns are numbered
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}<|im_end|>",  # closed at the very end
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
+    ],
+    ids=["plain text", "numbered", "closed once", "no assistant"],
+)
+def test_a_template_without_a_fixed_reply_is_refused(template):
+    with pytest.raises(ValueError, match="no fixed text between two turns"):
+        Conversation(tokenizer_with(template))
+
+
+def test_a_template_that_refuses_several_turns_is_named():
+    template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
+    )
+    with pytest.raises(ValueError, match=r"refuses a conversation of user, assistant and user \(one turn only\)"):
+        Conversation(tokenizer_with(template))
