@@ -4,7 +4,6 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
-import collections
 import dataclasses
 import threading
 import time
@@ -19,10 +18,10 @@ from config import Config
 from data.records import Group, Ticket, Trajectory
 from evaluation import Evaluation
 from llm_proxy import SampledTokens
-from messages import Abort, Connect, Finished, Probed, Proceed, Ready, Suspend, Tickets, Update, Updated, Waiting
+from messages import Connect, Finished, Probed, Ready, Suspend, Update, Updated, Waiting
 from placement import Placement
 from rollout import run_worker
-from scheduling import TicketQueue
+from scheduling import Dispatcher
 from tickets import EVALUATION_GROUP, TicketSource
 from weight_sync import Staged
 from workers import Worker, Workers
@@ -74,8 +73,7 @@ class Controller:
         self.probe_logprobs: dict[int, tuple[np.ndarray, ...]] = {}
         self.evaluations: list[Evaluation] = []
         self._changed = threading.Condition()
-        self._queue = TicketQueue(config.scheduling, config.max_running_requests)
-        self._at_barrier: set[int] = set()
+        self.dispatcher = Dispatcher(config, self.workers, self.buffer, tickets)
         self.sampled = SampledTokens()
         self._announced: Announcement | None = None
         self._deferred: Announcement | None = None
@@ -138,7 +136,7 @@ class Controller:
                     self._on_trajectory(trajectory)
                 self._drop_expired()
             case Waiting(ticket_ids):
-                self._at_barrier.update(ticket_ids)
+                self.dispatcher.arrive_at_barrier(ticket_ids)
             case Probed(version, logprobs):
                 self.probe_logprobs[version] = logprobs
             case Updated(version, pause_s, sampled):
@@ -161,66 +159,25 @@ class Controller:
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
 
+    def _fill(self) -> None:
+        """Start what can start; nothing can before the first weights are announced."""
+        if self._announced is not None:
+            self.dispatcher.fill()
+
     def _issue_again(self, ticket: Ticket) -> None:
         again = self.tickets.again(ticket)
         if ticket.group_id == EVALUATION_GROUP:
             self._evaluation.issue_again(ticket, again)
         elif not self.buffer.is_running(ticket.group_id):
             return  # its group was dropped or finished without it
-        self._queue.put_first([again])
+        self.dispatcher.queue.put_first([again])
 
     def _count_sampled(self, sampled: SampledTokens) -> None:
         self.buffer.count_discarded(sampled.discarded)
         for field in dataclasses.fields(SampledTokens):
             setattr(self.sampled, field.name, getattr(self.sampled, field.name) + getattr(sampled, field.name))
 
-    # Tickets
-
-    def _fill(self) -> None:
-        """Admit groups while there are places, and send out what can start.
-
-        Nothing is admitted before the first weights are announced, nor, with batch scheduling, before the round that is
-        running has ended.
-        """
-        is_open = self._announced is not None and not self._round_is_running()
-        while is_open and self.buffer.num_free_places() > 0:
-            group_id = self.tickets.next_group_id()
-            self._queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
-        self._dispatch()
-        self._open_barrier()
-
-    def _round_is_running(self) -> bool:
-        return self.config.scheduling == "batch" and bool(self._queue.has_training_tickets or self._running_tickets())
-
-    def _running_tickets(self) -> set[int]:
-        """Tickets of training groups that workers have."""
-        return {
-            ticket.ticket_id
-            for worker in self.workers
-            for ticket in worker.running.values()
-            if ticket.group_id != EVALUATION_GROUP
-        }
-
-    def _open_barrier(self) -> None:
-        """If every running trajectory waits at the barrier, on whichever worker, let all go on."""
-        if not self._at_barrier:
-            return
-        still_to_come = self.config.scheduling == "batch" and self._queue.has_training_tickets
-        if self._running_tickets() <= self._at_barrier and not still_to_come:
-            self._at_barrier.clear()
-            for worker in self.workers:
-                worker.process.send(Proceed())
-
-    def _dispatch(self) -> None:
-        """Send the tickets that can start to their workers."""
-        outgoing: dict[int, list[Ticket]] = collections.defaultdict(list)
-        for worker, ticket in self._queue.assign(list(self.workers)):
-            worker.give(ticket)
-            if ticket.group_id != EVALUATION_GROUP:
-                self.buffer.start(ticket.group_id, worker.sent_version)
-            outgoing[worker.index].append(ticket)
-        for index, tickets in outgoing.items():
-            self.workers[index].process.send(Tickets(tickets))
+    # Trajectories
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
@@ -241,7 +198,7 @@ class Controller:
             self._drop(group.group_id, "filtered")
             self.tickets.forget(group.group_id)
         elif self.config.extra_members:
-            self._abort(group.group_id)
+            self.dispatcher.abort(group.group_id)
 
     def _on_failed(self, trajectory: Trajectory) -> None:
         """Drop the group of a failed trajectory if it had no spare; a run in which nothing succeeds ends."""
@@ -264,15 +221,7 @@ class Controller:
 
     def _drop(self, group_id: int, reason: DropReason) -> None:
         self.buffer.drop(group_id, reason)
-        self._abort(group_id)
-
-    def _abort(self, group_id: int) -> None:
-        """End what still runs or waits for a group."""
-        self._queue.remove_group(group_id)
-        for worker in self.workers:
-            running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
-            if running:
-                worker.process.send(Abort(running))
+        self.dispatcher.abort(group_id)
 
     # Batches
 
@@ -328,7 +277,7 @@ class Controller:
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
         workers = ", ".join(worker.describe() for worker in self.workers)
-        return f"{workers}; {len(self._queue)} tickets queued; {self.buffer.ledger()}"
+        return f"{workers}; {len(self.dispatcher.queue)} tickets queued; {self.buffer.ledger()}"
 
     # Weights and evaluation
 
@@ -383,7 +332,7 @@ class Controller:
     def _start_evaluation(self, version: int) -> None:
         tickets = self.tickets.for_evaluation(version)
         self._evaluation = Evaluation.of(version, tickets)
-        self._queue.put_first(tickets)
+        self.dispatcher.queue.put_first(tickets)
 
     def _on_evaluated(self, trajectory: Trajectory) -> None:
         evaluation = self._evaluation

@@ -1,16 +1,19 @@
-"""Which waiting ticket goes to which rollout worker, and when.
+"""Which groups start, and which ticket goes to which rollout worker, and when.
 
 `queue` hands each ticket to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345,
-queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, whatever they do.
+queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, in rounds.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Literal
 
+from buffer import SampleBuffer
+from config import Config
 from data.records import Ticket
-from tickets import EVALUATION_GROUP
-from workers import Worker
+from messages import Abort, Proceed, Tickets
+from tickets import EVALUATION_GROUP, TicketSource
+from workers import Worker, Workers
 
 
 class TicketQueue:
@@ -66,3 +69,69 @@ class TicketQueue:
                 yield worker, ticket
             else:
                 self._tickets.append(ticket)
+
+
+class Dispatcher:
+    """Admits groups while there are places for them, sends their tickets out, and opens the barrier between turns."""
+
+    def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
+        self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
+        self.queue = TicketQueue(config.scheduling, config.max_running_requests)
+        self._at_barrier: set[int] = set()
+
+    def fill(self) -> None:
+        """Admit groups, unless the round of a batch is still running, and send out what can start."""
+        while self.buffer.num_free_places() > 0 and not self._round_is_running():
+            self._admit_all()
+        self.send_out()
+        self._open_barrier()
+
+    def _admit_all(self) -> None:
+        for _ in range(self.buffer.num_free_places()):
+            group_id = self.tickets.next_group_id()
+            self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
+
+    def _round_is_running(self) -> bool:
+        return self.config.scheduling == "batch" and bool(self.queue.has_training_tickets or self._running_tickets())
+
+    def _running_tickets(self) -> set[int]:
+        """Tickets of training groups that workers have."""
+        return {
+            ticket.ticket_id
+            for worker in self.workers
+            for ticket in worker.running.values()
+            if ticket.group_id != EVALUATION_GROUP
+        }
+
+    def send_out(self) -> None:
+        """Send the tickets that can start to their workers."""
+        outgoing: dict[int, list[Ticket]] = defaultdict(list)
+        for worker, ticket in self.queue.assign(list(self.workers)):
+            worker.give(ticket)
+            if ticket.group_id != EVALUATION_GROUP:
+                self.buffer.start(ticket.group_id, worker.sent_version)
+            outgoing[worker.index].append(ticket)
+        for index, tickets in outgoing.items():
+            self.workers[index].process.send(Tickets(tickets))
+
+    def abort(self, group_id: int) -> None:
+        """End what still runs or waits for a group."""
+        self.queue.remove_group(group_id)
+        for worker in self.workers:
+            running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
+            if running:
+                worker.process.send(Abort(running))
+
+    def arrive_at_barrier(self, ticket_ids: list[int]) -> None:
+        """Note that these tickets wait for all others."""
+        self._at_barrier.update(ticket_ids)
+
+    def _open_barrier(self) -> None:
+        """If every running trajectory waits at the barrier, on whichever worker, let all go on."""
+        if not self._at_barrier:
+            return
+        still_to_come = self.config.scheduling == "batch" and self.queue.has_training_tickets
+        if self._running_tickets() <= self._at_barrier and not still_to_come:
+            self._at_barrier.clear()
+            for worker in self.workers:
+                worker.process.send(Proceed())
