@@ -182,7 +182,7 @@ class SampleBuffer:
 
         Running ones go first. Empty if there is no batch yet, if none need be given up, or if it would not help.
         """
-        batch = self._next_batch()
+        batch = self._next_batch() if self.extra_groups else None
         too_late = [] if batch is None else self._left_too_late(batch)
         return too_late if len(too_late) <= self.extra_groups else []
 
@@ -200,9 +200,9 @@ class SampleBuffer:
         """Groups, as few as possible, without which the others outside `batch` can be consumed in time."""
         if self.stale_policy != "wait" or self.admission == "gate":
             return []
-        left = [(r.version, group_id) for group_id, r in self._residents.items() if group_id not in set(batch)]
+        left = self._residents.keys() - batch
         kept, too_late = [], []
-        for version, group_id in sorted(left):
+        for version, group_id in sorted((self._residents[group_id].version, group_id) for group_id in left):
             kept.append(group_id)
             steps_left = version + self.max_staleness - self.trainer_version
             if len(kept) > self.groups_per_step * steps_left:

@@ -241,7 +241,8 @@ class Controller:
                 batch = self.buffer.take()
                 return batch is not None
 
-            self._wait(taken, self.config.rollout_timeout_s, "a batch")
+            what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
+            self._wait(taken, self.config.rollout_timeout_s, what)
             for group in batch:
                 self.tickets.forget(group.group_id)
             self._drop_expired()

@@ -104,6 +104,7 @@ class RolloutWorker:
                 case Update():
                     await self.update(message)
                 case Suspend():
+                    await self._finish_probing()  # frozen, it could not end, and the update waits for it
                     await self.proxy.suspend()
                 case Proceed():
                     self._barrier.open()
@@ -155,8 +156,7 @@ class RolloutWorker:
                 trajectories = list(await asyncio.gather(*(manager.run(worker) for manager in managers)))
         finally:
             del self._managers[ticket.ticket_id]
-        if not (self._finished or self._waiting):
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._flush_soon()
         self._finished += trajectories
 
     def _make_managers(self, ticket: Ticket) -> list[EnvManager]:
@@ -215,12 +215,15 @@ class RolloutWorker:
         await self.proxy.abort(list(sampling))
 
     def _report_waiting(self, ticket_id: int) -> None:
-        if not (self._finished or self._waiting):
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._flush_soon()
         self._waiting.append(ticket_id)
 
+    def _flush_soon(self) -> None:
+        """Send all that ends or comes to the barrier in this turn of the event loop by one message instead of many."""
+        if not (self._finished or self._waiting):
+            asyncio.get_running_loop().call_soon(self._flush)
+
     def _flush(self) -> None:
-        """Send all that ended or came to the barrier in this turn of the event loop: one message instead of many."""
         finished, self._finished = self._finished, []
         waiting, self._waiting = self._waiting, []
         if finished:
@@ -230,11 +233,14 @@ class RolloutWorker:
 
     async def update(self, update: Update) -> None:
         """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
-        if self._probing is not None:
-            await self._probing
+        await self._finish_probing()
         pause_s = await self.proxy.update(update.version, update.update_infos)
         self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled()))
         self._probing = asyncio.create_task(self._score_probe(update)) if update.probe else None
+
+    async def _finish_probing(self) -> None:
+        if self._probing is not None:
+            await self._probing
 
     async def _score_probe(self, update: Update) -> None:
         scores = await asyncio.gather(*(self.proxy.score(tokens) for tokens in update.probe))
