@@ -1,0 +1,433 @@
+"""The report of a run: what its page and its trace say of a run made up here, and that a browser can draw it."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import report  # noqa: E402
+from timeline import build_timeline, pack, trace  # noqa: E402
+
+STARTED = 1_700_000_000.0
+"""2023-11-14T22:13:20Z."""
+STEPS, STEP_S, STARTUP_S = 12, 2.0, 5.0
+HOSTILE = "</script><script>alert('a')</script><img src=x onerror=alert(1)> & \"quoted\" $data"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "headless_shell")
+
+
+def metrics_line(step):
+    """2 s a step of which 0.1 s are in no phase; 8 groups of 4 consumed, 1 dropped and 10 tokens per response."""
+    line = {
+        "step": step,
+        "policy_version": step,
+        "samples": 32 * step,
+        "reward/mean": step / 20,
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
+        "ledger/groups_issued": 9 * step + 3,
+        "ledger/groups_consumed": 8 * step,
+        "ledger/groups_resident": 3,
+        "ledger/tokens_generated": 360 * step,
+        "ledger/tokens_consumed": 320 * step,
+        "ledger/tokens_resident": 0,
+        "ledger/groups_dropped_stale": step,
+        "ledger/tokens_dropped_stale": 40 * step,
+        "tokens/generated": 360 * step,
+        "loss/entropy": 0.5,
+        "loss/clipped": 0.1,
+        "loss/clipped/lag_0": 0.0,
+        "loss/clipped/lag_1": None if step == 1 else 0.2,
+        "loss/clipped/lag_9+": 0.3,
+        "time/wait_s": 0.8,
+        "time/train_s": 1.0,
+        "time/publish_s": 0.08,
+        "time/log_s": 0.02,
+        "time/step_s": STEP_S,
+    }
+    evaluated = {"eval/accuracy": step / 12, "eval/policy_version": step}
+    return line | evaluated if step in (6, 12) else line
+
+
+def trajectory(ticket, worker, start, seconds, version, **changes):
+    event = {
+        "event": "trajectory",
+        "time": STARTED + start + seconds,
+        "ticket": ticket,
+        "group": ticket // 4,
+        "member": ticket % 4,
+        "worker": worker,
+        "started_at": STARTED + start,
+        "ended_at": STARTED + start + seconds,
+        "tokens": 10,
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "min_version": version,
+        "max_version": version,
+    }
+    return event | changes
+
+
+def step_event(step):
+    start = STARTED + STARTUP_S + (step - 1) * STEP_S
+    ends = {"wait": start + 0.8, "train": start + 1.8, "publish": start + 1.9}
+    spans = {
+        name: [start if name == "wait" else ends["wait" if name == "train" else "train"], end]
+        for name, end in ends.items()
+    }
+    return {"event": "step", "time": start + STEP_S, "step": step, "spans": spans | {"step": [start, start + STEP_S]}}
+
+
+def make_events(trajectories_per_step=32):
+    """Two workers, the second of which dies in step 3 and is back in step 5; version 6 is evaluated."""
+    events = [
+        {"event": "worker_ready", "time": STARTED + STARTUP_S, "worker": worker, "startup_s": 4.0} for worker in (0, 1)
+    ]
+    events.append({"event": "worker_died", "time": STARTED + 10, "worker": 1, "exit_code": -9, "tickets": 4})
+    events.append({"event": "worker_ready", "time": STARTED + 14, "worker": 1, "startup_s": 3.0})
+    for step in range(1, STEPS + 1):
+        start = STARTUP_S + (step - 1) * STEP_S
+        for i in range(trajectories_per_step):
+            ticket = (step - 1) * trajectories_per_step + i
+            events.append(trajectory(ticket, i % 2, start + 0.01 * i, 1.2 + 0.01 * (i % 7), step - 1))
+        for worker in (0, 1)[: 1 if 10 < start + 1.95 < 14 else 2]:
+            updated = {"worker": worker, "version": step, "pause_s": 0.03}
+            events.append({"event": "update", "time": STARTED + start + 1.95, **updated})
+        events.append(step_event(step))
+    events += [trajectory(9000 + i, i % 2, 17.0, 0.5, 6, group=-1) for i in range(4)]
+    events.append({"event": "evaluation", "time": STARTED + 17.6, "version": 6, "accuracy": 0.5})
+    events.append(trajectory(9100, 0, 20.0, 0.4, 7, finish_reason="failed", reward=None, failure="it </script> broke"))
+    unstarted = trajectory(9101, 1, 20.0, 0.0, 7, finish_reason="aborted", reward=None, tokens=0)
+    return [*events, {k: v for k, v in unstarted.items() if not k.endswith("_version")}]
+
+
+def run_json():
+    return {
+        "command": ["python", "train_async.py", "--task", "a task"],
+        "world_size": 2,
+        "config": {"algo": "tis", "task": "addition", "steps": STEPS, "async_ratio": 2.0, "seed": 0, "gone_since": 1},
+        "git_commit": "0123abc",
+        "git_diff": "diff --git a/x.py b/y.py\n--- a/x.py\n+++ b/y.py\n-one\n+two\n+three",
+        "packages": {"torch": "9.9"},
+        "python": "3.11.0",
+        "hardware": {"cpu_cores": 2, "cpu": "Some CPU", "gpus": ["H200", "H200"]},
+        "started_at": "2023-11-14T22:13:20+0000",
+    }
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "my run"
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps(run_json()))
+    write_lines(path / "metrics.jsonl", [metrics_line(step) for step in range(1, STEPS + 1)])
+    write_lines(path / "events.jsonl", make_events())
+    samples = [{"step": step, "prompt": f"what {step}?", "response": HOSTILE, "reward": 1.0} for step in range(1, 31)]
+    write_lines(path / "samples.jsonl", samples)
+    return path
+
+
+def timeline_of(run):
+    records = report.read_records(run)
+    return build_timeline(records.run, records.events)
+
+
+def page_of(run, now=STARTED + 10_000):
+    return report.make_page(run.name, report.read_records(run), timeline_of(run), now)
+
+
+def table(page, title):
+    rows = next(table.rows for table in page.tables if title in table.title)
+    return {name: numbers for name, *numbers in rows}
+
+
+class Text(HTMLParser):
+    """Collects the tags and the text of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.texts, self.scripts = [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, text):
+        (self.scripts if self.tags and self.tags[-1][0] == "script" else self.texts).append(text)
+
+
+def html_of(run):
+    report.write_report(run, with_trace=False)
+    return (run / "report.html").read_text()
+
+
+def run_script(*arguments):
+    command = [sys.executable, ROOT / "scripts/report.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+# Page
+
+
+def test_the_header_says_what_was_run_on_what_and_how_it_differs_from_the_default_job(run):
+    facts = page_of(run).facts
+    assert facts["command"] == "python train_async.py --task 'a task'"
+    assert facts["options"] == "algo = tis, steps = 12, async_ratio = 2.0, gone_since = 1"
+    assert facts["commit"] == "0123abc, dirty: +2 −1 lines in y.py (git_diff in run.json)"
+    assert facts["hardware"] == "2 CPU cores (Some CPU), 2 × H200; 2 trainer ranks"
+    assert facts["packages"] == "torch 9.9, Python 3.11.0"
+    assert facts["outcome"] == "finished: all 12 steps; worker deaths: 1"
+    assert facts["started"].endswith("lasted 29 s")
+
+
+def test_the_numbers_are_those_of_the_summary(run):
+    numbers = page_of(run).numbers
+    assert numbers["reward, last tenth"] == "0.600" and numbers["held-out accuracy, last"] == "1.000"
+    assert numbers["share of time the trainer waited"] == "40.0%"
+
+
+def test_there_is_a_curve_per_metric_and_lag_bucket_and_a_word_on_those_that_are_missing(run):
+    page = page_of(run)
+    series = {chart.title: {s.name: s.points for s in chart.series} for chart in page.charts}
+    over_samples = series["Reward and held-out accuracy over samples"]
+    assert over_samples["held-out accuracy"] == [(192, 0.5), (384, 1.0)] and len(over_samples["reward"]) == STEPS
+    assert series["Reward and held-out accuracy over time"]["held-out accuracy"] == [(12.0, 0.5), (24.0, 1.0)]
+    assert list(series["Clip fraction by lag, steps"]) == ["lag 0", "lag 1", "lag 9+"]
+    assert len(series["Clip fraction by lag, steps"]["lag 1"]) == STEPS - 1
+    assert page.missing == ["Effective sample size by lag, steps"]
+    assert "Not recorded by this run: Effective sample size by lag" in html_of(run)
+
+
+def test_the_ledgers_sum_to_what_was_issued_and_generated(run):
+    page = page_of(run)
+    groups, tokens = table(page, "groups"), table(page, "tokens")
+    assert groups["issued"] == ["111", "100.0%"] and groups["dropped: stale"] == ["12", "10.8%"]
+    assert tokens["generated"] == ["4320", "100.0%"] and tokens["consumed"] == ["3840", "88.9%"]
+    for ledger in (groups, tokens):
+        *parts, total = [int(count) for count, _ in ledger.values()]
+        assert sum(parts) == total
+
+
+def test_the_trainers_time_is_summed_by_phase_and_what_no_phase_covers_is_other(run):
+    spent = table(page_of(run), "time")
+    assert list(spent) == ["wait", "train", "publish", "log", "other", "all steps"]
+    assert spent["wait"] == ["9.60", "40.0%"] and spent["other"] == ["1.20", "5.0%"]
+    *parts, total = [float(seconds) for seconds, _ in spent.values()]
+    assert sum(parts) == pytest.approx(total) and total == STEPS * STEP_S
+
+
+def test_ten_samples_are_spread_over_the_run(run):
+    assert [sample["step"] for sample in page_of(run).samples] == [1, 4, 7, 11, 14, 17, 20, 24, 27, 30]
+    assert report.spread([1, 2], 10) == [1, 2]
+
+
+def test_what_a_run_has_written_is_text_and_never_markup(run):
+    html = html_of(run)
+    page = Text(html)
+    assert html.count("</script>") == 2 and [tag for tag, _ in page.tags].count("script") == 2
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert page.texts.count(HOSTILE) == 10
+    data = json.loads(page.scripts[0])
+    assert any("it </script> broke" in bar for lane in data["timeline"]["lanes"] for bar in lane["trajectories"])
+
+
+def test_the_page_needs_nothing_but_itself(run):
+    html = html_of(run)
+    assert "default-src 'none'" in html and not re.search(r"\$\w", html.replace(HOSTILE.split()[-1], ""))
+    for _, attributes in Text(html).tags:
+        assert "src" not in attributes and attributes.get("href", "data:").startswith("data:")
+
+
+def test_a_short_run_with_one_step_and_nothing_else_has_a_page(run):
+    write_lines(run / "metrics.jsonl", [metrics_line(1)])
+    (run / "events.jsonl").unlink()
+    (run / "samples.jsonl").unlink()
+    html = html_of(run)
+    assert (
+        "No sample has been recorded" in html
+        and "Held-out accuracy; Effective sample size by lag, steps; Timeline." in html
+    )
+
+
+# Timeline and trace
+
+
+def test_there_is_a_lane_for_the_trainer_the_evaluations_and_each_worker(run):
+    lanes = {lane.name: lane for lane in timeline_of(run).lanes}
+    assert list(lanes) == ["trainer", "evaluation", "worker 0", "worker 1"]
+    assert sum(bar.kind == "step" for bar in lanes["trainer"].bars) == STEPS
+    assert {bar.kind for bar in lanes["trainer"].bars} == {"step", "wait", "train", "publish"}
+    (evaluation,) = lanes["evaluation"].bars
+    assert (evaluation.start, evaluation.end) == (pytest.approx(17.0), pytest.approx(17.6))
+    assert evaluation.details == {"version": 6, "responses": 4, "accuracy": 0.5}
+    trajectories = [bar for lane in lanes.values() for bar in lane.bars if bar.kind == "trajectory"]
+    assert len(trajectories) == STEPS * 32 + 6
+    assert sum(bar.kind == "update" for bar in lanes["worker 0"].bars) == STEPS
+
+
+def test_two_evaluations_of_one_version_are_two_bars_and_one_that_did_not_end_is_one():
+    evaluations = [
+        *[trajectory(i, 0, 1.0, 2.0, 0, group=-1) for i in range(3)],
+        {"event": "evaluation", "time": STARTED + 3.1, "version": 0, "accuracy": 0.25},
+        trajectory(3, 0, 5.0, 2.0, 0, group=-1),
+        {"event": "evaluation", "time": STARTED + 7.1, "version": 0, "accuracy": None},
+        trajectory(4, 0, 9.0, 2.0, 1, group=-1),
+    ]
+    lane = build_timeline(run_json(), evaluations).lanes[1]
+    assert [(round(bar.start, 3), round(bar.end, 3)) for bar in lane.bars] == [(1, 3.1), (5, 7.1), (9, 11)]
+    assert [tuple(bar.details.values()) for bar in lane.bars] == [(0, 3, 0.25), (0, 1, None), (1, 1, None)]
+
+
+def test_a_workers_lane_shows_its_starts_its_death_and_the_gap_between(run):
+    lane = timeline_of(run).lanes[3]
+    life = [(bar.kind, bar.start, bar.end) for bar in lane.bars if bar.kind in ("starting", "restarting", "down")]
+    assert life == [
+        ("starting", pytest.approx(1), pytest.approx(5)),
+        ("restarting", pytest.approx(10), pytest.approx(14)),
+    ]
+    assert [(mark.kind, mark.time) for mark in lane.marks] == [("started", 5.0), ("started", 14.0), ("died", 10.0)]
+
+
+def test_a_worker_that_never_came_back_is_down_to_the_end(run):
+    events = [event for event in make_events() if event["event"] != "worker_ready" or event["time"] < STARTED + 14]
+    timeline = build_timeline(run_json(), events)
+    (down,) = [bar for bar in timeline.lanes[3].bars if bar.kind == "down"]
+    assert (down.start, down.end) == (10.0, timeline.duration)
+
+
+def test_bars_of_one_row_never_overlap(run):
+    for lane in timeline_of(run).lanes:
+        for row in range(lane.num_rows):
+            bars = sorted((bar.start, bar.end) for bar in lane.bars if bar.row == row)
+            assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(bars))
+
+
+def test_spans_are_packed_into_as_few_rows_as_overlap():
+    assert pack([(0, 4), (1, 2), (2, 3), (2.5, 5), (4, 6)]) == [0, 1, 1, 2, 0]
+    assert pack([]) == []
+
+
+def test_the_trace_has_the_keys_of_the_chrome_format_and_the_same_lanes(run):
+    result = run_script(run, "--trace")
+    assert result.stdout == f"report: {run / 'report.html'}\ntrace: {run / 'trace.json'}\n", result.stderr
+    written = json.loads((run / "trace.json").read_text())
+    assert written == json.loads(json.dumps(trace(timeline_of(run))))
+    for event in written["traceEvents"]:
+        assert {"name", "ph", "pid", "tid"} <= event.keys() and event["ph"] in "XMi"
+        assert event["ph"] == "M" or event["ts"] >= 0
+        assert event["ph"] != "X" or event["dur"] >= 0
+        assert event["ph"] != "i" or event["s"] == "p"
+    names = {e["args"]["name"] for e in written["traceEvents"] if e["name"] == "process_name"}
+    assert names == {"trainer", "evaluation", "worker 0", "worker 1"}
+    assert sum(e.get("cat") == "trajectory" for e in written["traceEvents"]) == STEPS * 32 + 6
+
+
+# Runs that are going on, and mistakes
+
+
+def test_a_run_that_is_going_on_or_was_killed_has_a_report_without_the_half_written_line(run):
+    write_lines(run / "metrics.jsonl", [metrics_line(1), metrics_line(2)])
+    for name in ("metrics", "events"):
+        with open(run / f"{name}.jsonl", "a") as file:
+            file.write('{"event": "traj')
+    end = STARTED + timeline_of(run).duration
+    assert page_of(run, end + 7).facts["outcome"].startswith("still going, or ended just now: 2 of 12 steps")
+    assert page_of(run, end + 600).facts["outcome"].startswith("ended early: 2 of 12 steps")
+    assert page_of(run).facts["left out"] == "the last line of metrics.jsonl, events.jsonl, which is half written"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", None, "metrics.jsonl does not exist; give the directory of a run"),
+        ("run.json", None, "run.json does not exist; give the directory of a run"),
+        ("run.json", "{", "run.json is not JSON"),
+        ("metrics.jsonl", "", "is empty: the run has not finished a step; wait for it"),
+        ("events.jsonl", '{}\n{"ev\n{}\n', "events.jsonl, line 2 of 3 is not JSON"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(run, name, content, message):
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        report.read_records(run)
+    assert "\n" not in str(error.value)
+
+
+def test_the_script_ends_with_one_line_and_a_status(tmp_path):
+    result = run_script(tmp_path / "none")
+    assert result.returncode == 1 and result.stdout == ""
+    assert re.fullmatch("error: .*none/metrics.jsonl does not exist; give the directory of a run.*\n", result.stderr)
+
+
+# In a browser
+
+LISTEN = """<script>
+const problems = [];
+addEventListener("error", (event) => problems.push(event.message));
+console.error = console.warn = (...words) => problems.push(words.join(" "));
+</script>"""
+PROBE = """<script>
+function colorsDrawn() {
+  const { width, height } = canvas, pixels = pen.getImageData(0, 0, width, height).data, colors = new Set();
+  for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3]) colors.add(pixels.slice(i, i + 3).join());
+  return [...colors];
+}
+function point(type, x, y) {
+  const { left, top } = canvas.getBoundingClientRect();
+  const place = { clientX: left + x, clientY: top + y, deltaY: -300, bubbles: true, cancelable: true };
+  canvas.dispatchEvent(new (type === "wheel" ? WheelEvent : PointerEvent)(type, place));
+}
+setTimeout(() => {
+  const whole = [view.start, view.end], tops = laneTops(), lane = lanes[2], bar = lane.byRow[1][0];
+  const drawStart = performance.now();
+  draw();
+  const seen = { problems, whole, colors: colorsDrawn(), draw_ms: performance.now() - drawStart };
+  point("pointermove", toX((bar[1] + bar[2]) / 2), AXIS + tops[2] - view.top + rowTop(lane, 1) + 1);
+  seen.tip = tip.textContent;
+  point("wheel", 500, 100);
+  seen.zoomed = [view.start, view.end];
+  document.querySelector("button[data-act=all]").click();
+  seen.again = [view.start, view.end];
+  document.body.dataset.seen = JSON.stringify(seen);
+}, 300);
+</script>"""
+
+
+def open_in_browser(run, browser):
+    """What the probe saw in the page, opened from disk, and the browser's log."""
+    html = html_of(run)
+    page = run / "probed.html"
+    page.write_text(html.replace("<head>", "<head>" + LISTEN, 1).replace("</body>", PROBE + "</body>"))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={run / 'profile'}"]
+    options = ["--enable-logging=stderr", "--window-size=1200,2000", "--virtual-time-budget=2000", "--dump-dom"]
+    result = subprocess.run([*command, *options, page.as_uri()], capture_output=True, text=True, timeout=60)
+    body = next((attributes for tag, attributes in Text(result.stdout).tags if tag == "body"), {})
+    assert "data-seen" in body, f"the page's script did not run to its end:\n{result.stderr[-3000:]}"
+    return json.loads(body["data-seen"]), result.stderr
+
+
+def test_a_browser_draws_the_timeline_zooms_it_and_names_what_is_under_the_pointer(run):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser of {', '.join(BROWSERS)} is installed")
+    seen, log = open_in_browser(run, browser)
+    assert seen["problems"] == [] and "CONSOLE" not in log
+    assert "47,111,181" in seen["colors"] and len(seen["colors"]) > STEPS, "phases and versions are not there"
+    assert "ticket: 0\ngroup: 0\nmember: 0\ntokens: 10\nmin version: 0" in seen["tip"]
+    assert "reward: 1\nfinish reason: stop" in seen["tip"]
+    (start, end), (left, right) = seen["whole"], seen["zoomed"]
+    assert start == 0 and start < left < right < end and seen["again"] == seen["whole"]
