@@ -116,6 +116,14 @@ class Config:
     """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass and compute the rest again: memory for about 1/3 more
+    computation, never the gradient."""
+    compile: bool = False
+    """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs."""
+    optimizer_offload: bool = False
+    """Keep float32 weights, gradients and AdamW state in host memory and step there, 16 bytes per parameter less on
+    the GPUs; the update is the same."""
 
     # Placement
     num_rollout_workers: int | None = None

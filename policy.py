@@ -1,4 +1,4 @@
-"""The trained model: load, FSDP2, log-probs of packed tokens, optimizer update, checkpoint.
+"""The trained model: load, FSDP2, loss of packed tokens, optimizer update, checkpoint.
 
 Weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction) with
 flash-attn where it is installed and torch's own attention otherwise; the CPU computes in float32 with torch's own.
@@ -19,9 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
@@ -29,83 +28,10 @@ from algos.kl import k3
 from algos.proximal import loglinear
 from config import Config
 from packing import MicroBatch, TrainSequence, pack, token_weights
+from token_logprobs import TokenLogprobs
 from token_stats import TokenStats
 
-CHUNK_ROWS = 1024
-"""Trained tokens per pass through the head: the most rows of [tokens, vocabulary] float32 that are ever alive."""
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
-
-def sampling_logits(logits: Tensor, targets: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Apply the engine's sampling transform to logits [N, V] float32: temperature, then top-p of what remains.
-
-    The nucleus is the current policy's own and is treated as a constant; outside of it logits are −inf. The sampled
-    token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
-    `processed_logprobs` does it: cut the least likely tokens while their total mass is at most 1 − top_p.
-    """
-    logits = logits / temperature
-    if top_p == 1.0:
-        return logits
-    with torch.no_grad():
-        ascending, order = logits.sort(dim=-1)
-        cut_sorted = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
-        cut_sorted[:, -1] = False
-        cut = torch.zeros_like(cut_sorted).scatter_(1, order, cut_sorted).scatter_(1, targets[:, None], False)
-    return logits.masked_fill(cut, -math.inf)
-
-
-class TokenLogprobs(nn.Module):
-    """A causal LM that returns the log-probs of trained tokens only, and never [tokens, vocabulary] as a whole."""
-
-    def __init__(self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS) -> None:
-        super().__init__()
-        self.model = model
-        self.chunk_rows = chunk_rows
-
-    @property
-    def one_row(self) -> bool:
-        """Whether its attention wants a micro-batch packed into one row."""
-        return self.model.config._attn_implementation == "flash_attention_2"
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        sources: Tensor,
-        targets: Tensor,
-        temperature: float,
-        top_p: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probs of the targets and the entropy (no gradient) under the sampling transform, [N] float32 nats.
-
-        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass.
-        """
-        varlen = _varlen_kwargs(position_ids) if self.one_row else {}
-        # Without a mask transformers makes a block-diagonal causal one, a block wherever position_ids restart.
-        outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **varlen)
-        rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
-        head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
-        parts = [
-            checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
-            for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
-        ]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-    def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-        logits = self.model.get_output_embeddings()(hidden).float()
-        logits = sampling_logits(logits, targets, temperature, top_p)
-        logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
-        with torch.no_grad():
-            entropy = torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
-        return logprobs, entropy
-
-
-def _varlen_kwargs(position_ids: Tensor) -> dict:
-    """Sequence boundaries of one packed row [1, L], as transformers' flash attention takes them."""
-    starts = torch.nonzero(position_ids[0] == 0).flatten().int()
-    bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
-    longest = int(bounds.diff().max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 @dataclass(frozen=True)
@@ -324,8 +250,10 @@ def load_policy(config: Config, model_path: str, device: torch.device) -> Policy
     """
     options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    module = _load_sharded(model_path, mesh, device)
-    reference = _load_sharded(model_path, mesh, device).requires_grad_(False) if config.kl_coef > 0 else None
+    module = _load_sharded(config, model_path, mesh, device)
+    reference = None
+    if config.kl_coef > 0:
+        reference = _load_sharded(config, model_path, mesh, device).requires_grad_(False)
     return Policy(config, model_path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
 
 
@@ -338,26 +266,42 @@ def attention_implementation(device: torch.device) -> str:
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
 
 
-def _load_sharded(path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
+def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
     """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights."""
-    hf_config = AutoConfig.from_pretrained(path)
-    for name in _UNSUPPORTED_HEADS:
-        if getattr(hf_config, name, None) not in (None, 1.0):
-            raise ValueError(
-                f"--model {path}: its head uses {name} = {getattr(hf_config, name)}, which we do not apply"
-            )
+    hf_config = _read_config(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation=attention_implementation(device)
         )
     module = TokenLogprobs(model.eval())
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
-    if device.type == "cuda":
+    if config.activation_checkpointing:
         recompute_layers(model, layers)
-    _shard([*layers, module], mesh, device)
-    module.to_empty(device=device)
+    if config.compile:
+        compile_layers(layers)
+    compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    shard([*layers, module], mesh, compute_dtype, config.optimizer_offload)
+    module.to_empty(device="cpu" if config.optimizer_offload else device)
+    _move_buffers(model, device)
     _fill_from_rank_0(model, path)
     return module
+
+
+def _read_config(path: str) -> PreTrainedConfig:
+    hf_config = AutoConfig.from_pretrained(path)
+    for name in _UNSUPPORTED_HEADS:
+        if getattr(hf_config, name, None) not in (None, 1.0):
+            raise ValueError(
+                f"--model {path}: its head uses {name} = {getattr(hf_config, name)}, which we do not apply"
+            )
+    return hf_config
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Put buffers where layers compute: FSDP streams offloaded weights there by itself, but not these."""
+    for owner in model.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, buffer.to(device))
 
 
 def _fill_from_rank_0(model: PreTrainedModel, path: str) -> None:
@@ -379,10 +323,26 @@ def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
 
 
-def _shard(modules: list[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Compile each layer's forward: all layers share one graph per kind of input, as they share their code.
+
+    Only the forward: FSDP's hooks and the recomputation stay outside, and no parameter changes its name. Sizes are
+    symbolic, since each micro-batch is packed into other rows.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def shard(modules: list[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool) -> None:
+    """Shard each module's float32 parameters; it computes in `compute_dtype`, and gradients are reduced in float32.
+
+    `offload` keeps the shards in host memory. Gradients then go there too, and AdamW, which makes its state beside the
+    weights, steps there.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offloaded = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=mixed if device.type == "cuda" else MixedPrecisionPolicy())
+        fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)
 
 
 def _try_write(model: PreTrainedModel, tokenizer_path: str, state: dict[str, Tensor], path: str) -> str | None:
