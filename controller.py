@@ -26,6 +26,9 @@ from tickets import EVALUATION_GROUP, TicketSource
 from weight_sync import Staged
 from workers import Worker, Workers
 
+MIN_FAILED_IN_A_ROW = 20
+"""Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
+
 
 @dataclass(frozen=True)
 class Announcement:
@@ -205,7 +208,7 @@ class Controller:
         if self.buffer.add_failed(trajectory):
             return
         self._failed_in_a_row += 1
-        if self._failed_in_a_row > self.config.max_outstanding_groups:
+        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.config.max_outstanding_groups):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "mend the environment or reward, or raise --env-timeout-s if it is only slow"
