@@ -5,6 +5,7 @@ flash-attn where it is installed and torch's own attention otherwise; the CPU co
 Methods marked «collective» must be called by all ranks with the same number of micro-batches.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -250,10 +251,10 @@ def load_policy(config: Config, model_path: str, device: torch.device) -> Policy
     """
     options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    module = _load_sharded(config, model_path, mesh, device)
-    reference = None
+    module, reference = _load_sharded(config, model_path, mesh, device), None
     if config.kl_coef > 0:
-        reference = _load_sharded(config, model_path, mesh, device).requires_grad_(False)
+        interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
+        reference = _load_sharded(interpreted, model_path, mesh, device).requires_grad_(False)
     return Policy(config, model_path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
 
 
@@ -324,10 +325,11 @@ def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
 
 
 def compile_layers(layers: list[nn.Module]) -> None:
-    """Compile each layer's forward: all layers share one graph per kind of input, as they share their code.
+    """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
 
-    Only the forward: FSDP's hooks and the recomputation stay outside, and no parameter changes its name. Sizes are
-    symbolic, since each micro-batch is packed into other rows.
+    Layers share their code and so their graphs: one per kind of input, of which there are up to eight (one row or more,
+    masked or not, with gradient or without), as many as torch compiles before it gives up. So sizes are symbolic, and a
+    reference model, whose frozen weights make other kinds, is not compiled.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)

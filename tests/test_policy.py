@@ -11,15 +11,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from tiny_policy import VOCAB, error_of, first_gradient, load, random_sequences, run_on_two_ranks, save_tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_policy import (
+    VOCAB,
+    assert_same_gradient,
+    brute_force_nucleus,
+    error_of,
+    first_gradient,
+    load,
+    random_sequences,
+    run_on_two_ranks,
+    save_tiny_model,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as Llama
 
 from algos import KL_ESTIMATORS, LOSSES
 from config import Config
 from packing import distribute, pack
-from policy import TokenLogprobs, recompute_layers, sampling_logits
 
 CPU = torch.device("cpu")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
@@ -60,12 +68,6 @@ def share_of(sequences, budget=100_000):
     return distribute([sequences], 1, budget)[0]
 
 
-def plain_logits(path, tokens):
-    """Logits [T, V] of one unpacked sequence, by transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
-    return model(torch.from_numpy(tokens)[None]).logits[0]
-
-
 def plain_logprobs(path, sequences, transform=lambda row, target: row):
     """Log-probs of the trained tokens, sequence by sequence and token by token."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -76,19 +78,6 @@ def plain_logprobs(path, sequences, transform=lambda row, target: row):
             target = int(sequence.tokens[t])
             logprobs.append(torch.log_softmax(transform(logits[t - 1], target), dim=-1)[target])
     return torch.stack(logprobs)
-
-
-def brute_force_nucleus(row, target, temperature, top_p):
-    """Keep the likeliest tokens until they hold top_p, and the sampled one; −inf elsewhere."""
-    row = row / temperature
-    kept, mass = {target}, 0.0
-    probs = row.double().softmax(dim=-1)
-    for token in sorted(range(len(row)), key=lambda i: -row[i].item()):
-        if mass >= top_p:
-            break
-        kept.add(token)
-        mass += probs[token].item()
-    return torch.tensor([row[i].item() if i in kept else -math.inf for i in range(len(row))])
 
 
 # Log-probs
@@ -104,16 +93,6 @@ def test_packed_logprobs_equal_those_of_single_sequences(tying, budget, request)
         torch.testing.assert_close(scores, plain_logprobs(path, sequences), rtol=1e-5, atol=1e-5)
 
 
-def test_one_long_row_gives_the_same_logprobs_as_short_rows(tied):
-    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(tied).eval())
-    sequences = random_sequences(12)
-    results = []
-    for one_row in (True, False):
-        batch = pack(sequences, one_row)
-        results.append(module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)[0])
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.8), (1.3, 0.35), (1.0, 1e-6)])
 def test_score_applies_the_sampling_transform(tied, temperature, top_p):
     sequences = random_sequences(4, max_tokens=10)
@@ -124,66 +103,6 @@ def test_score_applies_the_sampling_transform(tied, temperature, top_p):
 
     expected = plain_logprobs(tied, sequences, transform)
     torch.testing.assert_close(policy.score([sequences])[0], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
-def test_nucleus_equals_brute_force_and_always_holds_the_sampled_token(top_p):
-    generator = torch.Generator().manual_seed(1)
-    logits = 3 * torch.randn(40, 30, generator=generator)
-    targets = torch.randint(0, 30, (40,), generator=generator)
-    result = sampling_logits(logits, targets, 0.9, top_p)
-    expected = [brute_force_nucleus(*pair, 0.9, top_p) for pair in zip(logits, targets.tolist(), strict=True)]
-    torch.testing.assert_close(result, torch.stack(expected))
-    assert torch.isfinite(result.gather(1, targets[:, None])).all()
-
-
-def test_entropy_is_that_of_the_transformed_distribution(tied):
-    sequences = random_sequences(3)
-    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(tied).eval())
-    batch = pack(sequences, one_row=False)
-    args = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-    _, entropy = module(*args, 1.0, 0.5)
-    rows = plain_logits(tied, sequences[0].tokens)[np.flatnonzero(sequences[0].loss_mask) - 1]
-    for t, row in enumerate(rows):
-        probs = brute_force_nucleus(row, int(batch.targets[t]), 1.0, 0.5).softmax(dim=-1)
-        expected = -sum(p * math.log(p) for p in probs.tolist() if p > 0)
-        assert entropy[t].item() == pytest.approx(expected, abs=1e-4)
-    assert not entropy.requires_grad
-
-
-@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
-def test_the_head_in_chunks_gives_the_same_values_and_gradients_as_at_once(tied, chunk_rows):
-    batch = pack(random_sequences(8), one_row=False)
-    results = []
-    for rows in (100_000, chunk_rows):
-        module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(tied).eval(), rows)
-        logprobs, _ = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 0.8, 0.9)
-        logprobs.sum().backward()
-        results.append((logprobs, [p.grad for p in module.parameters()]))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most rows of any tensor whose last dimension is the vocabulary, forwards and backwards."""
-
-    most_rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == VOCAB:
-                self.most_rows = max(self.most_rows, tensor.numel() // VOCAB)
-        return result
-
-
-def test_no_tensor_of_all_tokens_by_the_vocabulary_ever_exists(untied):
-    batch = pack(random_sequences(60), one_row=False)
-    assert len(batch.targets) > 500
-    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(untied).eval(), chunk_rows=100)
-    with LargestTensor() as largest:
-        args = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-        module(*args, 0.9, 0.9)[0].sum().backward()
-    assert largest.most_rows == 100  # and the weight itself, transposed, has 64
 
 
 def test_llama_works_as_well_as_qwen(tmp_path):
@@ -217,14 +136,6 @@ def plain_gradient(path, sequences, aggregation, max_response_tokens):
         loss = loss + sum(of_tokens) / divisor
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def assert_same_gradient(actual, expected, relative=1e-5):
-    """Each parameter's error is small beside the largest entry of its gradient."""
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).abs().max().item()
-        assert error <= relative * gradient.abs().max().item(), (name, error)
 
 
 @pytest.mark.parametrize("budget", [24, 75, 100_000])
@@ -306,19 +217,6 @@ def test_two_ranks_save_one_loadable_checkpoint_and_both_hear_of_a_failure(two_r
     for exists, not_finite in found["errors"]:
         assert exists.startswith("OSError: checkpoint") and "exists already" in exists
         assert not_finite.startswith("RuntimeError: loss nan")
-
-
-def test_recomputing_layers_changes_no_gradient(tied):
-    batch = pack(random_sequences(5), one_row=False)
-    gradients = []
-    for recompute in (False, True):
-        model = AutoModelForCausalLM.from_pretrained(tied).eval()
-        if recompute:
-            recompute_layers(model, list(model.model.layers))
-        args = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-        TokenLogprobs(model)(*args, 1.0, 1.0)[0].sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert_same_gradient(*gradients)
 
 
 # Updates

@@ -1,5 +1,6 @@
 """A tiny random Qwen3 with a tokenizer, random sequences, and the body of a second rank, for packing and policy."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,6 +103,19 @@ def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: i
     return sequences
 
 
+def brute_force_nucleus(row, target, temperature, top_p):
+    """Keep the likeliest tokens until they hold top_p, and the sampled one; −inf elsewhere."""
+    row = row / temperature
+    kept, mass = {target}, 0.0
+    probs = row.double().softmax(dim=-1)
+    for token in sorted(range(len(row)), key=lambda i: -row[i].item()):
+        if mass >= top_p:
+            break
+        kept.add(token)
+        mass += probs[token].item()
+    return torch.tensor([row[i].item() if i in kept else -math.inf for i in range(len(row))])
+
+
 def load(config: Config) -> Policy:
     """The policy of config.model on the CPU."""
     return load_policy(config, config.model, torch.device("cpu"))
@@ -114,6 +128,14 @@ def first_gradient(policy: Policy) -> dict[str, torch.Tensor]:
         name: policy.optimizer.state[parameter]["exp_avg"].full_tensor() / (1 - beta1)
         for name, parameter in policy.module.model.named_parameters()
     }
+
+
+def assert_same_gradient(actual, expected, relative=1e-5):
+    """Each parameter's error is small beside the largest entry of its gradient."""
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).abs().max().item()
+        assert error <= relative * gradient.abs().max().item(), (name, error)
 
 
 def run_on_two_ranks(rank: int, folder: str, cases: list[tuple[Config, list[list[TrainSequence]], int]]) -> None:
@@ -138,6 +160,25 @@ def run_on_two_ranks(rank: int, folder: str, cases: list[tuple[Config, list[list
     dist.all_gather_object(errors, mine)
     if rank == 0:
         torch.save({"results": results, "errors": errors}, os.path.join(folder, "results.pt"))
+    dist.destroy_process_group()
+
+
+def train_on_two_ranks(rank: int, folder: str, cases: dict[str, tuple[Config, int]]) -> None:
+    """Body of a spawned rank: train one update per (config, rows per pass through the head), rank 0 writes `found.pt`.
+
+    It holds the metrics and the first gradient of each case.
+    """
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = {}
+    for name, (config, chunk_rows) in cases.items():
+        policy = load(config)
+        policy.module.chunk_rows = chunk_rows
+        metrics = policy.train_step(distribute([random_sequences(17, seed=3)], 2, 60)[rank], policy_version=12)
+        found[name] = (metrics, first_gradient(policy))
+    if rank == 0:
+        torch.save(found, os.path.join(folder, "found.pt"))
     dist.destroy_process_group()
 
 

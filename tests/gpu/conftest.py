@@ -64,6 +64,14 @@ def tiny_job(needs_gpu, tmp_path_factory) -> Job:
     return run_job("tiny", tmp_path_factory.mktemp("tiny"), {"model": "tiny"})
 
 
+@pytest.fixture(scope="session")
+def random_qwen3_of_8_layers(tmp_path_factory) -> Path:
+    """0.29 B parameters, more than half of them the embedding, for what needs no engine."""
+    path = tmp_path_factory.mktemp("qwen3-8-layers")
+    save_random_qwen3(path, num_layers=8)
+    return path
+
+
 def save_random_qwen3(path: Path, hidden_size: int = 1024, num_layers: int = 28, vocab_size: int = 151936) -> None:
     """Write a random Qwen3, by default of the 0.6 B shape, in bfloat16, with the tiny task's tokenizer.
 
