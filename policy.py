@@ -327,9 +327,9 @@ def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
 
-    Layers share their code and so their graphs: one per kind of input, of which there are up to eight (one row or more,
-    masked or not, with gradient or without), as many as torch compiles before it gives up. So sizes are symbolic, and a
-    reference model, whose frozen weights make other kinds, is not compiled.
+    Layers share their code and so their graphs: one per kind of input (one row or more, masked or not, with gradient or
+    without). Past eight of them torch warns and runs a layer uncompiled; so sizes are symbolic, and a reference model,
+    whose frozen weights make other kinds, is not compiled.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
