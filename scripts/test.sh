@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install, then lint, format check and tests: bash scripts/test.sh [options of pytest]
-# All three run, and one that fails is the status.
+# All run, and one that fails is the status. Tests that start whole jobs run alone: they look at the machine's processes
+# and shared memory, and use all cores; of the others, two files run at a time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,5 +9,9 @@ bash scripts/install.sh --dev
 status=0
 .venv/bin/ruff check . || status=$?
 .venv/bin/ruff format --check . || status=$?
-.venv/bin/python -m pytest --durations=10 "$@" || status=$?
+run_tests() {
+    .venv/bin/python -m pytest --durations=10 "$@" || [ $? -eq 5 ] || status=1 # 5: no test was chosen
+}
+run_tests -m "not e2e and not gpu" -n 2 --dist loadfile "$@"
+run_tests -m "e2e or gpu" "$@"
 exit "$status"
