@@ -39,6 +39,11 @@ class Pair:
     def run(self, coroutine):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
 
+    async def shutdown(self):
+        """End the engine while its loop runs: only then are its sockets closed, and open ones hang their collection."""
+        self.proxy.shutdown()
+        await asyncio.sleep(0.1)
+
     def perturb(self):
         """Move every weight of the trainer, as a step would."""
         with torch.no_grad():
@@ -114,7 +119,7 @@ def pair(tmp_path_factory):
     path = save_tiny_model(str(tmp_path_factory.mktemp("model")))
     pair = Pair(Config(model=path, temperature=0.7, top_p=0.9, max_prompt_tokens=200, max_response_tokens=100, lr=1e-3))
     yield pair
-    pair.proxy.shutdown()
+    pair.run(pair.shutdown())
     dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
