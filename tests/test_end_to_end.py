@@ -18,7 +18,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module", autouse=True)
 def tiny_model():
     """Made before the clock of any job starts."""
-    resolve_model("tiny", "frozen_lake")
+    for task in ("frozen_lake", "guess_number"):
+        resolve_model("tiny", task)
     return resolve_model("tiny", "addition")
 
 
@@ -134,6 +135,52 @@ def test_over_sampling_trains_every_response_once_and_none_beyond_max_resumes(tm
     trained = [event for event in job.events("trajectory") if event["finish_reason"] in ("stop", "length")]
     members = [(event["group"], event["member"]) for event in trained]
     assert len(members) == len(set(members))
+    assert_ledger_balances(metrics)
+
+
+def test_a_barrier_over_two_workers_holds_back_every_turn_and_extra_groups_are_given_up_for_full_batches(tmp_path):
+    job = run_job(
+        tmp_path,
+        task="guess_number",
+        steps=5,
+        async_ratio=0,
+        max_prompt_tokens=4,
+        max_response_tokens=24,
+        env_barrier=True,
+        env_latency="normal:1,1",
+        env_latency_scale=0.01,
+        drop_zero_variance=True,
+        extra_groups=4,
+        num_rollout_workers=2,
+        eval_every=5,
+    )
+    metrics = job.metrics()
+    assert [line["staleness/max"] for line in metrics] == [0] * 5
+    assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
+    assert all(line["response/turns_mean"] > 1 for line in metrics)
+    assert all(line["reward/zero_variance_groups"] == 0 for line in metrics)
+    assert metrics[-1]["ledger/groups_dropped_filtered"] > 0
+    assert metrics[-1]["ledger/groups_dropped_aborted"] > 0, "an extra group that was given up"
+    assert metrics[-1]["eval/problems"] == 32
+    assert_ledger_balances(metrics)
+
+
+def test_the_gate_bounds_how_much_runs_ahead_and_not_how_old_a_straggler_is(tmp_path):
+    job = run_job(
+        tmp_path,
+        task="frozen_lake",
+        steps=12,
+        max_prompt_tokens=8,
+        max_response_tokens=64,
+        admission="gate",
+        async_ratio=1,
+        env_latency="lognormal:0,1.8",
+        env_latency_scale=0.01,
+    )
+    metrics = job.metrics()
+    assert max(line["staleness/max"] for line in metrics) > 1, "the ledger's bound at this async ratio"
+    for line in metrics:
+        assert line["ledger/groups_issued"] <= (line["step"] + 1) * 8 + 8, "AReaL: floor((N - 1) / B) <= version + 1"
     assert_ledger_balances(metrics)
 
 
