@@ -138,6 +138,8 @@ class Config:
     """Held-out problems per evaluation, one sampled response each."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves only the last step."""
+    record: bool = False
+    """Keep every batch that is consumed in the run's directory, for scripts/replay.py to train on again."""
     seed: int = 0
     """Seed of prompts, sampling and initialisation."""
     run_name: str | None = None

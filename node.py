@@ -5,7 +5,7 @@ import faulthandler
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from model_path import resolve_model
 from placement import Placement, available_cores, place, visible_gpus
 from policy import Policy
 from processes import exit_with_parent
+from recorded_batches import batch_path, weights_sha256, write_batch
 from rollout import load_tokenizer
 from run_directory import RunDirectory
 from tickets import PromptSource, TicketSource
@@ -42,7 +43,7 @@ class Node:
     @property
     def is_leader(self) -> bool:
         """Whether this is rank 0."""
-        return self.controller is not None
+        return self.run is not None
 
     def connect(self, policy: Policy) -> ShmTransport | IpcTransport | None:
         """Join trainer and workers by the placement's transport, and wait until all engines are up."""
@@ -69,12 +70,18 @@ class Node:
         """The next batch of groups on rank 0, None on the others."""
         return self.controller.take_batch() if self.is_leader else None
 
+    def record_batch(self, step: int, groups: list[Group] | None) -> None:
+        """Keep the batch of a step in rank 0's run directory."""
+        if self.is_leader:
+            write_batch(batch_path(self.run.path, step), step, groups)
+
 
 @contextmanager
-def start_node(config: Config) -> Iterator[Node]:
+def start_node(config: Config, lead: Callable[[Node], None] | None = None) -> Iterator[Node]:
     """Set up this rank, yield, and take everything down, whatever happened.
 
-    Rollout workers are started first and come up while the caller loads the policy. Raises ValueError for what the
+    Rollout workers are started first and come up while the caller loads the policy; `lead` is what rank 0 does instead
+    of `start_rollout`: it sets at least model_path and run. Raises ValueError for what the
     user can mend: placement, model, dataset, a prompt or response that does not fit the model.
     """
     config.checked()
@@ -92,7 +99,7 @@ def start_node(config: Config) -> Iterator[Node]:
     node = Node(config, placement, device, "", None, None, None)
     try:
         if rank == 0:
-            _start_leading(node)
+            (lead or start_rollout)(node)
         _join_process_group(config, device)
         node.model_path = _from_rank_0(node.model_path)
         yield node
@@ -109,7 +116,8 @@ def _check_one_node(local_ranks: int) -> None:
         )
 
 
-def _start_leading(node: Node) -> None:
+def start_rollout(node: Node) -> None:
+    """Rank 0's part: resolve the model, make the run directory and start the rollout workers."""
     config = node.config
     print(node.placement.table(), flush=True)
     task = load_task(config.task, config.seed, config.data_path)
@@ -123,7 +131,7 @@ def _start_leading(node: Node) -> None:
     )
     tickets = TicketSource(config, prompts)
     tickets.check_prompts()
-    node.run = RunDirectory(config)
+    node.run = RunDirectory(config, weights_sha256(node.model_path) if config.record else None)
     print(f"run directory: {node.run.path}", flush=True)
     node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
     node.controller.launch()

@@ -5,6 +5,7 @@ metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, train steps, waits, deaths
 samples.jsonl   readable trajectories
 checkpoints/    step_N/, Hugging Face safetensors
+batches/        step_00000N.safetensors, what each step was trained on; with --record only
 """
 
 import importlib.metadata
@@ -30,8 +31,8 @@ SHOWN = (
 class RunDirectory:
     """Writes the records of one run; every line is on disk when the call returns. Safe to use from several threads."""
 
-    def __init__(self, config: Config):
-        """Make the directory and write run.json.
+    def __init__(self, config: Config, weights_sha256: str | None = None):
+        """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
         Raises ValueError if the name is taken: nothing of an earlier run is ever overwritten.
         """
@@ -45,7 +46,8 @@ class RunDirectory:
             name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
             for name in ("metrics", "events", "samples")
         }
-        (self.path / "run.json").write_text(json.dumps(_provenance(config), indent=1) + "\n")
+        recorded = {"weights_sha256": weights_sha256} if weights_sha256 else {}
+        (self.path / "run.json").write_text(json.dumps(_provenance(config) | recorded, indent=1) + "\n")
         self._wandb = _start_wandb(config, self.path)
         self._start = time.monotonic()
 

@@ -8,6 +8,7 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from config import Config, parse_config
 
@@ -32,6 +33,9 @@ def train(config: Config) -> None:
             clock.lap("log")
             groups = node.take_batch()
             clock.lap("wait")
+            if config.record:
+                node.record_batch(step, groups)
+                clock.lap("record")
             share = batch.share(groups, config)
             publisher.choose_probes(groups)
             stats = policy.train_step(share, policy_version=step - 1)
@@ -130,12 +134,17 @@ class StepLog:
 
 
 def main() -> None:
-    """Parse, train, and turn every way to end into one line and an exit status: 0 is for a finished run only."""
+    """Parse and train."""
     config = parse_config()
+    run_job(lambda: train(config))
+
+
+def run_job(job: Callable[[], None]) -> None:
+    """Run a job, and turn every way to end into one line and an exit status: 0 is for a finished job only."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        train(config)
+        job()
     except Interrupted as error:
         fail(error.args[0], status=128 + error.args[1])
     except ValueError as error:

@@ -3,14 +3,17 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from job import assert_nothing_is_left, run_job, start_job
+from job import ROOT, Job, assert_nothing_is_left, run_job, start_job
 from tiny_policy import save_byte_llama, save_unservable_model
 
 from buffer import DROP_REASONS
 from model_path import resolve_model
+from recorded_batches import weights_sha256
 
 pytestmark = pytest.mark.e2e
 
@@ -83,11 +86,26 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
     assert_ledger_balances(metrics)
 
 
-def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3(tmp_path):
-    metrics = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3, on_update="wait").metrics()
+def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3_and_replays_to_the_bit(tmp_path):
+    job = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3, on_update="wait", record=True)
+    metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert_replay_is_the_run(job, tmp_path)
+
+
+def assert_replay_is_the_run(job, tmp_path):
+    """scripts/replay.py without an option: all that it logs, but for times, and the last weights are the run's."""
+    command = [sys.executable, "scripts/replay.py", job.run_path, "--run-name=replay"]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120)
+    replayed = Job(None, tmp_path / "replay", None)
+    for line, of_run in zip(replayed.metrics(), job.metrics(), strict=True):
+        names = [name for name in line if not name.startswith("time/") and name != "tokens/generated"]
+        assert {name: line[name] for name in names} == {name: of_run[name] for name in names}
+        assert "loss/grad_norm" in names and "drift/k3" in names
+    last = "checkpoints/step_7"
+    assert weights_sha256(replayed.run_path / last) == weights_sha256(job.run_path / last)
 
 
 def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_members_and_failing_steps(tmp_path):

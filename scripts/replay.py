@@ -1,0 +1,248 @@
+"""Train again on the batches of a recorded run, without an engine: `python scripts/replay.py RUN --algo tis`.
+
+RUN is the directory of a run made with --record. Every step trains on the very batch that the run's step had, from the
+same first weights, by the same policy code; what follows RUN changes options of training. So losses, advantages and
+learning rates are compared on identical stale data. `torchrun --nproc-per-node N scripts/replay.py RUN …` uses N ranks.
+
+The data stay those of the recorded policy, whatever is trained on them. Staleness and lag are the recorded ones: steps
+between the recorded policy that sampled a token and the recorded one that was trained on it. The replayed policy goes
+another way, and drift/* says how far it has come from the one that sampled: with other options it grows beyond what a
+run of its own would have, as its own samples never correct it.
+
+On the CPU two replays give the same bits, and so does the recorded run itself if options, ranks and threads per rank
+are its own. Other ranks or threads add floats in another order; a GPU's kernels may do so from one replay to the next.
+
+It writes a run directory like a run's, beside RUN. Of sampling it has nothing to tell: no rollout/*, ledger/* and
+mismatch/*, no samples, and tokens/generated is 0; time/wait_s is what reading a batch takes. With --evaluate a
+rollout worker starts meanwhile and samples the held-out problems with the last weights, as the run does; that is in the
+last line of metrics.jsonl.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config import Config  # noqa: E402
+from recorded_batches import batch_path, read_batch, weights_sha256  # noqa: E402
+from train_async import Clock, is_due, run_job  # noqa: E402
+
+OF_TRAINING = (
+    "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "clip_low", "clip_high",
+    "minibatches", "proximal", "loss_aggregation", "kl_coef", "kl_estimator", "max_tokens_per_microbatch",
+    "activation_checkpointing", "compile", "optimizer_offload",
+)  # fmt: skip
+"""Options that a replay may change; those of sampling are part of the data."""
+OF_THE_REPLAY = ("model", "save_every", "run_name", "runs_dir", "wandb", "startup_timeout_s", "rollout_timeout_s")
+OF_EVALUATION = (
+    "eval_problems", "num_rollout_workers", "gpu_memory_utilization", "max_running_requests", "env_timeout_s",
+    "max_worker_restarts",
+)  # fmt: skip
+"""Options that mean something with --evaluate only."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run made with --record, as it lies on disk."""
+
+    path: Path
+    config: Config
+    """The run's own options."""
+    weights_sha256: str
+    """Fingerprint of the weights that it began with."""
+    num_steps: int
+    """Steps whose batches are there; fewer than config.steps if the run was interrupted."""
+
+    @classmethod
+    def open(cls, path: Path) -> "Recording":
+        """Look at a run directory. Raises ValueError, in one line, if it holds no run that can be replayed."""
+        try:
+            header = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} is not the directory of a run: {error}; give RUN first, as in runs/NAME"
+            ) from None
+        if "weights_sha256" not in header:
+            raise ValueError(f"{path} was not recorded; only a run of train_async.py --record can be replayed")
+        unknown = sorted(header["config"].keys() - {field.name for field in fields(Config)})
+        if unknown:
+            raise ValueError(
+                f"{path} was recorded by another version of this code, with {', '.join(unknown)}; its commit is "
+                f"{header['git_commit']}"
+            )
+        num_steps = len(list((path / "batches").glob("step_*.safetensors")))
+        for batch in (batch_path(path, step) for step in range(1, max(1, num_steps) + 1)):
+            if not batch.exists():
+                raise ValueError(f"{batch} is missing: a replay needs every batch from the first on")
+        return cls(path, Config(**header["config"]), header["weights_sha256"], num_steps)
+
+    def batch(self, step: int):
+        """The groups that the step of the run consumed."""
+        return read_batch(batch_path(self.path, step), step)
+
+    def check_weights(self, model: str, model_path: str) -> None:
+        """Raise ValueError if the folder's weights are not those that the run began with."""
+        found = weights_sha256(model_path)
+        if found != self.weights_sha256:
+            raise ValueError(
+                f"--model {model} has weights {found[:12]}…, and {self.path} began with {self.weights_sha256[:12]}…: "
+                "its batches are another policy's; give --model the folder with the weights of the run"
+            )
+
+
+def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -> Config:
+    """The recorded run's options, changed by `arguments`.
+
+    Raises ValueError for one that a replay cannot change, and for more steps than were recorded. Exits with status 2
+    for what train_async.py would refuse.
+    """
+    import tyro
+
+    recorded = recording.config
+    own = replace(
+        recorded,
+        steps=min(recorded.steps, recording.num_steps),
+        record=False,
+        save_every=0,
+        run_name=None,
+        runs_dir=str(recording.path.parent),
+        wandb="disabled",
+        eval_every=recorded.eval_every or recorded.steps,  # with 0 there would be no held-out problems
+    )
+    chosen = tyro.cli(Config, default=own, args=arguments, prog=f"replay.py {recording.path}")
+    allowed = OF_TRAINING + OF_THE_REPLAY + OF_EVALUATION * evaluate
+    for name in (field.name for field in fields(Config)):
+        if name not in allowed and getattr(chosen, name) != getattr(own, name):
+            _refuse(name, getattr(own, name))
+    if chosen.steps > recording.num_steps:
+        raise ValueError(f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps")
+    name = f"{recording.path.name}-replay-{chosen.algo}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return replace(chosen, run_name=chosen.run_name or name).checked()
+
+
+def _refuse(name: str, recorded) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    if name in OF_EVALUATION:
+        raise ValueError(f"{flag} means nothing without --evaluate: a replay samples nothing")
+    may_change = ", ".join(f"--{other.replace('_', '-')}" for other in OF_TRAINING)
+    raise ValueError(
+        f"{flag} cannot be changed: the batches were made with {name} = {recorded}. A replay may change {may_change}"
+    )
+
+
+def replay(recording: Recording, config: Config, evaluate: bool) -> None:
+    """Run the whole replay; every trainer rank calls this."""
+    from node import start_node
+    from policy import load_policy
+    from run_directory import Progress
+
+    with start_node(config, lambda node: lead(node, recording, evaluate)) as node:
+        policy = load_policy(config, node.model_path, node.device)
+        progress = Progress(config.steps) if node.is_leader else None
+        try:
+            train(recording, node, policy, progress, evaluate)
+        finally:
+            if progress is not None:
+                progress.close()
+    node.say_where()
+
+
+def lead(node, recording: Recording, evaluate: bool) -> None:
+    """Rank 0's part of the start: the model must be the recorded one; a rollout worker is needed only to evaluate."""
+    from model_path import resolve_model
+    from node import start_rollout
+    from run_directory import RunDirectory
+
+    node.model_path = resolve_model(node.config.model, node.config.task)
+    recording.check_weights(node.config.model, node.model_path)
+    if evaluate:
+        start_rollout(node)
+    else:
+        node.run = RunDirectory(node.config)
+        print(f"run directory: {node.run.path}", flush=True)
+    node.run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
+
+
+def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
+    """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective."""
+    import batch
+
+    config, clock = node.config, Clock()
+    for step in range(1, config.steps + 1):
+        clock.lap("log")
+        groups = recording.batch(step) if node.is_leader else None
+        clock.lap("wait")
+        stats = policy.train_step(batch.share(groups, config), policy_version=step - 1)
+        clock.lap("train")
+        evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
+        clock.lap("publish")
+        if node.is_leader:
+            write_metrics(node, step, groups, stats, evaluated, clock.next_step(), progress)
+        if is_due(step, config.save_every, config.steps):
+            policy.save(node.checkpoint_path(step))
+            clock.lap("save")
+
+
+def evaluate_last(node, policy) -> dict[str, float]:
+    """Publish the last weights and sample the held-out problems with them; collective. Nothing but on rank 0.
+
+    Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
+    start behind the held-out ones, as in a run; nobody takes them.
+    """
+    from metrics import evaluation_metrics
+    from publisher import Publisher
+
+    Publisher(node.config, policy, node.controller, node.connect(policy)).publish(node.config.steps, evaluate=True)
+    if not node.is_leader:
+        return {}
+    node.controller.finish_evaluations()
+    return evaluation_metrics(node.controller.drain()["evaluations"])
+
+
+def write_metrics(node, step: int, groups, stats: dict[str, float], evaluated: dict, spans: dict, progress) -> None:
+    """Record a step on rank 0, under the names that a run uses."""
+    from metrics import batch_metrics, training_metrics
+
+    config = node.config
+    metrics = {
+        "step": step,
+        "policy_version": step,
+        "samples": step * config.groups_per_step * config.group_size,
+        **batch_metrics(groups, step - 1, config.publish_delay),
+        **evaluated,
+        "tokens/generated": 0,
+        **training_metrics(stats),
+        **{f"time/{name}_s": end - start for name, (start, end) in spans.items()},
+    }
+    node.run.log_metrics(metrics)
+    node.run.record("step", step=step, spans=spans)
+    progress.show(metrics)
+
+
+def main() -> None:
+    """Read the command line and replay."""
+    parser = argparse.ArgumentParser(
+        usage="replay.py RUN [--evaluate] [options of training, as of train_async.py]",
+        description=__doc__.splitlines()[0],
+        epilog="options of training: " + ", ".join(f"--{name.replace('_', '-')}" for name in OF_TRAINING),
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run made with --record")
+    parser.add_argument("--evaluate", action="store_true", help="sample the held-out problems with the last weights")
+    arguments, options = parser.parse_known_args()
+
+    def job() -> None:
+        recording = Recording.open(arguments.run)
+        replay(recording, choose_options(recording, options, arguments.evaluate), arguments.evaluate)
+
+    run_job(job)
+
+
+if __name__ == "__main__":
+    main()

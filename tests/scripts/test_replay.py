@@ -1,0 +1,205 @@
+"""Replays of a small run that is recorded here: random trajectories, a tiny model, one rank, no engine."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_worker import run_fake_worker
+from tiny_policy import load, random_sequences, save_tiny_model
+
+import batch
+from config import Config
+from controller import Controller
+from data.records import Group, Trajectory
+from data.tasks import Problem
+from node import Node
+from placement import Placement, WorkerPlacement
+from recorded_batches import batch_path, weights_sha256, write_batch
+from run_directory import Progress, RunDirectory
+from tickets import PromptSource, TicketSource
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from replay import Recording, choose_options, evaluate_last, train  # noqa: E402
+
+CPU = torch.device("cpu")
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """Directory of a recorded run of three steps, two groups of three each, trained with grpo in two minibatches."""
+    config = Config(
+        model=model, steps=NUM_STEPS, groups_per_step=2, group_size=3, minibatches=2, eval_every=0, record=True,
+        runs_dir=str(tmp_path_factory.mktemp("runs")), run_name="run", warmup=0,
+    )  # fmt: skip
+    directory = RunDirectory(config, weights_sha256(model))
+    for step in range(1, NUM_STEPS + 1):
+        write_batch(batch_path(directory.path, step), step, make_groups(step))
+    directory.close()
+    return directory.path
+
+
+def make_groups(step):
+    """Random trajectories none of whose tokens is younger than the version that is trained at this step."""
+    ids = (10 * step, 10 * step + 1)
+    return [Group(group_id, tuple(make_trajectory(step, group_id, member) for member in range(3))) for group_id in ids]
+
+
+def make_trajectory(step, group_id, member):
+    (sequence,) = random_sequences(1, seed=100 * group_id + member)
+    versions = sequence.policy_versions.clip(max=step - 1)
+    return Trajectory(
+        ticket_id=0, group_id=group_id, member=member, tokens=sequence.tokens, loss_mask=sequence.loss_mask,
+        behavior_logprobs=sequence.behavior_logprobs, policy_versions=versions, reward=sequence.reward,
+        finish_reason="stop", failure="", num_turns=1, started_at=0.0, ended_at=1.0, worker=0,
+    )  # fmt: skip
+
+
+def replay_to_end(recording, tmp_path, *options):
+    """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
+    config = choose_options(recording, [f"--runs-dir={tmp_path}", *options], evaluate=False)
+    node = Node(config, None, CPU, config.model, None, RunDirectory(config), None)
+    train(recording, node, load(config), Progress(config.steps), evaluate=False)
+    node.run.close()
+    lines = [json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return metrics, weights_sha256(node.run.checkpoint_path(config.steps))
+
+
+def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_path):
+    recording = Recording.open(run)
+    first = replay_to_end(recording, tmp_path, "--run-name=first")
+    assert replay_to_end(recording, tmp_path, "--run-name=second") == first
+    policy = load(recording.config)
+    stats = [policy.train_step(batch.share(make_groups(s + 1), recording.config), s) for s in range(NUM_STEPS)]
+    policy.save(str(tmp_path / "run"))
+    metrics, weights = first
+    assert weights_sha256(tmp_path / "run") == weights != recording.weights_sha256
+    assert [line["loss/total"] for line in metrics] == [s["loss"] for s in stats]
+    assert [line["drift/k3"] for line in metrics] == [s["drift/k3"] for s in stats]
+
+
+def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(run, tmp_path):
+    recording = Recording.open(run)
+    own, own_weights = replay_to_end(recording, tmp_path, "--run-name=own")
+    other, other_weights = replay_to_end(recording, tmp_path, "--run-name=other", "--algo=tis", "--lr=0.01")
+    assert own_weights != other_weights
+    for mine, theirs in zip(own, other, strict=True):
+        assert {k: v for k, v in mine.items() if k.startswith(("reward/", "staleness/", "response/"))} == {
+            k: v for k, v in theirs.items() if k.startswith(("reward/", "staleness/", "response/"))
+        }
+    assert own[-1]["drift/k3"] != other[-1]["drift/k3"]
+    assert own[-1]["tokens/generated"] == 0 and own[-1]["samples"] == NUM_STEPS * 6
+
+
+def test_a_replay_goes_as_far_as_the_recorded_batches(run):
+    recording = Recording.open(run)
+    short = replace(recording, num_steps=2)
+    assert choose_options(short, [], evaluate=False).steps == 2
+    with pytest.raises(ValueError, match=r"^--steps 3: .* has batches of 2 steps$"):
+        choose_options(short, ["--steps=3"], evaluate=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--temperature=0.5", r"^--temperature cannot be changed: the batches were made with temperature = 1.0\."),
+        ("--group-size=2", "^--group-size cannot be changed: .*--algo, --advantage"),
+        ("--on-update=wait", "^--on-update cannot be changed"),
+        ("--seed=1", "^--seed cannot be changed"),
+        ("--record", "^--record cannot be changed"),
+        ("--eval-problems=8", "^--eval-problems means nothing without --evaluate"),
+        ("--minibatches=4", "--groups-per-step 2 is not a multiple of --minibatches 4"),
+    ],
+)
+def test_what_made_the_batches_cannot_be_changed(run, option, message):
+    with pytest.raises(ValueError, match=message) as error:
+        choose_options(Recording.open(run), [option], evaluate=False)
+    assert "\n" not in str(error.value)
+
+
+def test_other_weights_than_the_runs_are_refused(run, tmp_path):
+    other = save_tiny_model(str(tmp_path), tied=False)
+    recording = Recording.open(run)
+    recording.check_weights("tiny", recording.config.model)
+    with pytest.raises(ValueError, match=r"^--model tiny has weights .{12}…, and .*; give --model the folder with"):
+        recording.check_weights("tiny", other)
+
+
+def change_header(run, **changes):
+    header = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(header | changes))
+
+
+def test_a_directory_that_cannot_be_replayed_is_one_line(model, tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(ValueError, match="is not the directory of a run"):
+        Recording.open(path)
+    config = Config(model=model, runs_dir=str(tmp_path), run_name="run")
+    RunDirectory(config).close()
+    with pytest.raises(ValueError, match=r"was not recorded; only a run of train_async\.py --record"):
+        Recording.open(path)
+    change_header(path, weights_sha256="0" * 64)
+    with pytest.raises(ValueError, match=r"step_000001\.safetensors is missing"):
+        Recording.open(path)
+    for step in (1, 3):
+        write_batch(batch_path(path, step), step, make_groups(step))
+    with pytest.raises(ValueError, match=r"step_000002\.safetensors is missing"):
+        Recording.open(path)
+    change_header(path, config=config.as_dict() | {"reward_timeout_s": 10.0})
+    with pytest.raises(ValueError, match="another version of this code, with reward_timeout_s; its commit is"):
+        Recording.open(path)
+
+
+def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp_path):
+    recording = Recording.open(run)
+    config = choose_options(recording, [f"--runs-dir={tmp_path}", "--eval-problems=4"], evaluate=True)
+    placement = Placement((None,), 1, (WorkerPlacement(0, None, None, 1, 0.0),), "shm")
+    prompts = PromptSource(
+        train_problem=lambda index: Problem("p", "ok"),
+        eval_problems=[Problem("e", answer) for answer in ("vary", "vary", "vary", "fail")],
+        encode=lambda problem: [2, 3],
+    )
+    directory = RunDirectory(config)
+    controller = Controller(
+        config, placement, model, TicketSource(config, prompts), directory.path, directory.record, run_fake_worker
+    )
+    try:
+        controller.launch()
+        evaluated = evaluate_last(Node(config, placement, CPU, model, None, directory, controller), load(config))
+    finally:
+        controller.stop()
+        directory.close()
+    assert evaluated == {
+        "eval/accuracy": 1 / 3,
+        "eval/policy_version": NUM_STEPS,
+        "eval/problems": 3,
+        "eval/failed": 1,
+    }
+
+
+def test_a_refusal_ends_the_script_with_one_line_and_status_2(tmp_path):
+    command = [sys.executable, "scripts/replay.py", str(tmp_path), "--lr", "0.1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} is not the directory of a run")
+    assert done.stderr.count("\n") == 1
