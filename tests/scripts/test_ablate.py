@@ -291,7 +291,7 @@ def test_a_directory_without_cells_is_an_error_in_one_line(tmp_path):
 
 def test_the_script_reports_a_grid_that_is_finished_without_running_anything(tmp_path):
     out = write_cells(tmp_path, [make_record("tis", seed=seed) for seed in range(2)])
-    done = run_script("ablate.py", "--algos", "tis", "--seeds", 2, "--out", out)
+    done = run_script("ablate.py", "--algos", "tis", "--async-ratio", 0, "--seeds", 2, "--out", out)
     assert done.returncode == 0, done.stderr
     assert "2 cells, 2 of them finished before" in done.stdout and "| `tis` | 0.750 ± 0.000 |" in done.stdout
     assert all((out / name).exists() for name in FIGURES)
