@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
 
 from data.records import Trajectory  # noqa: E402
 from model_path import resolve_model  # noqa: E402
@@ -62,8 +63,6 @@ class RecordedRun:
 
     def model(self, version: int):
         """The policy of a version, float32."""
-        import transformers
-
         if version not in self._models:
             first = resolve_model(self.config["model"], self.config["task"])
             path = self.path / "checkpoints" / f"step_{version}" if version else first
@@ -149,6 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "stale_kv", help="folder of records and table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     records = []
     try:
         for run in map(RecordedRun, arguments.runs):
