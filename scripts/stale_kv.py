@@ -129,10 +129,8 @@ def summary(gap: np.ndarray, step: np.ndarray) -> dict[str, float]:
 
 def table(records: list[dict]) -> str:
     """Markdown: a row per mode and number of updates."""
-    lines = [
-        "| `--on-update` | updates before the token | tokens | mean | mean of abs. | 99 % | max | one step moves |"
-    ]
-    lines.append("|---" * 8 + "|")
+    columns = ("`--on-update`", "updates before", "tokens", "mean gap", "absolute", "99 %", "max", "a step moves")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for r in records:
         updates = f"{r['updates']}{' or more' * (r['updates'] == MAX_UPDATES)}"
         values = [f"{r[key]:.1e}" for key in ("gap_mean", "gap_abs_mean", "gap_abs_p99", "gap_abs_max")]
