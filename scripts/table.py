@@ -25,10 +25,17 @@ COLUMNS = {
 
 
 def summarise_run(run: Path) -> dict:
-    """The summary of one run and its options."""
+    """The summary of one run, its options and its hardware."""
     summary = summarise(read_metrics(run))
-    config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
-    return {"config": config, "seconds_per_step": summary["seconds"] / summary["steps"], **summary}
+    header = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    made_on = {"config": header["config"], "hardware": header.get("hardware")}
+    return {**made_on, "seconds_per_step": summary["seconds"] / summary["steps"], **summary}
+
+
+def table(summaries: list[dict], option: str) -> list[str]:
+    """The lines of the whole table."""
+    heading = f"| `{option}` | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |"
+    return [heading, "|" + "---|" * (len(COLUMNS) + 2), *rows(summaries, option)]
 
 
 def rows(summaries: list[dict], option: str) -> list[str]:
@@ -59,9 +66,7 @@ def main() -> None:
         summaries = [summarise_run(run) for run in arguments.runs]
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(f"| `{arguments.by}` | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |")
-    print("|" + "---|" * (len(COLUMNS) + 2))
-    print("\n".join(rows(summaries, arguments.by)))
+    print("\n".join(table(summaries, arguments.by)))
 
 
 if __name__ == "__main__":
