@@ -44,12 +44,13 @@ def rows(summaries: list[dict], option: str) -> list[str]:
     lines = []
     for value, group in itertools.groupby(by_value, key=lambda s: s["config"][option]):
         runs = list(group)
-        cells = [_cell([run[key] for run in runs], template) for key, (_, template) in COLUMNS.items()]
+        cells = [cell([run[key] for run in runs], template) for key, (_, template) in COLUMNS.items()]
         lines.append(f"| {value:g} | {len(runs)} | {' | '.join(cells)} |")
     return lines
 
 
-def _cell(values: list[float], template: str) -> str:
+def cell(values: list[float], template: str) -> str:
+    """Mean ± standard deviation in the format of one number; the number itself where all are equal."""
     mean = template.format(statistics.mean(values))
     if len(set(values)) == 1:
         return mean
