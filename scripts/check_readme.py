@@ -63,9 +63,13 @@ def expected_tables() -> list[tuple[Table, list[list[str]]]]:
 
 
 @functools.cache
-def expected_claims() -> list[tuple[re.Pattern, tuple[float | str, ...]]]:
-    """Every claim's pattern and values."""
-    return [(re.compile(claim.pattern.replace(" ", r"\s+")), claim.expected()) for claim in CLAIMS]
+def expected_claims() -> list[tuple[re.Pattern, tuple[float | str, ...], str]]:
+    """Every claim's pattern, values and command."""
+    return [
+        (re.compile(claim.pattern.replace(" ", r"\s+")), claim.expected(), command)
+        for command, claims in CLAIMS.items()
+        for claim in claims
+    ]
 
 
 def compare(readme: str) -> list[Comparison]:
@@ -158,7 +162,7 @@ def chapter(text: str, position: int) -> str:
 
 def compare_claims(readme: str) -> Iterator[Comparison]:
     """Each number of each claim."""
-    for pattern, expected in expected_claims():
+    for pattern, expected, _ in expected_claims():
         for match in pattern.finditer(readme):
             for group, value in enumerate(expected, start=1):
                 start, shown = match.start(group), match[group]
@@ -173,10 +177,14 @@ def _as_shown(value: float | str, shown: str) -> str:
 
 
 def faults_of_claims(readme: str, comparisons: list[Comparison]) -> Iterator[str]:
-    """Claims that the README does not make any more, and numbers of CHECKED_COLUMN that are none."""
-    for pattern, _ in expected_claims():
-        if not pattern.search(readme):
+    """Claims that the README does not make any more or lack their command, and numbers of CHECKED_COLUMN in none."""
+    for pattern, _, command in expected_claims():
+        match = pattern.search(readme)
+        if match is None:
             yield f"{README}: has nothing like {pattern.pattern}, a claim of readme_claims.py"
+        elif command not in section(readme, match.start()):
+            line = _line(readme, match.start())
+            yield f"{README}:{line}: `{command}`, which makes this number, is not in its section"
     claimed = {c.start + i for c in comparisons if c.document == README for i in range(len(c.shown))}
     for cell, start in _checked_cells(readme):
         for number in NUMBER.finditer(cell):
@@ -216,7 +224,10 @@ def unexplained(results: Path) -> Iterator[str]:
 def _fault_of_origin(path: Path) -> str | None:
     """What is wrong with the origin of a run.json or of the records of a *.jsonl; the first may speak for all."""
     text = path.read_text(encoding="utf-8")
-    records = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
+    records = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+    records = [record for record in records if isinstance(record, dict)]
+    if not records:
+        return "has no record"
     of_first = [[records[0].get(key) for key in keys if records[0].get(key)] for keys in (COMMANDS, COMMITS)]
     if not all(of_first):
         return f"its first record has no {' or '.join((COMMANDS, COMMITS)[of_first.index([])])}"

@@ -22,6 +22,10 @@ import bench_rollout_report as rollout_report  # noqa: E402
 import table as run_table  # noqa: E402
 
 README = "README.md"
+BENCH_ROLLOUT = "python scripts/bench_rollout.py"
+COMPARE_STALENESS = "python scripts/table.py results/staleness/a*-s* --by async_ratio"
+ABLATE = "--out results/losses"
+"""Commands, or what tells them from others, as they stand beside what they make."""
 
 
 # What the records say
@@ -131,9 +135,9 @@ TABLES = (
     Table(
         README,
         lambda: run_table.table(staleness_runs(), "async_ratio"),
-        "python scripts/table.py results/staleness/a*-s* --by async_ratio",
+        COMPARE_STALENESS,
     ),
-    Table(README, losses_by_delay, "--out results/losses"),
+    Table(README, losses_by_delay, ABLATE),
     Table("results/staleness/table.md", lambda: run_table.table(staleness_runs(), "async_ratio")),
     Table("results/losses/table.md", lambda: ablation_report.table(loss_records()).splitlines()),
     Table("results/rollout/table.md", lambda: rollout_report.table(rollout_records())),
@@ -144,85 +148,94 @@ TABLES = (
 UPDATES = ("keep", "recompute", "resume", "restart", "wait")
 STEADY = ("aipo", "topr", "decoupled_ppo", "icepop", "tis", "kimi")
 """Losses that the README says hold at a delay of 16 steps."""
-CLAIMS = (
-    Claim(
-        r"medians of n = (\d+) alternating measurements",
-        lambda: (num_seeds((r["comparison"], r["arm"]) for r in rollout_records()),),
-    ),
-    Claim(
-        r"\| (\S+)× faster than `batch` \((\S+) → (\S+) s per batch\)",
-        lambda: (gain("scheduling", "queue"), median("scheduling", "batch"), median("scheduling", "queue")),
-    ),
-    Claim(
-        r"\| (\S+)× \((\S+) → (\S+) s\), spreads overlap",
-        lambda: (
-            gain("replication 8x8", "replicated"),
-            median("replication 8x8", "one request"),
-            median("replication 8x8", "replicated"),
+CLAIMS = {
+    BENCH_ROLLOUT: (
+        Claim(
+            r"medians of n = (\d+) alternating measurements",
+            lambda: (num_seeds((r["comparison"], r["arm"]) for r in rollout_records()),),
+        ),
+        Claim(
+            r"\| (\S+)× faster than `batch` \((\S+) → (\S+) s per batch\)",
+            lambda: (gain("scheduling", "queue"), median("scheduling", "batch"), median("scheduling", "queue")),
+        ),
+        Claim(
+            r"\| (\S+)× \((\S+) → (\S+) s\), spreads overlap",
+            lambda: (
+                gain("replication 8x8", "replicated"),
+                median("replication 8x8", "one request"),
+                median("replication 8x8", "replicated"),
+            ),
+        ),
+        Claim(
+            r"K = (\d+) with filtering: (\S+)× over `batch` \((\S+) s\)",
+            lambda: (16, gain("scheduling", "queue +16 groups"), median("scheduling", "queue +16 groups")),
+        ),
+        Claim(
+            r"R = (\d+): (\S+)× new tokens/s, (\S+)× trained; (\d+) % of trained tokens inherited",
+            lambda: (
+                2,
+                gain("over-sampling", "R = 2", "new_tokens_per_s"),
+                gain("over-sampling", "R = 2", "trained_tokens_per_s"),
+                100 * median("over-sampling", "R = 2", "inherited_share"),
+            ),
+        ),
+        Claim(
+            r"pause (\d+) \(`keep`\), (\d+), (\d+), (\d+), (\d+) ms \(`wait`, which drains (\d+) ms first\); "
+            r"`recompute` and `resume` rebuild (\d+) and (\d+) tokens per step, `restart` throws (\d+) away",
+            lambda: (
+                *(median("updates", arm, "pause_s") for arm in UPDATES),
+                median("updates", "wait", "update_s"),
+                *(median("updates", arm, "recomputed_per_step") for arm in ("recompute", "resume")),
+                median("updates", "restart", "discarded_per_step"),
+            ),
+        ),
+        Claim(
+            r"without it (\S+)× at (normal\(\d+,\d+\)) \((\S+) → (\S+) s\)",
+            lambda: (
+                gain("environments normal(10,10)", "asynchronous"),
+                "normal(10,10)",
+                median("environments normal(10,10)", "barrier"),
+                median("environments normal(10,10)", "asynchronous"),
+            ),
         ),
     ),
-    Claim(
-        r"K = (\d+) with filtering: (\S+)× over `batch` \((\S+) s\)",
-        lambda: (16, gain("scheduling", "queue +16 groups"), median("scheduling", "queue +16 groups")),
-    ),
-    Claim(
-        r"R = (\d+): (\S+)× new tokens/s, (\S+)× trained; (\d+) % of trained tokens inherited",
-        lambda: (
-            2,
-            gain("over-sampling", "R = 2", "new_tokens_per_s"),
-            gain("over-sampling", "R = 2", "trained_tokens_per_s"),
-            100 * median("over-sampling", "R = 2", "inherited_share"),
+    COMPARE_STALENESS: (
+        Claim(
+            r"`grpo`, (\d+) steps of (\d+) × (\d+) responses\) at three async ratios, on (\d+) CPU cores \([^)]*\), "
+            r"(\d+) seeds each",
+            lambda: (
+                *(
+                    only(s["config"][key] for s in staleness_runs())
+                    for key in ("steps", "groups_per_step", "group_size")
+                ),
+                only(s["hardware"]["cpu_cores"] for s in staleness_runs()),
+                num_seeds(s["config"]["async_ratio"] for s in staleness_runs()),
+            ),
+        ),
+        Claim(
+            r"α = 1 and 2 take (\S+) and (\S+) times as long a step",
+            lambda: tuple(seconds_per_step(ratio) / seconds_per_step(0) for ratio in (1, 2)),
         ),
     ),
-    Claim(
-        r"pause (\d+) \(`keep`\), (\d+), (\d+), (\d+), (\d+) ms \(`wait`, which drains (\d+) ms first\); "
-        r"`recompute` and `resume` rebuild (\d+) and (\d+) tokens per step, `restart` throws (\d+) away",
-        lambda: (
-            *(median("updates", arm, "pause_s") for arm in UPDATES),
-            median("updates", "wait", "update_s"),
-            *(median("updates", arm, "recomputed_per_step") for arm in ("recompute", "resume")),
-            median("updates", "restart", "discarded_per_step"),
+    ABLATE: (
+        Claim(
+            r"(\d+) steps, ([\d ]+) samples, (\d+) CPU cores, (\d+) seeds, held-out",
+            lambda: (
+                only(len(record["series"]["reward"]) for record in loss_records()),
+                only(record["series"]["samples"][-1] for record in loss_records()),
+                only(record["hardware"]["cpu_cores"] for record in loss_records()),
+                num_seeds((r["cell"]["algo"], r["cell"]["publish_delay"]) for r in loss_records()),
+            ),
+        ),
+        Claim(r"# (\d+) runs, two hours", lambda: (len(loss_records()),)),
+        Claim(
+            rf"\({', '.join(f'`{algo}`' for algo in STEADY)}: (\S+)–(\S+)\)",
+            lambda: tuple(choose(accuracy(algo, 16) for algo in STEADY) for choose in (min, max)),
+        ),
+        Claim(r"learns more slowly \((\S+)\)", lambda: (accuracy("grpo", 16),)),
+        Claim(
+            r"after having learnt \((\S+) and (\S+)\)",
+            lambda: (accuracy("reinforce", 16), accuracy("cispo", 16)),
         ),
     ),
-    Claim(
-        r"without it (\S+)× at (normal\(\d+,\d+\)) \((\S+) → (\S+) s\)",
-        lambda: (
-            gain("environments normal(10,10)", "asynchronous"),
-            "normal(10,10)",
-            median("environments normal(10,10)", "barrier"),
-            median("environments normal(10,10)", "asynchronous"),
-        ),
-    ),
-    Claim(
-        r"`grpo`, (\d+) steps of (\d+) × (\d+) responses\) at three async ratios, on (\d+) CPU cores \([^)]*\), "
-        r"(\d+) seeds each",
-        lambda: (
-            *(only(s["config"][key] for s in staleness_runs()) for key in ("steps", "groups_per_step", "group_size")),
-            only(s["hardware"]["cpu_cores"] for s in staleness_runs()),
-            num_seeds(s["config"]["async_ratio"] for s in staleness_runs()),
-        ),
-    ),
-    Claim(
-        r"α = 1 and 2 take (\S+) and (\S+) times as long a step",
-        lambda: tuple(seconds_per_step(ratio) / seconds_per_step(0) for ratio in (1, 2)),
-    ),
-    Claim(
-        r"(\d+) steps, ([\d ]+) samples, (\d+) CPU cores, (\d+) seeds, held-out",
-        lambda: (
-            only(len(record["series"]["reward"]) for record in loss_records()),
-            only(record["series"]["samples"][-1] for record in loss_records()),
-            only(record["hardware"]["cpu_cores"] for record in loss_records()),
-            num_seeds((r["cell"]["algo"], r["cell"]["publish_delay"]) for r in loss_records()),
-        ),
-    ),
-    Claim(r"# (\d+) runs, two hours", lambda: (len(loss_records()),)),
-    Claim(
-        rf"\({', '.join(f'`{algo}`' for algo in STEADY)}: (\S+)–(\S+)\)",
-        lambda: tuple(choose(accuracy(algo, 16) for algo in STEADY) for choose in (min, max)),
-    ),
-    Claim(r"learns more slowly \((\S+)\)", lambda: (accuracy("grpo", 16),)),
-    Claim(
-        r"after having learnt \((\S+) and (\S+)\)",
-        lambda: (accuracy("reinforce", 16), accuracy("cispo", 16)),
-    ),
-)
+}

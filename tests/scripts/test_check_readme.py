@@ -64,8 +64,13 @@ def test_a_table_of_results_or_a_measured_number_that_nothing_checks_is_told():
 
 
 def test_a_claim_that_the_readme_does_not_make_any_more_is_told():
-    for pattern, _ in check_readme.expected_claims():
+    for pattern, _, _ in check_readme.expected_claims():
         assert f"has nothing like {pattern.pattern}" in "\n".join(faults_of_claims(pattern.sub("", README), []))
+
+
+def test_a_number_whose_command_is_not_in_its_section_is_told():
+    for command in check_readme.CLAIMS:
+        assert f"`{command}`, which makes this number, is not in its section" in told(README.replace(command, "…"))
 
 
 def test_a_figure_or_script_that_is_not_tracked_is_told():
@@ -93,6 +98,7 @@ def test_cells_whose_numbers_a_test_holds_need_no_record():
     [
         ({"command": "c", "commit": "0123456789ab", "dirty": False}, None),
         ({"options": ["--a"], "git_commit": "0" * 40, "git_diff": ""}, None),
+        ([], "has no record"),
         ({"commit": "0123456789ab"}, "its first record has no command or options"),
         ({"command": "c"}, "its first record has no commit or git_commit"),
         ({"command": "c", "commit": "0123456789ab-dirty"}, "'0123456789ab-dirty' is no commit"),
@@ -102,7 +108,7 @@ def test_cells_whose_numbers_a_test_holds_need_no_record():
 )
 def test_records_say_how_they_were_made(record, told, tmp_path):
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "one.jsonl").write_text(json.dumps(record) + '\n{"value": 1}\n')
+    (tmp_path / "new" / "one.jsonl").write_text(json.dumps(record) + "\n" + '{"value": 1}\n' * bool(record))
     found = list(check_readme.unexplained(tmp_path))
     assert found == ([f"{tmp_path.name}/new/one.jsonl: {told}"] if told else [])
 
