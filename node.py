@@ -81,8 +81,8 @@ def start_node(config: Config, lead: Callable[[Node], None] | None = None) -> It
     """Set up this rank, yield, and take everything down, whatever happened.
 
     Rollout workers are started first and come up while the caller loads the policy; `lead` is what rank 0 does instead
-    of `start_rollout`: it sets at least model_path and run. Raises ValueError for what the
-    user can mend: placement, model, dataset, a prompt or response that does not fit the model.
+    of `start_rollout`, at least set model_path and run. Raises ValueError for what the user can mend: placement, model,
+    dataset, a prompt or response that does not fit the model.
     """
     config.checked()
     rank, local_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

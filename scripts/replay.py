@@ -6,16 +6,16 @@ learning rates are compared on identical stale data. `torchrun --nproc-per-node 
 
 The data stay those of the recorded policy, whatever is trained on them. Staleness and lag are the recorded ones: steps
 between the recorded policy that sampled a token and the recorded one that was trained on it. The replayed policy goes
-another way, and drift/* says how far it has come from the one that sampled: with other options it grows beyond what a
-run of its own would have, as its own samples never correct it.
+another way, and drift/* says how far it has come from the one that sampled: with other options it can grow beyond what
+a run of its own would see, as no sample of its own ever comes back to it.
 
 On the CPU two replays give the same bits, and so does the recorded run itself if options, ranks and threads per rank
 are its own. Other ranks or threads add floats in another order; a GPU's kernels may do so from one replay to the next.
 
 It writes a run directory like a run's, beside RUN. Of sampling it has nothing to tell: no rollout/*, ledger/* and
 mismatch/*, no samples, and tokens/generated is 0; time/wait_s is what reading a batch takes. With --evaluate a
-rollout worker starts meanwhile and samples the held-out problems with the last weights, as the run does; that is in the
-last line of metrics.jsonl.
+rollout worker comes up beside the training and samples the held-out problems with the last weights, as the run does;
+that is in the last line of metrics.jsonl.
 """
 
 import argparse

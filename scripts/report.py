@@ -102,11 +102,7 @@ def make_page(name: str, records: Records, timeline: Timeline, now: float) -> Pa
         charts=drawn,
         missing=missing if records.events else [*missing, "Timeline"],
         timeline=timeline if records.events else None,
-        tables=[
-            fates(records.metrics, "groups", "issued"),
-            fates(records.metrics, "tokens", "generated"),
-            trainer_time(records.metrics, timeline),
-        ],
+        tables=[*ledgers(records.metrics), trainer_time(records.metrics, timeline)],
         samples=spread(records.samples, NUM_SAMPLES),
     )
 
@@ -225,6 +221,13 @@ def _points(metrics: Metrics, name: str, x_of_step: dict[int, float]) -> list[tu
 
 
 # Ledgers
+
+
+def ledgers(metrics: Metrics) -> list[Table]:
+    """Where all groups and tokens of the run went; nothing of a replay, which samples none."""
+    if "ledger/groups_issued" not in metrics[-1]:
+        return []
+    return [fates(metrics, "groups", "issued"), fates(metrics, "tokens", "generated")]
 
 
 def fates(metrics: Metrics, unit: str, source: str) -> Table:

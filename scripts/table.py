@@ -25,10 +25,17 @@ COLUMNS = {
 
 
 def summarise_run(run: Path) -> dict:
-    """The summary of one run and its options."""
+    """The summary of one run, its options and its hardware."""
     summary = summarise(read_metrics(run))
-    config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
-    return {"config": config, "seconds_per_step": summary["seconds"] / summary["steps"], **summary}
+    header = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    made_on = {"config": header["config"], "hardware": header.get("hardware")}
+    return {**made_on, "seconds_per_step": summary["seconds"] / summary["steps"], **summary}
+
+
+def table(summaries: list[dict], option: str) -> list[str]:
+    """The lines of the whole table."""
+    heading = f"| `{option}` | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |"
+    return [heading, "|" + "---|" * (len(COLUMNS) + 2), *rows(summaries, option)]
 
 
 def rows(summaries: list[dict], option: str) -> list[str]:
@@ -37,12 +44,13 @@ def rows(summaries: list[dict], option: str) -> list[str]:
     lines = []
     for value, group in itertools.groupby(by_value, key=lambda s: s["config"][option]):
         runs = list(group)
-        cells = [_cell([run[key] for run in runs], template) for key, (_, template) in COLUMNS.items()]
+        cells = [cell([run[key] for run in runs], template) for key, (_, template) in COLUMNS.items()]
         lines.append(f"| {value:g} | {len(runs)} | {' | '.join(cells)} |")
     return lines
 
 
-def _cell(values: list[float], template: str) -> str:
+def cell(values: list[float], template: str) -> str:
+    """Mean ± standard deviation in the format of one number; the number itself where all are equal."""
     mean = template.format(statistics.mean(values))
     if len(set(values)) == 1:
         return mean
@@ -59,9 +67,7 @@ def main() -> None:
         summaries = [summarise_run(run) for run in arguments.runs]
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(f"| `{arguments.by}` | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |")
-    print("|" + "---|" * (len(COLUMNS) + 2))
-    print("\n".join(rows(summaries, arguments.by)))
+    print("\n".join(table(summaries, arguments.by)))
 
 
 if __name__ == "__main__":

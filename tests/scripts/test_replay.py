@@ -26,7 +26,9 @@ from tickets import PromptSource, TicketSource
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from plot import read_metrics, summarise  # noqa: E402
 from replay import Recording, choose_options, evaluate_last, train  # noqa: E402
+from report import write_report  # noqa: E402
 
 CPU = torch.device("cpu")
 NUM_STEPS = 3
@@ -110,6 +112,13 @@ def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(ru
         }
     assert own[-1]["drift/k3"] != other[-1]["drift/k3"]
     assert own[-1]["tokens/generated"] == 0 and own[-1]["samples"] == NUM_STEPS * 6
+
+
+def test_a_replay_is_drawn_and_reported_like_a_run(run, tmp_path):
+    replay_to_end(Recording.open(run), tmp_path, "--run-name=replay")
+    assert summarise(read_metrics(tmp_path / "replay"))["steps"] == NUM_STEPS
+    page = write_report(tmp_path / "replay", with_trace=True)[0].read_text()
+    assert "Where the trainer" in page and "Where the groups went" not in page
 
 
 def test_a_replay_goes_as_far_as_the_recorded_batches(run):

@@ -1,0 +1,241 @@
+"""What the README takes from results/: its TABLES and, of its running text, its CLAIMS. check_readme.py compares them.
+
+A new table or number of the README has its line here: a table by the function of the script that makes it from the
+committed records, a number by a pattern and an expression over the records.
+"""
+
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import ablation_report  # noqa: E402
+import bench_bandit  # noqa: E402
+import bench_rollout_report as rollout_report  # noqa: E402
+import table as run_table  # noqa: E402
+
+README = "README.md"
+BENCH_ROLLOUT = "python scripts/bench_rollout.py"
+COMPARE_STALENESS = "python scripts/table.py results/staleness/a*-s* --by async_ratio"
+ABLATE = "--out results/losses"
+"""Commands, or what tells them from others, as they stand beside what they make."""
+
+
+# What the records say
+
+
+@functools.cache
+def rollout_records() -> list[dict]:
+    """The records of results/rollout."""
+    return rollout_report.load(RESULTS / "rollout" / "rollout.jsonl")
+
+
+@functools.cache
+def loss_records() -> list[dict]:
+    """The cells of results/losses."""
+    return ablation_report.read_records(RESULTS / "losses")
+
+
+@functools.cache
+def staleness_runs() -> list[dict]:
+    """Summaries of the runs of results/staleness."""
+    return [run_table.summarise_run(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
+
+
+@functools.cache
+def bandit_records() -> list[dict]:
+    """The records of results/bandit, without their header."""
+    return [json.loads(line) for line in (RESULTS / "bandit" / "bandit.jsonl").read_text().splitlines()[1:]]
+
+
+def _arm(comparison: str, arm: str, key: str) -> tuple[list[float], rollout_report.Measure]:
+    measures = {measure.key: measure for measure in rollout_report.measures_of(comparison)}
+    of_arm = rollout_report.by_arm(rollout_records(), comparison)[arm]
+    return rollout_report.values(of_arm, measures[key]), measures[key]
+
+
+def median(comparison: str, arm: str, key: str = "seconds_per_step") -> float:
+    """Median of a rollout measurement, in the unit of its table."""
+    return statistics.median(_arm(comparison, arm, key)[0])
+
+
+def gain(comparison: str, arm: str, key: str = "seconds_per_step") -> float:
+    """Times that a rollout arm is better than the first one of its comparison."""
+    first = next(iter(rollout_report.by_arm(rollout_records(), comparison)))
+    return rollout_report.gain(_arm(comparison, first, key)[0], *_arm(comparison, arm, key))
+
+
+def accuracy(algo: str, publish_delay: int) -> float:
+    """Final held-out accuracy of a loss of results/losses, mean over its seeds."""
+    rows = [ablation_report.summarise(record) for record in loss_records()]
+    chosen = [row for row in rows if (row["algo"], row["publish_delay"]) == (algo, publish_delay)]
+    return statistics.fmean(ablation_report.final_accuracies(chosen))
+
+
+def seconds_per_step(async_ratio: float) -> float:
+    """Of results/staleness, mean over the seeds."""
+    return statistics.fmean(
+        s["seconds_per_step"] for s in staleness_runs() if s["config"]["async_ratio"] == async_ratio
+    )
+
+
+def only(values: Iterator) -> float:
+    """The value that all share. Raises ValueError if they are several: then the README must not give one."""
+    found = set(values)
+    if len(found) != 1:
+        raise ValueError(f"the records have {sorted(found)}, and the README gives one number")
+    return found.pop()
+
+
+def num_seeds(cells: Iterator) -> float:
+    """Runs per setting."""
+    found = list(cells)
+    return only(found.count(cell) for cell in found)
+
+
+# What is compared
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a document."""
+
+    document: str
+    make: Callable[[], list[str]]
+    """Its Markdown lines, heading first."""
+    command: str = ""
+    """What makes it, as its section must say."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Numbers in the README's running text."""
+
+    pattern: str
+    """Regular expression with a group for each number; a space matches any white space."""
+    expected: Callable[[], tuple[float | str, ...]]
+    """What the records say, for each group."""
+
+
+def losses_by_delay() -> list[str]:
+    """The table of losses with the README's headings: its runs are all synchronous."""
+    lines = ablation_report.table(loss_records()).splitlines()
+    delays = [delay for _, delay in ablation_report.settings([record["cell"] for record in loss_records()])]
+    return [f"| `--algo` | {' | '.join(f'K = {delay}' for delay in delays)} |", *lines[1:]]
+
+
+TABLES = (
+    Table(
+        README,
+        lambda: run_table.table(staleness_runs(), "async_ratio"),
+        COMPARE_STALENESS,
+    ),
+    Table(README, losses_by_delay, ABLATE),
+    Table("results/staleness/table.md", lambda: run_table.table(staleness_runs(), "async_ratio")),
+    Table("results/losses/table.md", lambda: ablation_report.table(loss_records()).splitlines()),
+    Table("results/rollout/table.md", lambda: rollout_report.table(rollout_records())),
+    Table("results/bandit/README.md", lambda: bench_bandit.table(bandit_records(), 1)),
+    Table("results/bandit/README.md", lambda: bench_bandit.table(bandit_records(), 4)),
+)
+
+UPDATES = ("keep", "recompute", "resume", "restart", "wait")
+STEADY = ("aipo", "topr", "decoupled_ppo", "icepop", "tis", "kimi")
+"""Losses that the README says hold at a delay of 16 steps."""
+CLAIMS = {
+    BENCH_ROLLOUT: (
+        Claim(
+            r"medians of n = (\d+) alternating measurements",
+            lambda: (num_seeds((r["comparison"], r["arm"]) for r in rollout_records()),),
+        ),
+        Claim(
+            r"\| (\S+)× faster than `batch` \((\S+) → (\S+) s per batch\)",
+            lambda: (gain("scheduling", "queue"), median("scheduling", "batch"), median("scheduling", "queue")),
+        ),
+        Claim(
+            r"\| (\S+)× \((\S+) → (\S+) s\), spreads overlap",
+            lambda: (
+                gain("replication 8x8", "replicated"),
+                median("replication 8x8", "one request"),
+                median("replication 8x8", "replicated"),
+            ),
+        ),
+        Claim(
+            r"K = (\d+) with filtering: (\S+)× over `batch` \((\S+) s\)",
+            lambda: (16, gain("scheduling", "queue +16 groups"), median("scheduling", "queue +16 groups")),
+        ),
+        Claim(
+            r"R = (\d+): (\S+)× new tokens/s, (\S+)× trained; (\d+) % of trained tokens inherited",
+            lambda: (
+                2,
+                gain("over-sampling", "R = 2", "new_tokens_per_s"),
+                gain("over-sampling", "R = 2", "trained_tokens_per_s"),
+                100 * median("over-sampling", "R = 2", "inherited_share"),
+            ),
+        ),
+        Claim(
+            r"pause (\d+) \(`keep`\), (\d+), (\d+), (\d+), (\d+) ms \(`wait`, which drains (\d+) ms first\); "
+            r"`recompute` and `resume` rebuild (\d+) and (\d+) tokens per step, `restart` throws (\d+) away",
+            lambda: (
+                *(median("updates", arm, "pause_s") for arm in UPDATES),
+                median("updates", "wait", "update_s"),
+                *(median("updates", arm, "recomputed_per_step") for arm in ("recompute", "resume")),
+                median("updates", "restart", "discarded_per_step"),
+            ),
+        ),
+        Claim(
+            r"without it (\S+)× at (normal\(\d+,\d+\)) \((\S+) → (\S+) s\)",
+            lambda: (
+                gain("environments normal(10,10)", "asynchronous"),
+                "normal(10,10)",
+                median("environments normal(10,10)", "barrier"),
+                median("environments normal(10,10)", "asynchronous"),
+            ),
+        ),
+    ),
+    COMPARE_STALENESS: (
+        Claim(
+            r"`grpo`, (\d+) steps of (\d+) × (\d+) responses\) at three async ratios, on (\d+) CPU cores \([^)]*\), "
+            r"(\d+) seeds each",
+            lambda: (
+                *(
+                    only(s["config"][key] for s in staleness_runs())
+                    for key in ("steps", "groups_per_step", "group_size")
+                ),
+                only(s["hardware"]["cpu_cores"] for s in staleness_runs()),
+                num_seeds(s["config"]["async_ratio"] for s in staleness_runs()),
+            ),
+        ),
+        Claim(
+            r"α = 1 and 2 take (\S+) and (\S+) times as long a step",
+            lambda: tuple(seconds_per_step(ratio) / seconds_per_step(0) for ratio in (1, 2)),
+        ),
+    ),
+    ABLATE: (
+        Claim(
+            r"(\d+) steps, ([\d ]+) samples, (\d+) CPU cores, (\d+) seeds, held-out",
+            lambda: (
+                only(len(record["series"]["reward"]) for record in loss_records()),
+                only(record["series"]["samples"][-1] for record in loss_records()),
+                only(record["hardware"]["cpu_cores"] for record in loss_records()),
+                num_seeds((r["cell"]["algo"], r["cell"]["publish_delay"]) for r in loss_records()),
+            ),
+        ),
+        Claim(r"# (\d+) runs, two hours", lambda: (len(loss_records()),)),
+        Claim(
+            rf"\({', '.join(f'`{algo}`' for algo in STEADY)}: (\S+)–(\S+)\)",
+            lambda: tuple(choose(accuracy(algo, 16) for algo in STEADY) for choose in (min, max)),
+        ),
+        Claim(r"learns more slowly \((\S+)\)", lambda: (accuracy("grpo", 16),)),
+        Claim(
+            r"after having learnt \((\S+) and (\S+)\)",
+            lambda: (accuracy("reinforce", 16), accuracy("cispo", 16)),
+        ),
+    ),
+}
