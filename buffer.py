@@ -68,6 +68,7 @@ class SampleBuffer:
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
         self._num_finished = 0
+        self._may_have_batch = False  # whether anything has happened since `take` had none that could give it one
         self._issued = 0
         self._groups: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -98,6 +99,7 @@ class SampleBuffer:
         resident = self._residents[group_id]
         if not resident.started:
             resident.started, resident.version = True, max(resident.version, version)
+            self._may_have_batch = True
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Take in a trajectory that finished. Returns its group if this is the last member it needs.
@@ -136,6 +138,7 @@ class SampleBuffer:
         resident.group = Group(group_id, members)
         resident.version = resident.group.min_version
         resident.rank = self._num_finished
+        self._may_have_batch = True
         self._num_finished += 1
         if self.extra_members:
             self._closed[group_id] = "aborted"
@@ -165,8 +168,9 @@ class SampleBuffer:
         is the choice that leaves the most room, so if this one does not do, none does, and a running group must be
         waited for. Raises RuntimeError if a group would break the bound.
         """
-        batch = self._next_batch()
-        if batch is None or self._left_too_late(batch):
+        batch = self._next_batch() if self._may_have_batch else None
+        self._may_have_batch = batch is not None and not self._left_too_late(batch)
+        if not self._may_have_batch:
             return None
         groups = [self._residents.pop(group_id).group for group_id in batch]
         for group in groups:
@@ -240,6 +244,7 @@ class SampleBuffer:
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Take a resident group out, whole, and give its place back."""
         resident = self._residents.pop(group_id)
+        self._may_have_batch = True
         self._closed[group_id] = reason
         self._groups[reason] += 1
         self._tokens[reason] += sum(t.num_generated for t in resident.members.values())
