@@ -5,7 +5,7 @@ trainer and every engine at the same time. Nothing else of a run is there: no ev
 process.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import Config
@@ -92,6 +92,8 @@ class Step:
     """Of these, sampled under older weights than the newest published."""
     staleness: tuple[int, ...]
     """Of each trajectory, in steps."""
+    slot_s: tuple[float, ...]
+    """Seconds that each trajectory held a slot of its engine."""
 
     @property
     def wait_s(self) -> float:
@@ -106,8 +108,6 @@ class Outcome:
     case: Case
     steps: list[Step]
     seconds: float
-    slot_s: list[float]
-    """Seconds that each response which ended held a slot."""
     slot_share: float
     """Share of all slots' time in which they were taken."""
     controller_share: float
@@ -138,6 +138,15 @@ class Outcome:
         return sum(step.tokens for step in self.steps)
 
     @property
+    def trained_tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def new_tokens_per_rollout_s(self) -> float:
+        """What APRIL (arXiv 2509.18521) measures: all tokens generated, by the time in which rollout ran."""
+        return self.generated_tokens / (self.rollout_s * len(self.steps))
+
+    @property
     def staleness_mean(self) -> float:
         values = [value for step in self.steps for value in step.staleness]
         return sum(values) / len(values)
@@ -164,14 +173,11 @@ class _Totals:
     generated: int = 0
     resumed: int = 0
     trajectories: int = 0
-    slot_s: list[float] = field(default_factory=list)
 
     def add(self, trajectory: SimulatedTrajectory) -> None:
         self.generated += trajectory.num_generated
         self.resumed += sum(trajectory.segment_tokens[1:])
         self.trajectories += 1
-        if trajectory.finish_reason == "stop":
-            self.slot_s.append(trajectory.slot_s)
 
 
 class Simulation:
@@ -219,7 +225,6 @@ class Simulation:
             case=self.case,
             steps=self.steps[self.case.warmup :],
             seconds=seconds,
-            slot_s=last.slot_s[len(first.slot_s) :],
             slot_share=slot_s / (seconds * self.case.cluster.num_slots),
             controller_share=busy_s / seconds,
             generated_tokens=last.generated - first.generated,
@@ -241,9 +246,7 @@ class Simulation:
         self._published_at, self._is_waiting = self.clock.now, True
         if len(self.steps) == self.case.warmup:
             self._started_at, self._busy_at_start = self.clock.now, self._busy()
-            self._at_start = _Totals(
-                self.totals.generated, self.totals.resumed, self.totals.trajectories, list(self.totals.slot_s)
-            )
+            self._at_start = replace(self.totals)
         self._try_to_take()
 
     def _on_handled(self, message) -> None:
@@ -280,6 +283,7 @@ class Simulation:
             tokens=tokens,
             inherited_tokens=sum(_tokens_before(t, newest) for t in trajectories),
             staleness=tuple(self._version - t.min_version for t in trajectories),
+            slot_s=tuple(t.slot_s for t in trajectories),
         )
 
 

@@ -129,11 +129,7 @@ class SimulatedProcess:
     def _begin_turn(self, episode: Episode) -> None:
         if episode.is_over:
             return
-        turns = self.workload.turns
-        if turns is None:
-            tokens = self.workload.response_tokens(episode.ticket, episode.member)
-        else:
-            tokens = turns.tokens
+        tokens = self.workload.turn_tokens(episode.ticket, episode.member)
         # Later turns find what came before in the prefix cache, and the members of one request share its prompt.
         is_first = episode.num_turns == 0 and episode.member == episode.ticket.member
         prefill = self.workload.prompt_tokens if is_first else 0
@@ -178,9 +174,7 @@ class SimulatedProcess:
         elif episode.num_turns == turns.num_turns:
             self.clock.after(delay.seconds, lambda: self._end(episode, "stop"))
         else:
-            self.clock.after(
-                delay.seconds, lambda: self._wait(self.config.env_barrier, episode, self._begin_turn)
-            )
+            self.clock.after(delay.seconds, lambda: self._wait(self.config.env_barrier, episode, self._begin_turn))
 
     def _abort(self, ticket_id: int) -> None:
         for episode in self._episodes.get(ticket_id, []):

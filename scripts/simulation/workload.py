@@ -14,11 +14,10 @@ from data.records import Ticket
 from data.tasks import Problem
 from tickets import PromptSource
 
-LONGEST_TO_MEDIAN = 20
+LONGEST_TO_MEDIAN = 20.0
 """ROLL Flash: the longest response is more than 20 times the median."""
 RESPONSES_OF_LONGEST = 4096
 """In a batch of how many responses one is expected to be that long: 256 prompts x 16."""
-LENGTH_SIGMA = math.log(LONGEST_TO_MEDIAN) / NormalDist().inv_cdf(1 - 1 / RESPONSES_OF_LONGEST)
 WITHIN_SHARE = 1 / 3
 """Share of the variance of log-lengths that lies within a group; APRIL only says that within is less than across."""
 VARYING_SHARE = 0.5
@@ -59,14 +58,15 @@ class LengthLaw:
 
     @property
     def mean_context(self) -> float:
-        """Tokens, prompt included, of a request that is seen running at a random time: long ones are seen more often."""
+        """Tokens, prompt included, of a request that runs at a random time: long ones are met more often."""
         mean, mean_square = self.moments
         return PROMPT_TOKENS + mean_square / (2 * mean)
 
 
-def lengths_up_to(longest: int) -> LengthLaw:
-    """The law of every single-turn case whose paper gives only the limit."""
-    return LengthLaw(longest / LONGEST_TO_MEDIAN, LENGTH_SIGMA, longest)
+def lengths_up_to(longest: int, tail: float = LONGEST_TO_MEDIAN) -> LengthLaw:
+    """The law of every single-turn case: the limit is `tail` times the median, and reached once in a large batch."""
+    sigma = math.log(tail) / NormalDist().inv_cdf(1 - 1 / RESPONSES_OF_LONGEST)
+    return LengthLaw(longest / tail, sigma, longest)
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,10 @@ class Workload:
         first = seed * PROBLEMS_PER_SEED
         return PromptSource(lambda i: self.problem(first + i), [], lambda problem: (int(problem.prompt),))
 
-    def response_tokens(self, ticket: Ticket, member: int) -> int:
-        """Length of a response of one turn."""
+    def turn_tokens(self, ticket: Ticket, member: int) -> int:
+        """Length of what the policy writes in a turn."""
+        if self.turns is not None:
+            return self.turns.tokens
         return self.lengths.draw(ticket.prompt_tokens[0], member, ticket.attempt)
 
     def reward(self, ticket: Ticket, member: int) -> float:
