@@ -68,6 +68,7 @@ class SampleBuffer:
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
         self._num_finished = 0
+        self._may_have_batch = False  # whether anything has happened since `take` had none that could give it one
         self._issued = 0
         self._groups: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -98,6 +99,7 @@ class SampleBuffer:
         resident = self._residents[group_id]
         if not resident.started:
             resident.started, resident.version = True, max(resident.version, version)
+            self._may_have_batch = True
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Take in a trajectory that finished. Returns its group if this is the last member it needs.
@@ -136,6 +138,7 @@ class SampleBuffer:
         resident.group = Group(group_id, members)
         resident.version = resident.group.min_version
         resident.rank = self._num_finished
+        self._may_have_batch = True
         self._num_finished += 1
         if self.extra_members:
             self._closed[group_id] = "aborted"
@@ -165,8 +168,9 @@ class SampleBuffer:
         is the choice that leaves the most room, so if this one does not do, none does, and a running group must be
         waited for. Raises RuntimeError if a group would break the bound.
         """
-        batch = self._next_batch()
-        if batch is None or self._left_too_late(batch):
+        batch = self._next_batch() if self._may_have_batch else None
+        self._may_have_batch = batch is not None and self._are_left_in_time(batch)
+        if not self._may_have_batch:
             return None
         groups = [self._residents.pop(group_id).group for group_id in batch]
         for group in groups:
@@ -187,18 +191,31 @@ class SampleBuffer:
         return too_late if len(too_late) <= self.extra_groups else []
 
     def _next_batch(self) -> list[int] | None:
-        finished = [(group_id, r) for group_id, r in self._residents.items() if r.group is not None]
+        is_gate = self.admission == "gate"
+        finished = sorted(
+            (resident.rank if is_gate else resident.version, group_id)
+            for group_id, resident in self._residents.items()
+            if resident.group is not None
+        )
         if len(finished) < self.groups_per_step:
             return None
-        if self.admission == "gate":
-            finished.sort(key=lambda pair: pair[1].rank)
-        else:
-            finished.sort(key=lambda pair: (pair[1].version, pair[0]))
-        return [group_id for group_id, _ in finished[: self.groups_per_step]]
+        return [group_id for _, group_id in finished[: self.groups_per_step]]
+
+    def _are_left_in_time(self, batch: list[int]) -> bool:
+        """Whether all groups outside `batch` can be consumed in time, B a step."""
+        if self.stale_policy != "wait" or self.admission == "gate":
+            return True
+        versions = Counter(self._residents[group_id].version for group_id in self._residents.keys() - batch)
+        num_due = 0
+        for version in sorted(versions):
+            num_due += versions[version]
+            if num_due > self.groups_per_step * (version + self.max_staleness - self.trainer_version):
+                return False
+        return True
 
     def _left_too_late(self, batch: list[int]) -> list[int]:
         """Groups, as few as possible, without which the others outside `batch` can be consumed in time."""
-        if self.stale_policy != "wait" or self.admission == "gate":
+        if self._are_left_in_time(batch):
             return []
         left = self._residents.keys() - batch
         kept, too_late = [], []
@@ -240,6 +257,7 @@ class SampleBuffer:
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Take a resident group out, whole, and give its place back."""
         resident = self._residents.pop(group_id)
+        self._may_have_batch = True
         self._closed[group_id] = reason
         self._groups[reason] += 1
         self._tokens[reason] += sum(t.num_generated for t in resident.members.values())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,10 +56,11 @@ class Controller:
         run_path: Path,
         record: Callable[..., None],
         worker_main: Callable = run_worker,
+        make_workers: Callable = Workers,
     ):
         self.config, self.tickets, self.record = config, tickets, record
         self.transport = None
-        self.workers = Workers(
+        self.workers = make_workers(
             config, placement, model_path, run_path, self._on_message, self._on_thread_ended, worker_main
         )
         self.buffer = SampleBuffer(
@@ -233,19 +235,19 @@ class Controller:
 
         Raises the error that ended rollout, or RuntimeError after the rollout timeout, with all stacks dumped.
         """
+        what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
-            batch: list[Group] | None = None
+            return self._wait(self.take_batch_if_ready, self.config.rollout_timeout_s, what)
 
-            def taken() -> bool:
-                nonlocal batch
-                for group_id in self.buffer.surplus():
-                    self._drop(group_id, "aborted")
-                    self.tickets.put_back(group_id)
-                batch = self.buffer.take()
-                return batch is not None
-
-            what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
-            self._wait(taken, self.config.rollout_timeout_s, what)
+    def take_batch_if_ready(self) -> list[Group] | None:
+        """Take the next batch of groups, or return None while it must be waited for."""
+        with self._changed:
+            for group_id in self.buffer.surplus():
+                self._drop(group_id, "aborted")
+                self.tickets.put_back(group_id)
+            batch = self.buffer.take()
+            if batch is None:
+                return None
             for group in batch:
                 self.tickets.forget(group.group_id)
             self._drop_expired()
@@ -260,16 +262,16 @@ class Controller:
                 if worker.ready:
                     worker.process.send(Suspend())
 
-    def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Wait until `done()`, which is asked after every change; the caller holds the condition.
+    def _wait(self, done: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """Wait until `done()`, which is asked after every change, and return what it gives; the caller holds the lock.
 
         The start of a worker has a timeout of its own and does not count.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             self.workers.check()
-            if done():
-                return
+            if result := done():
+                return result
             self._changed.wait(timeout=1.0)
             if time.monotonic() > deadline and not self.workers.starting:
                 self.workers.dump_stacks()

@@ -4,6 +4,7 @@
 queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, in rounds.
 """
 
+import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Literal
@@ -51,13 +52,20 @@ class TicketQueue:
             yield from self._assign_to_free(workers)
 
     def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Each ticket to the least loaded worker that may start it; a heap, as workers and tickets can be thousands."""
+        loads = [(worker.num_running, place) for place, worker in enumerate(workers)]
+        heapq.heapify(loads)
         while self._tickets:
-            ticket = self._tickets[0]
-            able = [worker for worker in workers if worker.can_start(ticket)]
-            worker = min(able, key=lambda w: w.num_running, default=None)
-            if worker is None or worker.num_running + ticket.num_members > self.max_running_requests:
+            ticket, passed_over = self._tickets[0], []
+            while loads and not workers[loads[0][1]].can_start(ticket):
+                passed_over.append(heapq.heappop(loads))
+            if not loads or loads[0][0] + ticket.num_members > self.max_running_requests:
                 return
+            worker = workers[loads[0][1]]
             yield worker, self._tickets.popleft()
+            heapq.heapreplace(loads, (worker.num_running, loads[0][1]))
+            for load in passed_over:
+                heapq.heappush(loads, load)
 
     def _assign_in_advance(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
         """Free slots do not count: the engine keeps what it cannot run yet."""

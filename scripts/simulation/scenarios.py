@@ -1,0 +1,398 @@
+"""The papers' comparisons as simulated cases: what is known of each, what is assumed, and what the papers measured.
+
+Assumptions are chosen once, here and in workload.py and engine.py, from what the papers say of their workload; none is
+set for one row. Where a paper names neither model, GPU nor limit of length: Qwen3-8B, H800 and 8192 tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from data.latency import LatencyLaw
+from scripts.simulation.cluster import Case, Cluster, Outcome, train_s_per_token
+from scripts.simulation.engine import BYTES_PER_VALUE, GPUS, MODELS, EngineCurve, roofline
+from scripts.simulation.theory import best_train_share
+from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, lengths_up_to
+
+SYNC_BYTES_PER_S = 8e9
+"""Weights to all engines: what verl reports of 235B on 64 -> 64 GPUs (59 s)."""
+REWARD_S = 0.005
+"""Of one response, about a call of math-verify."""
+NEAR_BEST = 0.03
+"""An async ratio is called sufficient if no larger one gains more than this."""
+NUM_TURNS, TURN_TOKENS, ENV_TIMEOUT_S, ENV_FAILURES = 20, 256, 60.0, 0.001
+"""Of environments; the papers give none of the four."""
+
+Outcomes = dict[str, Outcome]
+CaseMaker = Callable[[Outcomes], Case]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Cases that are compared, the first one the baseline."""
+
+    name: str
+    measure: str
+    """Property of Outcome that is compared."""
+    unit: str
+    better: int
+    """−1 where less is better, 1 where more is."""
+    arms: dict[str, Case | CaseMaker]
+    """A CaseMaker makes its case from the outcomes of the arms before it."""
+    paper: dict[str, float]
+    """Arm -> how many times better than the first arm it is in the paper."""
+    paper_text: str
+    certainty: str
+    """How sure the paper's numbers are."""
+    why: str
+    """Where ours differs, and why."""
+    derived: Callable[[Outcomes], str] | None = None
+    """A further result, in words."""
+
+    def gain(self, outcomes: Outcomes, arm: str) -> float:
+        """How many times better than the first arm."""
+        baseline, value = (getattr(outcomes[name], self.measure) for name in (next(iter(self.arms)), arm))
+        return value / baseline if self.better > 0 else baseline / value
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Model, GPU and lengths of a case."""
+
+    lengths: LengthLaw
+    model: str = "Qwen3-8B"
+    gpu: str = "H800"
+    tensor_parallel: int = 1
+
+    @property
+    def curve(self) -> EngineCurve:
+        return roofline(MODELS[self.model], GPUS[self.gpu], self.lengths.mean_context, self.tensor_parallel)
+
+    @property
+    def sync_s(self) -> float:
+        return BYTES_PER_VALUE * MODELS[self.model].num_parameters / SYNC_BYTES_PER_S
+
+    def rollout(self, num_engines: int) -> Cluster:
+        """Engines alone: nothing is trained, and weights do not travel."""
+        return Cluster(self.curve, num_engines, 0.0)
+
+    def cluster(self, num_engines: int, train_gpus: int) -> Cluster:
+        """Engines and a trainer, on the same GPUs or on others."""
+        per_token = train_s_per_token(MODELS[self.model], GPUS[self.gpu], train_gpus)
+        return Cluster(self.curve, num_engines, per_token, self.sync_s)
+
+
+def batch_of(groups: int, group_size: int, **options) -> dict:
+    """Options of Config."""
+    return {"groups_per_step": groups, "group_size": group_size, **options}
+
+
+def asynchronous(name: str, options: dict, workload: Workload, cluster: Cluster, ratio: float, steps: int) -> Case:
+    """A case that is measured once its pipeline is full."""
+    return Case(name, {**options, "async_ratio": ratio}, workload, cluster, steps, warmup=2 + int(ratio))
+
+
+# One function per mechanism; `tail` is the longest length divided by the median
+
+
+def scheduling(tail: float) -> list[Scenario]:
+    setup = Setup(lengths_up_to(8192, tail))
+    workload, cluster = Workload(setup.lengths, reward_s=REWARD_S), setup.rollout(8)
+    common = batch_of(8, 8, drop_zero_variance=True)
+    arms = {"batch": {"scheduling": "batch"}, "queue": {}, "queue +16 groups": {"extra_groups": 16}}
+    return [
+        Scenario(
+            "queue scheduling 8x8",
+            "rollout_s",
+            "s per batch",
+            -1,
+            {arm: Case(arm, {**common, **differs}, workload, cluster, 60, 1) for arm, differs in arms.items()},
+            {"queue": 125 / 58, "queue +16 groups": 125 / 37},
+            "125 s → 58 s → 37 s",
+            "3.4x: two notes agree; 58 s: one note",
+            "our `batch` starts only as many groups as were filtered in its next round, not a whole batch, and waits "
+            "less; share of filtered groups (0.5) and the 8 engines are assumed",
+        )
+    ]
+
+
+def replication(tail: float) -> list[Scenario]:
+    setup = Setup(lengths_up_to(8192, tail))
+    paper = {32: (1.30, "116 s → 89 s", "one note"), 64: (1.84, "149 s → 81 s", "two notes agree on 1.84")}
+    return [
+        Scenario(
+            f"prompt replication {groups}x16",
+            "rollout_s",
+            "s per batch",
+            -1,
+            {
+                arm: Case(arm, batch_of(groups, 16, replicate_prompts=on), Workload(setup.lengths), setup.rollout(8), 15, 1)
+                for arm, on in (("one request", False), ("replicated", True))
+            },
+            {"replicated": ratio},
+            text,
+            certainty,
+            "an engine bound by memory decodes 16 responses almost as fast as one, and the longest response sets the "
+            "time in both arms; the queue already spreads whole groups evenly. What the paper gains must come from "
+            "something that this engine model lacks",
+        )
+        for groups, (ratio, text, certainty) in paper.items()
+    ]
+
+
+def _turns(sigma: float, failures: float = 0.0) -> Turns:
+    law = f"normal:10,{sigma:g}" + (f" fail:{failures:g}" if failures else "")
+    return Turns(NUM_TURNS, TURN_TOKENS, LatencyLaw.parse(law), ENV_TIMEOUT_S)
+
+
+def environments(tail: float) -> list[Scenario]:
+    setup = Setup(lengths_up_to(32768, tail))
+    paper = {
+        1: (1.23, "RollArt: 1.23x", "read in RollArt"),
+        5: (None, "RollArt: between 1.23x and 2.27x", "read in RollArt"),
+        10: (2.46, "892 s → 362 s, 2.46x; RollArt: 2.27x", "two notes agree; RollArt read"),
+    }
+    return [
+        Scenario(
+            f"environment-level asynchrony normal(10,{sigma})",
+            "rollout_s",
+            "s per batch",
+            -1,
+            {
+                arm: Case(arm, batch_of(32, 8, env_barrier=barrier), Workload(setup.lengths, _turns(sigma)), setup.rollout(32), 6, 0)
+                for arm, barrier in (("barrier", True), ("asynchronous", False))
+            },
+            {} if ratio is None else {"asynchronous": ratio},
+            text,
+            certainty,
+            f"{NUM_TURNS} turns of {TURN_TOKENS} tokens are assumed: the more turns, the nearer the ratio comes to that of "
+            "the longest to the mean latency of 256",
+        )
+        for sigma, (ratio, text, certainty) in paper.items()
+    ]
+
+
+def redundancy(tail: float) -> list[Scenario]:
+    setup = Setup(lengths_up_to(32768, tail))
+    arms = {
+        "32x8": {}, "36x8": {"extra_groups": 4}, "32x9": {"extra_members": 1},
+        "36x9": {"extra_groups": 4, "extra_members": 1}, "36x12": {"extra_groups": 4, "extra_members": 4},
+    }  # fmt: skip
+    return [
+        Scenario(
+            f"redundant environments normal(10,5){name}",
+            "rollout_s",
+            "s per batch",
+            -1,
+            {
+                arm: Case(arm, batch_of(32, 8, **differs), Workload(setup.lengths, _turns(5, failures)), setup.rollout(32), 8, 1)
+                for arm, differs in arms.items()
+            },
+            {"36x9": 5.40, "36x12": 5.28},
+            "243 s → 45 s (36x9), 46 s (36x12); RollArt: at most 1.62x",
+            "one note, unverified: normal(10,5) alone cannot give 5x; 1.62x read in RollArt",
+            why,
+        )
+        for name, failures, why in (
+            ("", 0.0, "only the tail of a sum of 20 latencies is to be gained"),
+            (
+                f", {ENV_FAILURES:.1%} of steps fail",
+                ENV_FAILURES,
+                f"a group without a spare member is lost with one failure, and half of the failures hang for "
+                f"{ENV_TIMEOUT_S:g} s first; share and timeout are assumed",
+            ),
+        )
+    ]
+
+
+ALPHAS = (0, 1, 2, 4, 8)
+
+
+def sufficient_alpha(outcomes: Outcomes) -> str:
+    """The smallest ratio that no larger one beats by more than NEAR_BEST, and the gain over 1."""
+    rates = {arm: outcome.tokens / outcome.seconds for arm, outcome in outcomes.items()}
+    best = max(rates.values())
+    enough = next(arm for arm, rate in rates.items() if rate >= (1 - NEAR_BEST) * best)
+    return f"sufficient: {enough}; best over α = 1: {best / rates['α = 1']:.2f}x"
+
+
+def alpha_sweep(tail: float) -> list[Scenario]:
+    rows = (
+        ("rollout size 32, 32K, 8B", 32, 32768, "Qwen3-8B", "4"),
+        ("rollout size 256, 32K, 8B", 256, 32768, "Qwen3-8B", "2"),
+        ("rollout size 128, 4K, 8B", 128, 4096, "Qwen3-8B", "1"),
+        ("rollout size 128, 32K, 0.6B", 128, 32768, "Qwen3-0.6B", "2"),
+    )
+    return [_alpha_row(name, groups, Setup(lengths_up_to(longest, tail), model), best) for name, groups, longest, model, best in rows]
+
+
+def _alpha_row(name: str, groups: int, setup: Setup, best: str) -> Scenario:
+    cluster, workload = setup.cluster(24, 16), Workload(setup.lengths)
+    arms = {
+        f"α = {alpha}": asynchronous(f"α = {alpha}", batch_of(groups, 8), workload, cluster, alpha, 6) for alpha in ALPHAS
+    }
+    return Scenario(
+        f"async ratio, {name}",
+        "trained_tokens_per_s",
+        "trained tokens/s",
+        1,
+        arms,
+        {},
+        f"best α = {best}; RollArt: α = 1 … 6 gain at most 1.22x over α = 1",
+        "one note, two others agree on 2; RollArt read",
+        "24 engines and 16 training GPUs are the paper's; with few responses per engine the longest response still sets "
+        "the pace at α = 2, and a larger α goes on gaining",
+        sufficient_alpha,
+    )
+
+
+def scaling(tail: float) -> list[Scenario]:
+    rows = []
+    for label, longest, paper in (("Think, 32K", 32768, 2.24), ("Base, 8K", 8192, 2.12)):
+        setup = Setup(lengths_up_to(longest, tail))
+        rows += [_scaling_row(label, setup, gpus, paper if gpus == 128 else None) for gpus in (16, 32, 64, 128)]
+    return rows
+
+
+def _scaling_row(label: str, setup: Setup, gpus: int, paper: float | None) -> Scenario:
+    workload, options = Workload(setup.lengths), batch_of(256, 8)
+    together = setup.cluster(gpus, gpus)  # synchronous: rollout and training take turns on all GPUs
+
+    def split(outcomes: Outcomes) -> Case:
+        train_gpus = train_gpus_of(outcomes["sync"], gpus, 2.0)
+        return asynchronous(f"async, {train_gpus} train", options, workload, setup.cluster(gpus - train_gpus, train_gpus), 2, 4)
+
+    naive = {**options, "scheduling": "batch", "replicate_prompts": False}
+    return Scenario(
+        f"scaling {label}, {gpus} GPUs",
+        "trained_tokens_per_s",
+        "trained tokens/s",
+        1,
+        {
+            "sync naive": Case("sync naive", naive, workload, together, 4, 1),
+            "sync": Case("sync", options, workload, together, 4, 1),
+            "async α = 2": split,
+        },
+        {} if paper is None else {"async α = 2": paper},
+        "up to 2.24x and 2.12x over sync; 7.6x the throughput on 8x the GPUs",
+        "2.24x in the abstract; sources disagree on which model has which, and on the baseline",
+        "256x8 responses are assumed at every size, so that 128 GPUs have 16 responses each and the longest one counts "
+        "most; the split is Proposition 2's β*",
+        lambda outcomes: outcomes["async α = 2"].case.name,
+    )
+
+
+def train_gpus_of(sync: Outcome, gpus: int, async_ratio: float) -> int:
+    """GPUs for the trainer, by β* of Proposition 2 and what a synchronous run on all of them measured."""
+    slot_s = [s for step in sync.steps for s in step.slot_s]
+    rollout_s = sum(slot_s) / len(sync.steps) / sync.case.cluster.num_slots
+    share = best_train_share(rollout_s, max(slot_s), sync.train_s, async_ratio)
+    return min(max(1, round(share * gpus)), gpus - 1)
+
+
+def split(tail: float) -> list[Scenario]:
+    setup, gpus = Setup(lengths_up_to(32768, tail)), 40
+    workload, options = Workload(setup.lengths), batch_of(256, 8)
+    arms: dict[str, Case | CaseMaker] = {"sync on all 40": Case("sync", options, workload, setup.cluster(gpus, gpus), 5, 1)}
+    for train in (4, 8, 12, 16, 20, 24):
+        name = f"{gpus - train} + {train}"
+        arms[name] = asynchronous(name, options, workload, setup.cluster(gpus - train, train), 2, 5)
+
+    def best(outcomes: Outcomes) -> str:
+        rates = {arm: o.tokens / o.seconds for arm, o in outcomes.items()}
+        share = train_gpus_of(outcomes["sync on all 40"], gpus, 2.0)
+        return f"best: {max(rates, key=rates.get)}; β* of Proposition 2: {gpus - share} + {share}"
+
+    return [
+        Scenario(
+            "split of 40 GPUs, α = 2",
+            "trained_tokens_per_s",
+            "trained tokens/s",
+            1,
+            arms,
+            {"24 + 16": 2.0},
+            "best at about 24 + 16, nearly 2x over the baseline; RollArt in production: train to rollout 1 : 5",
+            "one note; RollArt read",
+            "where the best split lies depends on training's FLOP/s (40 % of the data sheet assumed) against decoding's; "
+            "the baseline of the paper is not known",
+            best,
+        )
+    ]
+
+
+def over_sampling(tail: float) -> list[Scenario]:
+    rows = []
+    for model, text, ratio in (("Qwen3-4B", "+31.3 % (GRPO)", 1.313), ("Qwen3-8B", "+36.9 % (GRPO)", 1.369)):
+        setup = Setup(lengths_up_to(16384, tail), model, "MI300X", tensor_parallel=2)
+        options, cluster = batch_of(32, 8, on_update="resume"), setup.cluster(4, 8)
+        arms = {f"R = {r:g}": r for r in (1.0, 1.5, 2.0, 3.0)}
+        rows.append(
+            Scenario(
+                f"over-sampling 32x8, {model}",
+                "new_tokens_per_rollout_s",
+                "new tokens/s of rollout",
+                1,
+                {
+                    arm: Case(arm, {**options, "over_sampling": r}, Workload(setup.lengths), cluster, 20, 5)
+                    for arm, r in arms.items()
+                },
+                {"R = 2": ratio},
+                f"R = 2: {text}; all models and losses +22.5 % on average, +44 % at most; resumed share 0.3–0.4",
+                "notes on two versions of the paper; settings read in its code",
+                "the gain is that of not waiting for the longest response, and hangs on how much longer than the mean it "
+                "is: 14 times under the law assumed here. Concurrency limits and the reward are not counted",
+                _resumed,
+            )
+        )
+    return rows
+
+
+def _resumed(outcomes: Outcomes) -> str:
+    two = outcomes["R = 2"]
+    inherited = sum(step.inherited_tokens for step in two.steps) / two.tokens
+    return (
+        f"R = 2: resumed share {two.resumed_tokens / two.generated_tokens:.2f}, of trained tokens inherited {inherited:.2f}, "
+        f"staleness at most {two.staleness_max}"
+    )
+
+
+def eta_sweep(tail: float) -> list[Scenario]:
+    known = {
+        "8K, 64x16 on 8 GPUs": (8192, 64, 8, {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}),
+        "27K, 128x16 on 32 GPUs": (27648, 128, 32, {0: 128.7, 1: 269.3, 2: 356.6, 4: 356.6, 8: 371.7, 16: 382.4}),
+    }
+    return [_eta_row(name, *row, tail) for name, row in known.items()]
+
+
+def _eta_row(name: str, longest: int, groups: int, gpus: int, paper: dict[int, float], tail: float) -> Scenario:
+    setup = Setup(lengths_up_to(longest, tail), "R1-Distill-Qwen-1.5B")
+    cluster, workload = setup.cluster(gpus * 3 // 4, gpus // 4), Workload(setup.lengths)
+    options = batch_of(groups, 16, admission="gate", on_update="recompute")
+    return Scenario(
+        f"AReaL η, {name}",
+        "trained_tokens_per_s",
+        "trained tokens/s",
+        1,
+        {f"η = {eta}": asynchronous(f"η = {eta}", options, workload, cluster, eta, 5) for eta in paper},
+        {f"η = {eta}": value / paper[0] for eta, value in paper.items() if eta},
+        " → ".join(f"{value:g}" for value in paper.values()) + " k tokens/s",
+        "read in the paper" + ("" if gpus == 8 else "; its 512x16 are simulated at a quarter, as are the assumed 128 GPUs"),
+        "η = 0 wastes the other side's GPUs in both; where it levels off is where one side is always busy, which is set by "
+        "the assumed speed of training",
+    )
+
+
+MECHANISMS: dict[str, Callable[[float], list[Scenario]]] = {
+    "scheduling": scheduling,
+    "replication": replication,
+    "environments": environments,
+    "redundancy": redundancy,
+    "alpha": alpha_sweep,
+    "scaling": scaling,
+    "split": split,
+    "over-sampling": over_sampling,
+    "eta": eta_sweep,
+}
+QUICK = ("scheduling", "replication", "environments", "over-sampling")
+"""Those that are run for other tails too."""
+TAILS = (LONGEST_TO_MEDIAN, 10.0, 5.0)
+"""Longest length divided by the median: the papers' and, to see what hangs on it, less heavy ones."""

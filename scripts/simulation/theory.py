@@ -1,0 +1,88 @@
+"""Propositions 1 and 2 of ROLL Flash (arXiv 2510.11345), checked on what a simulated run did.
+
+Symbols: K slots, Q responses, N responses of a training step, μ and L mean and longest time that a response holds a
+slot, E·N·μ_train/K the time to train on a batch with all machines, β the trainer's share of them, α the async ratio.
+
+1. Q responses that are all there at the start and go each to whichever slot is free are done after at most
+   (Q/K)·μ + L (Graham's bound of list scheduling).
+2. A synchronous step takes at most (N/K)·(μ + E·μ_train) + L; an asynchronous one, which has (α + 1)·N responses under
+   way, at most max{N·μ/((1 − β)·K) + L/(α + 1), E·N·μ_train/(β·K)}.
+
+The paper takes a slot to serve at a fixed speed; with the times that responses really held their slots, 1 needs no such
+thing. The time that weights travel is not in the paper and is added to each bound. Where a case lacks what the
+propositions assume, `unmet` says what, and nothing is claimed.
+"""
+
+import statistics
+from dataclasses import dataclass
+
+from scripts.simulation.cluster import Case, Outcome
+
+ROUNDING_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One proposition on one run."""
+
+    proposition: str
+    measured_s: float
+    bound_s: float
+    unmet: str
+    """The assumption that this case does not meet; empty if it meets all."""
+
+    @property
+    def holds(self) -> bool:
+        return self.measured_s <= self.bound_s + ROUNDING_S
+
+
+def unmet_by_rollout(case: Case) -> str:
+    """What list scheduling assumes of rollout and this case does not have; empty if nothing."""
+    config, workload = case.config, case.workload
+    reasons = {
+        "responses are placed in advance": config.scheduling == "batch",
+        "the responses of a group take several slots of one worker at once": not config.replicate_prompts,
+        "a filtered group's successor is not there at the start": config.drop_zero_variance,
+        "an episode holds no slot while its environment answers": workload.turns is not None,
+        "responses are suspended at the end of a step": config.over_sampling > 1,
+        "responses are given up": bool(config.extra_groups or config.extra_members),
+        "rewards of one worker wait for each other": workload.reward_s > 0,
+        "results wait for the controller": case.cluster.message_s > 0,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+
+def unmet_by_pipeline(case: Case) -> str:
+    """What the asynchronous bound assumes besides; empty if nothing."""
+    config, slots = case.config, case.cluster.num_slots
+    ahead = (config.max_outstanding_groups - config.groups_per_step) * config.group_size
+    if ahead < slots:
+        return f"rollout may stop: {ahead} places beside the batch that is trained, {slots} slots"
+    return ""
+
+
+def check(outcome: Outcome) -> list[Bound]:
+    """Every proposition that speaks of such a run."""
+    case, steps = outcome.case, outcome.steps
+    sync_s, slots = case.cluster.sync_s, case.cluster.num_slots
+    unmet = unmet_by_rollout(case)
+    mean_s = statistics.fmean(s for step in steps for s in step.slot_s)
+    longest_s = max(max(step.slot_s) for step in steps)
+    responses = case.config.groups_per_step * case.config.group_size
+    if case.config.async_ratio == 0 and case.config.publish_delay == 0:
+        rollouts = [
+            Bound("1", step.wait_s, sum(step.slot_s) / slots + max(step.slot_s), unmet) for step in steps
+        ]
+        bound_s = responses / slots * mean_s + outcome.train_s + longest_s + sync_s
+        return [*rollouts, Bound("2 sync", outcome.step_s, bound_s, unmet)]
+    generation_s = responses * mean_s / slots + longest_s / (case.config.async_ratio + 1)
+    bound_s = max(generation_s, outcome.train_s) + sync_s
+    return [Bound("2 async", outcome.step_s, bound_s, unmet or unmet_by_pipeline(case))]
+
+
+def best_train_share(rollout_s: float, longest_s: float, train_s: float, async_ratio: float) -> float:
+    """β* of Proposition 2: the trainer's share of the machines at which its branch equals the bound.
+
+    Takes (N/K)·μ, L and E·N·μ_train/K, in seconds, each with all K slots or machines.
+    """
+    return train_s / (rollout_s + longest_s / (async_ratio + 1) + train_s)
