@@ -143,9 +143,9 @@ def run(names: list[str], size: str, repeats: int, out: Path) -> None:
                 print(f"{record['part']} {record['repeat'] + 1}/{repeats}: {record['ours']:.4g}{shown}", flush=True)
 
 
-def join_process_group(folder: str) -> None:
+def join_process_group() -> None:
     """Be the only rank, as FSDP2 wants one."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def main() -> None:
@@ -163,10 +163,9 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         if not arguments.report:
-            with tempfile.TemporaryDirectory(prefix="bench-parts-") as folder:
-                join_process_group(folder)
-                run(arguments.only or list(GROUPS), arguments.size, arguments.repeats, arguments.out)
-                dist.destroy_process_group()
+            join_process_group()
+            run(arguments.only or list(GROUPS), arguments.size, arguments.repeats, arguments.out)
+            dist.destroy_process_group()
         report.write(arguments.out)
     except ValueError as error:
         parser.error(str(error))

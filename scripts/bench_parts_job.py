@@ -21,10 +21,8 @@ import torch
 import batch
 from config import Config
 from controller import Announcement, Controller
-from data.records import Group, Ticket, Trajectory
+from data.records import Group
 from data.tasks import load_task
-from llm_proxy import SampledTokens
-from messages import Finished, Ready, Stop, Tickets, Update, Updated
 from model_path import resolve_model
 from node import Node
 from placement import available_cores, place
@@ -32,6 +30,7 @@ from policy import load_policy
 from publisher import Publisher
 from rollout import RolloutWorker, load_tokenizer, run_worker
 from run_directory import RunDirectory
+from scripts.bench_parts_echo import run_echo_worker
 from scripts.bench_work import WorkRolloutWorker
 from tickets import PromptSource, TicketSource
 from train_async import Clock, StepLog
@@ -174,44 +173,6 @@ def stop_all(nodes: list[Node]) -> None:
 
 
 # The queue alone
-
-
-def run_echo_worker(spec, connection, per_message: int = 1) -> None:
-    """A worker that answers each ticket at once with the same response, `per_message` of them in each message."""
-    connection.send(Ready(0.0))
-    version = -1
-    while True:
-        match connection.recv():
-            case Update(version, _, _):
-                connection.send(Updated(version, 0.001, SampledTokens()))
-            case Tickets(tickets):
-                answers = [echo(ticket, version) for ticket in tickets]
-                for start in range(0, len(answers), per_message):
-                    connection.send(Finished(answers[start : start + per_message]))
-            case Stop():
-                return
-
-
-def echo(ticket: Ticket, version: int, num_tokens: int = 9) -> Trajectory:
-    """A response of `num_tokens` tokens to a ticket, the default task's mean."""
-    prompt = len(ticket.prompt_tokens)
-    mask = np.arange(prompt + num_tokens) >= prompt
-    return Trajectory(
-        ticket_id=ticket.ticket_id,
-        group_id=ticket.group_id,
-        member=ticket.member,
-        tokens=np.concatenate([ticket.prompt_tokens, np.ones(num_tokens)]).astype(np.int64),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        policy_versions=np.where(mask, version, -1).astype(np.int32),
-        reward=float(ticket.member % 2),
-        finish_reason="stop",
-        failure="",
-        num_turns=1,
-        started_at=0.0,
-        ended_at=0.0,
-        worker=0,
-    )
 
 
 @contextlib.contextmanager
