@@ -1,0 +1,215 @@
+"""Whole steps for bench_parts.py: the loop of train_async.py in this process, and the queue between its two halves.
+
+A job can be stopped between any two steps, so several of them can be measured in turn; one stands still while another
+is measured. It can also leave the training out, or train on batches that it has already.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import batch
+from config import Config
+from controller import Announcement, Controller
+from data.records import Group
+from data.tasks import load_task
+from model_path import resolve_model
+from node import Node
+from placement import available_cores, place
+from policy import load_policy
+from publisher import Publisher
+from rollout import RolloutWorker, load_tokenizer, run_worker
+from run_directory import RunDirectory
+from scripts.bench_parts_echo import run_echo_worker
+from scripts.bench_work import WorkRolloutWorker
+from tickets import PromptSource, TicketSource
+from train_async import Clock, StepLog
+from weight_sync import ParameterSpec, ShmTransport
+
+NO_LEARNING = 1e-12
+"""Learning rate that costs what any other costs and leaves the lengths of the responses as they are."""
+
+
+def make_node(config: Config, worker_main) -> Node:
+    """What surrounds the loop, on the CPU; its workers run `worker_main`."""
+    placement = place(config, 0, available_cores(), 1)
+    task = load_task(config.task, config.seed)
+    model_path = resolve_model(config.model, config.task)
+    tokenizer = load_tokenizer(model_path)
+    prompts = PromptSource(task.train_problem, [], lambda problem: task.encode_prompt(problem, tokenizer))
+    run = RunDirectory(config)
+    controller = Controller(
+        config, placement, model_path, TicketSource(config, prompts), run.path, run.record, worker_main
+    )
+    return Node(config, placement, torch.device("cpu"), model_path, tokenizer, run, controller)
+
+
+class Job:
+    """A run of train_async.py's loop, one step at a time."""
+
+    def __init__(self, config: Config):
+        self.config = replace(config, lr=NO_LEARNING, steps=10**9, eval_every=0)
+        kind = RolloutWorker if config.is_multi_turn else WorkRolloutWorker
+        self.node = make_node(self.config, functools.partial(run_worker, kind=kind))
+        self.step = 0
+        self.batches: list[list[Group]] = []
+        """The newest ones."""
+
+    def connect(self) -> None:
+        """Load the policy, wait for the engines and publish the first weights."""
+        torch.set_num_threads(self.node.placement.trainer_threads)
+        self.policy = load_policy(self.config, self.node.model_path, self.node.device)
+        with quiet():
+            self.publisher = Publisher(self.config, self.policy, self.node.controller, self.node.connect(self.policy))
+            self.log = StepLog(self.node).__enter__()
+        self.publisher.publish(0, evaluate=False)
+        self.clock = Clock()
+
+    def run_step(self, train: bool = True) -> None:
+        """One turn of the loop; without training, the same weights are published under the next version."""
+        self.step += 1
+        self.clock.lap("log")
+        groups, stats = self.node.take_batch(), {}
+        self.clock.lap("wait")
+        if train:
+            stats = self.train(groups)
+        self.clock.lap("train")
+        self.publisher.publish(self.step, evaluate=False)
+        self.clock.lap("publish")
+        self.log.write(self.step, groups, stats, self.publisher, self.clock.next_step())
+        self.batches = [*self.batches[-9:], groups]
+
+    def train(self, groups: list[Group]) -> dict[str, float]:
+        """The training part of a step."""
+        share = batch.share(groups, self.config)
+        self.publisher.choose_probes(groups)
+        return self.policy.train_step(share, policy_version=self.step - 1)
+
+    def measure(self, steps: int, train: bool = True) -> dict[str, float]:
+        """Steady state over `steps` steps, after as many as wait already; then the workers come to rest."""
+        with quiet():
+            for _ in range(math.ceil(self.config.async_ratio) + 1):
+                self.run_step(train)
+            start = time.monotonic()
+            for _ in range(steps):
+                self.run_step(train)
+            seconds = time.monotonic() - start
+        lines = (self.node.run.path / "metrics.jsonl").read_text().splitlines()[-steps:]
+        metrics = [json.loads(line) for line in lines]
+        self.wait_until_idle()
+        return {
+            "step_s": seconds / steps,
+            "tokens_per_step": float(np.mean([group_tokens(groups) for groups in self.batches])),
+            "pause_s": float(np.mean([m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m])),
+            **{f"{name}_s": float(np.median([m[f"time/{name}_s"] for m in metrics])) for name in _PHASES},
+        }
+
+    def measure_training(self, steps: int) -> float:
+        """Seconds per step of training alone, on the newest batches in turn."""
+        start = time.monotonic()
+        for index in range(steps):
+            self.train(self.batches[index % len(self.batches)])
+        return (time.monotonic() - start) / steps
+
+    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
+        """Wait until no worker does anything. Raises RuntimeError if one still does after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while any(worker.updating or worker.running for worker in self.node.controller.workers):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not idle after {timeout_s:g} s: {self.node.controller.describe()}")
+            time.sleep(0.01)
+
+
+def group_tokens(groups: list[Group]) -> int:
+    """Tokens that the policy wrote in some groups."""
+    return sum(group.num_generated for group in groups)
+
+
+_PHASES = ("wait", "train", "publish", "log")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress that a run prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def started(configs: dict[str, Config], folder: Path) -> Iterator[dict[str, Job]]:
+    """A job of each config, with its engines up and idle; none is left afterwards."""
+    jobs = {}
+    try:
+        for name, config in configs.items():
+            jobs[name] = Job(replace(config, runs_dir=str(folder), run_name=name))
+        for job in jobs.values():
+            job.node.controller.launch()
+        for job in jobs.values():
+            job.connect()
+        for job in jobs.values():
+            job.measure(2)
+        yield jobs
+    finally:
+        stop_all([job.node for job in jobs.values()])
+
+
+def stop_all(nodes: list[Node]) -> None:
+    """End workers and files. All at once: a controller that stops ends every child of this process."""
+    if nodes:
+        with ThreadPoolExecutor(len(nodes)) as threads:
+            list(threads.map(lambda node: node.controller.stop(), nodes))
+    for node in nodes:
+        node.run.close()
+
+
+# The queue alone
+
+
+@contextlib.contextmanager
+def echoing(config: Config, per_message: int) -> Iterator["EchoLoop"]:
+    """The controller's side of a run whose worker answers at once."""
+    node = make_node(config, functools.partial(run_echo_worker, per_message=per_message))
+    try:
+        node.controller.launch()
+        yield EchoLoop(node)
+    finally:
+        stop_all([node])
+
+
+class EchoLoop:
+    """Takes batches and publishes weights of 256 bytes, and does nothing between."""
+
+    def __init__(self, node: Node):
+        self.node, self.version = node, 0
+        self.transport = ShmTransport([ParameterSpec("weight", torch.float32, (64,))])
+        self.weights = [("weight", torch.zeros(64))]
+        node.controller.connect(self.transport)
+        self._publish()
+
+    def _publish(self) -> None:
+        self.node.controller.wait_for_buffer()
+        staged = self.transport.stage(self.version, self.weights)
+        self.node.controller.publish(Announcement(self.version, self.version, staged, (), False))
+
+    def measure(self, steps: int) -> dict[str, float]:
+        """Microseconds per trajectory: of CPU time in this process, and of time."""
+        cpu, start = time.process_time(), time.monotonic()
+        for _ in range(steps):
+            self.node.take_batch()
+            self.version += 1
+            self._publish()
+        trajectories = steps * self.node.config.groups_per_step * self.node.config.group_size
+        return {
+            "cpu_us": (time.process_time() - cpu) / trajectories * 1e6,
+            "wall_us": (time.monotonic() - start) / trajectories * 1e6,
+        }

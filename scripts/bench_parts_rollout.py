@@ -1,0 +1,209 @@
+"""Rollout and publishing for bench_parts.py: a rollout worker against the plain engine, weights against memcpy."""
+
+import asyncio
+import contextlib
+import functools
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from config import Config
+from data.records import Ticket
+from data.tasks import load_task
+from data.tiny import VOCABULARY, build_tokenizer
+from llm_proxy import LLMProxy, WorkerSpec
+from messages import Connect, Finished, Ready, Stop, Tickets, Update, Updated
+from model_path import resolve_model
+from placement import WorkerPlacement
+from rollout import load_tokenizer, run_worker, stop_token_ids
+from scripts.bench_work import ForcedLengths, WorkRolloutWorker, work_of
+from tickets import PromptSource, TicketSource
+from weight_sync import ParameterSpec, ShmTransport
+from workers import WorkerProcess
+
+TIMEOUT_S = 300.0
+LARGE_HIDDEN, LARGE_LAYERS = 512, 15
+
+
+class PlainEngine:
+    """AsyncLLM and nothing else: all requests at once, by the same parameters, and only their tokens are counted."""
+
+    def __init__(self, spec: WorkerSpec, connection):
+        self.spec, self.connection = spec, connection
+
+    async def serve(self) -> None:
+        """Start the engine, then act on messages in their order."""
+        config, path = self.spec.config, self.spec.model_path
+        kind = ForcedLengths if work_of(config.max_response_tokens).forced else LLMProxy
+        self.proxy = await kind.start(self.spec, stop_token_ids(path, load_tokenizer(path)))
+        self.connection.send(Ready(0.0))
+        try:
+            while True:
+                match await asyncio.to_thread(self.connection.recv):
+                    case Connect(init_info):
+                        await self.proxy.connect(init_info)
+                    case Update(version, update_infos, _):
+                        pause_s = await self.proxy.update(version, update_infos)
+                        self.connection.send(Updated(version, pause_s, self.proxy.take_sampled()))
+                    case Tickets(tickets):
+                        self.connection.send(sum(await asyncio.gather(*map(self._sample, tickets))))
+                    case Stop():
+                        return
+        finally:
+            self.proxy.shutdown()
+
+    async def _sample(self, ticket: Ticket) -> int:
+        work = work_of(self.spec.config.max_response_tokens)
+        tokens = work.length(ticket.seed) if work.forced else work.max_response_tokens
+        params = self.proxy.sampling_params(ticket.seed, tokens, 1)
+        prompt = {"prompt_token_ids": list(ticket.prompt_tokens)}
+        async for output in self.proxy.engine.generate(prompt, params, str(ticket.ticket_id)):
+            if output.finished:
+                return len(output.outputs[0].token_ids)
+        raise RuntimeError(f"request {ticket.ticket_id} ended without an output")
+
+
+class Worker:
+    """A worker process without a controller."""
+
+    def __init__(self, config: Config, model_path: str, kind: type, folder: Path, threads: ThreadPoolExecutor):
+        log = folder / f"{kind.__name__}-{config.max_response_tokens}-{Path(model_path).name}.log"
+        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), model_path, "shm", str(log))
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.process = WorkerProcess(spec, functools.partial(run_worker, kind=kind), self._inbox.put, threads)
+
+    def receive(self):
+        """The next message. Raises RuntimeError if the process has ended, queue.Empty after the timeout."""
+        message = self._inbox.get(timeout=TIMEOUT_S)
+        if message is None:
+            raise RuntimeError(f"a worker ended: {self.process.death_report()}")
+        return message
+
+    def connect(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Give the engine its first weights, when it is up."""
+        self.weights, self.version = weights, -1
+        self.transport = ShmTransport([ParameterSpec(name, w.dtype, tuple(w.shape)) for name, w in weights])
+        self.receive()
+        self.process.send(Connect(self.transport.init_info()))
+        self.publish()
+
+    def publish(self) -> dict[str, float]:
+        """Stage and transfer the weights. Returns seconds of each, and of the pause."""
+        self.version += 1
+        start = time.monotonic()
+        staged = self.transport.stage(self.version, self.weights)
+        stage_s = time.monotonic() - start
+        self.process.send(Update(self.version, staged.messages, ()))
+        updated = self.receive()
+        self.transport.announce(staged)
+        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, "pause_s": updated.pause_s}
+
+    def sample(self, tickets: list[Ticket]) -> float:
+        """Run tickets to their end. Returns tokens per second."""
+        start = time.monotonic()
+        self.process.send(Tickets(tickets))
+        tokens = num_finished = 0
+        while num_finished < len(tickets):
+            match self.receive():
+                case Finished(trajectories):
+                    tokens += sum(trajectory.num_generated for trajectory in trajectories)
+                    num_finished += len(trajectories)
+                case int(count):
+                    tokens, num_finished = count, len(tickets)
+        return tokens / (time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def workers(kinds: dict[str, type], config: Config, model_path: str, weights: list, folder: Path) -> Iterator[dict]:
+    """A connected worker of each kind; none is left afterwards."""
+    threads = ThreadPoolExecutor(2 * len(kinds))
+    made = {}
+    try:
+        for name, kind in kinds.items():
+            made[name] = Worker(config, model_path, kind, folder, threads)
+        for worker in made.values():
+            worker.connect(weights)
+        yield made
+    finally:
+        for worker in made.values():
+            worker.process.send(Stop())
+        for worker in made.values():
+            worker.process.stop(10.0)
+        threads.shutdown()
+
+
+def make_tickets(config: Config, model_path: str, count: int) -> list[Ticket]:
+    """The first tickets that a run would send, all of them runnable at version 0."""
+    task, tokenizer = load_task(config.task, config.seed), load_tokenizer(model_path)
+    source = TicketSource(config, PromptSource(task.train_problem, [], lambda p: task.encode_prompt(p, tokenizer)))
+    groups = -(-count // config.group_size)
+    return [ticket for _ in range(groups) for ticket in source.for_group(source.next_group_id(), 0)][:count]
+
+
+def load_weights(model_path: str) -> list[tuple[str, torch.Tensor]]:
+    """(name, float32 tensor) of every parameter of a checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def large_model(folder: Path) -> tuple[str, list[tuple[str, torch.Tensor]]]:
+    """A Qwen3 of about 200 MB in float32 with random weights: its folder, without the weights, and these."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = folder / "large"
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(VOCABULARY),
+            hidden_size=LARGE_HIDDEN,
+            intermediate_size=3 * LARGE_HIDDEN,
+            num_hidden_layers=LARGE_LAYERS,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            head_dim=64,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            dtype="float32",
+            architectures=["Qwen3ForCausalLM"],
+        )
+    )
+    model.config.save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return str(path), [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def memcpy_bytes_per_s(num_bytes: int) -> float:
+    """Bytes per second of one copy of `num_bytes` from memory to memory, both of which were touched before."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    target.copy_(source)
+    start = time.perf_counter()
+    target.copy_(source)
+    return num_bytes / (time.perf_counter() - start)
+
+
+def measure_rollout(config: Config, num_tickets: int, repeats: int, folder: Path) -> Iterator[tuple[float, float]]:
+    """Tokens per second of a rollout worker and of the plain engine, in turn; the first round warms up."""
+    model_path = resolve_model(config.model, config.task)
+    tickets = make_tickets(config, model_path, num_tickets)
+    kinds = {"ours": WorkRolloutWorker, "plain": PlainEngine}
+    with workers(kinds, config, model_path, load_weights(model_path), folder) as made:
+        for repeat in range(repeats + 1):
+            order = ("ours", "plain") if repeat % 2 else ("plain", "ours")
+            rates = {name: made[name].sample(tickets) for name in order}
+            if repeat:
+                yield rates["ours"], rates["plain"]
+
+
+def measure_publish(config: Config, model_path: str, weights: list, repeats: int, folder: Path) -> Iterator[dict]:
+    """Seconds of a publication, its stage and its pause; bytes, and the seconds that memcpy takes for them."""
+    num_bytes = sum(weight.nbytes for _, weight in weights)
+    with workers({"ours": WorkRolloutWorker}, config, model_path, weights, folder) as made:
+        for repeat in range(repeats + 1):
+            measured = made["ours"].publish()
+            if repeat:
+                yield {**measured, "bytes": num_bytes, "memcpy_s": num_bytes / memcpy_bytes_per_s(num_bytes)}

@@ -1,0 +1,142 @@
+"""What TRL 1.16 lacks to run without a GPU, and forced lengths for its three ways to generate; see bench_peers.py.
+
+Nothing here is slower than what it replaces. Runs in the peers' own environment.
+"""
+
+import copy
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from scripts.bench_peers_attention import varlen_attention
+from scripts.bench_work import Work, work_of
+from weight_sync import ParameterSpec, ShmTransport
+
+# The asynchronous trainer: TRL takes its attention from a CUDA kernel, whatever the device
+
+
+def use_no_gpu() -> None:
+    """Have TRL's packed attention computed by torch, and its utilisation of a GPU left out."""
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+
+
+# Weights
+
+
+class ShmWeightTransfer:
+    """Weights of the asynchronous trainer through shared host memory, as ours: NCCL needs GPUs.
+
+    TRL's `WeightTransferProtocol`. `named_parameters` must be set before training begins.
+    """
+
+    def __init__(self, server_url: str):
+        self.client = VLLMClient(server_url)
+        self.named_parameters: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+        self._version = 0
+
+    def init_weight_transfer(self) -> None:
+        specs = [ParameterSpec(name, p.dtype, tuple(p.shape)) for name, p in self.named_parameters()]
+        self._transport = ShmTransport(specs)
+        self.client.wait_for_server_ready()
+        self.client.init_weight_transfer_engine(self._transport.init_info())
+
+    def pause(self) -> None:
+        self.client.pause()
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        staged = self._transport.stage(self._version, iterator)
+        self.client.start_weight_update()
+        for message in staged.messages:
+            self.client.update_weights(message)
+        self.client.finish_weight_update()
+        self._transport.announce(staged)
+        self._version += 1
+
+    def resume(self) -> None:
+        self.client.resume()
+
+    def destroy(self) -> None:
+        pass
+
+
+def sync_colocated_weights(generation: VLLMGeneration) -> None:
+    """Load the trainer's weights into the engine of the same process.
+
+    On the CPU vLLM computes with packed copies of its weights, and keeps no others: TRL's load_weights finds nothing to
+    load into. vLLM's reload makes the copies again, but for a head that is tied to the embedding.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
+    initialize_layerwise_reload(runner.model)
+    runner.model.load_weights(generation._iter_named_params())
+    finalize_layerwise_reload(runner.model, runner.model_config)
+    for module in runner.model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+    generation.llm.reset_prefix_cache()
+
+
+def use_our_engine_options() -> None:
+    """Give the colocated engine the options of ours that TRL leaves at vLLM's defaults, and a reload that works.
+
+    By default vLLM would sample in bfloat16 what is trained in float32.
+    """
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+    VLLMGeneration.sync_weights = sync_colocated_weights
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+# Forced lengths
+
+
+def force_generate(model, work: Work, eos_token_id: int) -> None:
+    """Have transformers' generate end each response by an end of sequence at its forced length."""
+    sample, seeds = model.generate, itertools.count()
+
+    def generate(*, input_ids: Tensor, attention_mask: Tensor, generation_config) -> Tensor:
+        lengths = torch.tensor([work.length(next(seeds)) for _ in input_ids])
+        options = copy.deepcopy(generation_config)
+        options.max_new_tokens, options.suppress_tokens = int(lengths.max()), [eos_token_id]
+        tokens = sample(input_ids=input_ids, attention_mask=attention_mask, generation_config=options)
+        tokens[torch.arange(len(tokens)), input_ids.shape[1] + lengths - 1] = eos_token_id
+        return tokens
+
+    model.generate = generate
+
+
+def force_colocated(llm, work: Work) -> None:
+    """Have the engine of the same process give each response its forced length."""
+    sample, seeds = llm.generate, itertools.count()
+
+    def generate(prompts, sampling_params, use_tqdm: bool):
+        params = [sampling_params.clone() for _ in prompts]
+        for one in params:
+            one.max_tokens, one.ignore_eos = work.length(next(seeds)), True
+        return sample(prompts, sampling_params=params, use_tqdm=use_tqdm)
+
+    llm.generate = generate
+
+
+class WorkLoop(async_rollout_worker._AsyncRolloutLoop):
+    """The asynchronous trainer's rollout with forced lengths."""
+
+    async def _post(self, path: str, payload: dict, *arguments, **options) -> dict:
+        forced = {"max_tokens": work_of(self.max_tokens).length(payload["seed"]), "ignore_eos": True}
+        return await super()._post(path, payload | forced, *arguments, **options)
+
+
+def force_async() -> None:
+    """Have the asynchronous trainer's requests ask for forced lengths."""
+    async_rollout_worker.AsyncRolloutWorker._loop_cls = WorkLoop
