@@ -69,7 +69,8 @@ def _sum_over_nodes(of_nodes: tuple):
     """Add up what the nodes' controllers measured: numbers are added, lists joined, and records by their fields."""
     first = of_nodes[0]
     if isinstance(first, dict):
-        return {name: _sum_over_nodes(tuple(one[name] for one in of_nodes)) for name in first}
+        names = dict.fromkeys(name for one in of_nodes for name in one)
+        return {name: _sum_over_nodes(tuple(one[name] for one in of_nodes if name in one)) for name in names}
     if dataclasses.is_dataclass(first):
         return type(first)(**_sum_over_nodes(tuple(vars(one) for one in of_nodes)))
     return [item for one in of_nodes for item in one] if isinstance(first, list) else sum(of_nodes)

@@ -11,6 +11,7 @@ import faulthandler
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from cluster import Cluster
 CONNECT_TIMEOUT = datetime.timedelta(seconds=60)
 LONGEST_RUN = datetime.timedelta(days=365)
 MESSAGE_BYTES = 1024
+FINISH_TIMEOUT_S = 60.0
 TELL_TIMEOUT = datetime.timedelta(seconds=5)
 NOTICE_S = 2.0
 """Time in which a leader whose collective failed learns that a node has ended, which then is the reason."""
@@ -48,14 +50,18 @@ class NodeWatch:
         self._group = dist.new_group(list(cluster.leaders), CONNECT_TIMEOUT, "gloo")
         others = [node for node in range(cluster.num_nodes) if node != cluster.node]
         for node in others if cluster.is_leader else ():
-            self._threads.append(threading.Thread(target=self._watch, args=(node,), name=f"watch-{node}", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._watch, args=(node,), name=cluster.name(node), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def finish(self) -> None:
-        """After a good end here, wait for that of the others."""
+        """After a good end here, wait for that of the others. Raises RuntimeError if it takes too long."""
         self._tell("")
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise RuntimeError(f"this node has finished, and {thread.name} has not {FINISH_TIMEOUT_S:.0f} s later")
 
     def explain(self, error: BaseException) -> BaseException:
         """What this node's end is due to: the end of another node before it, or `error`, of which the others are told.
@@ -107,5 +113,5 @@ class NodeWatch:
             if not self._is_ending:
                 os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_S)
-        print(f"error: {reason}; no orderly end within {GRACE_S:.0f} s", flush=True)
+        print(f"error: {reason}; no orderly end within {GRACE_S:.0f} s", file=sys.stderr, flush=True)
         os._exit(1)
