@@ -136,9 +136,9 @@ def join(config: Config, device_type: str) -> Cluster:
 
 def _facts(config: Config, device_type: str) -> dict:
     """What the others must know of this rank. Only leaders say what their node runs."""
-    rank, num_local = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     facts = {"node": int(os.environ.get("GROUP_RANK", rank // num_local)), "host": socket.gethostname()}
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         facts["fingerprint"] = fingerprint(config) | {"device": device_type}
     return facts
 

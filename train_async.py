@@ -92,19 +92,13 @@ class StepLog:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         if not self.node.is_leader:
             return
-        from metrics import batch_metrics, evaluation_metrics, over_nodes, rollout_metrics, training_metrics
+        from metrics import evaluation_metrics, over_nodes, rollout_metrics, training_metrics
 
+        evaluations, mine = self._measure(step, groups, publisher)
+        of_batch, measured, mismatch = over_nodes(self.node.cluster.gather(mine))
         self.node.run.record("step", step=step, spans=spans)
-        measured = self.node.controller.drain()
-        if step == self.node.config.steps:
-            self.node.controller.finish_evaluations()
-            measured["evaluations"] += self.node.controller.drain()["evaluations"]
-        evaluations, probes = measured.pop("evaluations"), measured.pop("probes")  # of the first node, of each
-        of_batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
-        gathered = self.node.cluster.gather((of_batch, measured, publisher.mismatch(probes)))
         if not self.node.cluster.is_first:
             return
-        of_batch, measured, mismatch = over_nodes(gathered)
         times = {f"time/{name}_s": end - start for name, (start, end) in spans.items()}
         metrics = {
             "step": step,
@@ -121,6 +115,18 @@ class StepLog:
         self.node.run.log_metrics(metrics)
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
+
+    def _measure(self, step: int, groups, publisher) -> tuple[list, tuple[dict, dict, dict]]:
+        """The evaluations that ended here, and this node's part of what is measured over nodes."""
+        from metrics import batch_metrics
+
+        measured = self.node.controller.drain()
+        if step == self.node.config.steps:
+            self.node.controller.finish_evaluations()
+            measured["evaluations"] += self.node.controller.drain()["evaluations"]
+        evaluations, probes = measured.pop("evaluations"), measured.pop("probes")
+        of_batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
+        return evaluations, (of_batch, measured, publisher.mismatch(probes))
 
     def _write_sample(self, step: int, trajectory) -> None:
         decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())

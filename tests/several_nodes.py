@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tiny_policy import first_gradient, load, random_sequences
+from tiny_policy import error_of, first_gradient, load, random_sequences
 
 import batch
-from cluster import form_cluster
+from cluster import form_cluster, join
 from config import Config
 from data.records import Group, Trajectory
 from node_watch import NodeWatch
@@ -60,14 +60,20 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     dist.destroy_process_group()
 
 
-def end_in_three_ways(rank: int, folder: str) -> None:
-    """Two nodes of a rank each: both end well, then node 1 has an error, then it is killed; node 0 takes notes."""
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
-    cluster = form_cluster([0, 1], ["a", "b"], TIMEOUT)
+def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
+    """Two nodes of a rank each, as under torchrun: they differ, then meet and end in three ways; node 0 takes notes.
+
+    Both end well, then node 1 has an error, then it is killed.
+    """
+    same = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (same | {"RANK": rank, "GROUP_RANK": rank, "MASTER_PORT": ports[0]}).items():
+        os.environ[name] = str(value)
+    notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu")]
+    os.environ["MASTER_PORT"] = str(ports[1])
+    cluster = join(Config(num_rollout_workers=rank + 1), "cpu")
     watch = NodeWatch(cluster)
     watch.finish()
-    notes = [f"finished: {watch.reason}"]
+    notes.append(f"finished: {watch.reason}")
     failing, killed = NodeWatch(cluster), NodeWatch(cluster)
     if rank == 1:
         time.sleep(0.5)

@@ -1,15 +1,16 @@
 import dataclasses
 import os
 import signal
+import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-from several_nodes import end_in_three_ways, groups_of_node, run_ranks, train_on_two_nodes
+from several_nodes import groups_of_node, meet_and_end, run_ranks, train_on_two_nodes
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
 from batch import make_updates
-from cluster import Cluster, config_of_node
+from cluster import Cluster, _exchange, config_of_node
 from config import Config
 from packing import distribute
 
@@ -68,12 +69,25 @@ def test_all_ranks_of_all_nodes_have_the_same_number_of_microbatches_and_no_samp
     assert [sum(sum(update) for share in shares[i : i + 2] for update in share) for i in (0, 2)] == [6, 6]
 
 
-def test_the_others_end_when_a_node_fails_or_is_killed_and_know_why(tmp_path):
-    assert run_ranks(end_in_three_ways, 2, str(tmp_path)) == [0, -signal.SIGKILL]
-    finished, failed, killed = (tmp_path / "notes").read_text().splitlines()
+def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other_ends_and_knows_why(tmp_path):
+    host = socket.gethostname()
+    with socket.socket() as one, socket.socket() as two:
+        for free in (one, two):
+            free.bind(("127.0.0.1", 0))
+        ports = [free.getsockname()[1] for free in (one, two)]
+    assert run_ranks(meet_and_end, 2, str(tmp_path), ports) == [0, -signal.SIGKILL]
+    differ, finished, failed, killed = (tmp_path / "notes").read_text().splitlines()
+    assert differ.startswith(f"ValueError: node 1 ({host}) does not run the same as node 0 ({host}): --lr 0.2 instead")
     assert finished == "finished: None"
-    assert failed == "RuntimeError: node 1 (b) ended: no such dataset; stacks: False"
-    assert killed.startswith("RuntimeError: node 1 (b) is gone without a word") and killed.endswith("stacks: True")
+    assert failed == f"RuntimeError: node 1 ({host}) ended: no such dataset; stacks: False"
+    assert killed.startswith(f"RuntimeError: node 1 ({host}) is gone without a word")
+    assert killed.endswith("stacks: True")
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr("cluster.JOIN_TIMEOUT_S", 0.2)
+    with pytest.raises(RuntimeError, match="of 3 trainer ranks 0, 2 did not come within 0 s"):
+        _exchange(dist.HashStore(), 1, 3, {"node": 0})
 
 
 def test_a_node_has_its_share_of_the_groups():
