@@ -1,41 +1,57 @@
-"""From the groups of a step to each rank's share of its optimizer updates."""
+"""From the groups of a step to each rank's share of its optimizer updates.
+
+Every node shares its own groups among its own ranks. What must be known of the others' are rewards, for advantages over
+the whole step, and the number of micro-batches.
+"""
 
 import torch
-import torch.distributed as dist
 
 from algos import ADVANTAGES
+from cluster import Cluster
 from config import Config
 from data.records import Group
 from packing import TrainSequence, distribute
 
 
-def make_updates(groups: list[Group], config: Config) -> list[list[TrainSequence]]:
+def make_updates(groups: list[Group], config: Config, cluster: Cluster | None = None) -> list[list[TrainSequence]]:
     """Give every trajectory its advantage and deal whole groups, in order, to the step's minibatches.
 
-    Advantages are estimated over the whole step: [update][sequence]. Raises RuntimeError for a reward that is not a
-    finite number.
+    Advantages are estimated over the whole step, on all nodes; what is returned is this node's: [update][sequence].
+    Collective over leaders. Raises RuntimeError for a reward that is not a finite number.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    group_ids = torch.tensor([t.group_id for t in trajectories])
-    advantages = ADVANTAGES[config.advantage](rewards, group_ids)
+    advantages = _advantages([(t.reward, t.group_id) for t in trajectories], config, cluster or Cluster())
     sequences = [
-        TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, float(advantage), t.reward)
+        TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, advantage, t.reward)
         for t, advantage in zip(trajectories, advantages, strict=True)
     ]
     size = len(sequences) // config.minibatches
     return [sequences[i * size : (i + 1) * size] for i in range(config.minibatches)]
 
 
-def share(groups: list[Group] | None, config: Config) -> list[list[list[TrainSequence]]]:
-    """This rank's [update][micro-batch] → sequences, balanced over ranks by tokens; collective.
+def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster) -> list[float]:
+    """Advantages of this node's (reward, group_id) pairs, estimated from those of all nodes."""
+    of_nodes = cluster.gather(mine)
+    rewards, group_ids = zip(*(pair for pairs in of_nodes for pair in pairs), strict=True)
+    advantages = ADVANTAGES[config.advantage](torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids))
+    start = sum(map(len, of_nodes[: cluster.node]))
+    return advantages[start : start + len(mine)].tolist()
 
-    `groups` is the batch on rank 0 and None on the others.
+
+def share(groups: list[Group] | None, config: Config, cluster: Cluster) -> list[list[list[TrainSequence]]]:
+    """This rank's [update][micro-batch] → sequences, balanced over the node's ranks by tokens; collective.
+
+    `groups` is the node's batch on its leader and None on the others.
     """
-    num_ranks = dist.get_world_size()
-    shares = [None] * num_ranks
-    if dist.get_rank() == 0:
-        shares = distribute(make_updates(groups, config), num_ranks, config.max_tokens_per_microbatch)
-    mine: list = [None]
-    dist.scatter_object_list(mine, shares, src=0)
-    return mine[0]
+    shares = None
+    if groups is not None:
+        updates = make_updates(groups, config, cluster)
+        shares = distribute(updates, len(cluster.local_ranks), config.max_tokens_per_microbatch)
+    mine = cluster.scatter_on_node(shares)
+    return mine if cluster.num_nodes == 1 else _pad(mine, cluster)
+
+
+def _pad(mine: list[list[list[TrainSequence]]], cluster: Cluster) -> list[list[list[TrainSequence]]]:
+    """Add empty micro-batches, as FSDP's collectives need the same number of them on all ranks of all nodes."""
+    largest = cluster.max_over_ranks([len(update) for update in mine])
+    return [update + [[] for _ in range(num - len(update))] for update, num in zip(mine, largest, strict=True)]

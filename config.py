@@ -126,6 +126,8 @@ class Config:
     the GPUs; the update is the same."""
 
     # Placement
+    replicas: int = 1
+    """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
     num_rollout_workers: int | None = None
     """Rollout workers on this node; unset takes one per GPU that trains nothing, and at least one."""
     gpu_memory_utilization: float = 0.4
@@ -207,6 +209,7 @@ _AT_LEAST = {
     "max_response_tokens": 1, "max_running_requests": 1, "warmup": 0, "weight_decay": 0, "minibatches": 1,
     "kl_coef": 0, "eval_every": 0, "eval_problems": 1, "save_every": 0, "max_worker_restarts": 0, "seed": 0,
     "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
+    "replicas": 1,
 }  # fmt: skip
 _ABOVE_ZERO = (
     "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",

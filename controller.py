@@ -337,6 +337,8 @@ class Controller:
 
     def _start_evaluation(self, version: int) -> None:
         tickets = self.tickets.for_evaluation(version)
+        if not tickets:
+            return  # of several nodes the first alone evaluates
         self._evaluation = Evaluation.of(version, tickets)
         self.dispatcher.queue.put_first(tickets)
 

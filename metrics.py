@@ -1,5 +1,8 @@
 """What one step's line in metrics.jsonl holds. Each name is explained in the README's table."""
 
+import dataclasses
+import math
+
 import numpy as np
 
 from data.records import Group
@@ -27,6 +30,50 @@ def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int =
         "staleness/max": int(staleness.max()),
         "staleness/token_mean": float(policy_version - np.concatenate(versions).mean()),
     }
+
+
+TOKEN_MEANS = ("response/inherited_share", "staleness/token_mean")
+"""Metrics of a batch that are means over tokens, not over trajectories or groups."""
+
+
+def over_nodes(of_nodes: list[tuple[dict, dict, dict]]) -> tuple[dict, dict, dict]:
+    """What each node knows of a step, as of all nodes: (batch_metrics, what its controller measured, mismatch)."""
+    if len(of_nodes) == 1:
+        return of_nodes[0]
+    batches, measured, mismatches = zip(*of_nodes, strict=True)
+    return _batch_over_nodes(batches), _sum_over_nodes(measured), _mismatch_over_nodes(mismatches)
+
+
+def _batch_over_nodes(of_nodes: tuple[dict[str, float], ...]) -> dict[str, float]:
+    """Metrics of the whole batch from those of each node's part; the parts have equally many trajectories and groups.
+
+    Means are averaged, by tokens where they are over tokens; a maximum is the largest, and the variance of the rewards
+    is that within nodes and that between them.
+    """
+    columns = {name: np.array([metrics[name] for metrics in of_nodes]) for name in of_nodes[0]}
+    whole = {name: float(column.mean()) for name, column in columns.items()}
+    whole |= {name: column.max().item() for name, column in columns.items() if name.endswith("max")}
+    tokens = columns["response/length_mean"]
+    whole |= {name: float(np.average(columns[name], weights=tokens)) for name in TOKEN_MEANS}
+    variance = (columns["reward/std"] ** 2).mean() + columns["reward/mean"].var()
+    return whole | {"reward/std": math.sqrt(variance)}
+
+
+def _mismatch_over_nodes(of_nodes: tuple[dict[str, float], ...]) -> dict[str, float]:
+    """The largest mismatch of any node that measured one, as each has engines of its own."""
+    names = dict.fromkeys(name for metrics in of_nodes for name in metrics)
+    return {name: max(metrics[name] for metrics in of_nodes if name in metrics) for name in names}
+
+
+def _sum_over_nodes(of_nodes: tuple):
+    """Add up what the nodes' controllers measured: numbers are added, lists joined, and records by their fields."""
+    first = of_nodes[0]
+    if isinstance(first, dict):
+        names = dict.fromkeys(name for one in of_nodes for name in one)
+        return {name: _sum_over_nodes(tuple(one[name] for one in of_nodes if name in one)) for name in names}
+    if dataclasses.is_dataclass(first):
+        return type(first)(**_sum_over_nodes(tuple(vars(one) for one in of_nodes)))
+    return [item for one in of_nodes for item in one] if isinstance(first, list) else sum(of_nodes)
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:

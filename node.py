@@ -1,55 +1,63 @@
-"""What surrounds the training loop on one node: process group, device, run directory, rollout workers."""
+"""What surrounds the training loop on a node: process groups, device, run directory, rollout workers.
 
-import datetime
+With several nodes each has all of this for itself: its own share of the prompts, and workers that only it talks to.
+"""
+
 import faulthandler
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from cluster import Cluster, config_of_node, join
 from config import Config
 from controller import Controller
 from data.records import Group
 from data.tasks import load_task
 from model_path import resolve_model
+from node_watch import NodeWatch
 from placement import Placement, available_cores, place, visible_gpus
 from policy import Policy
 from processes import exit_with_parent
 from recorded_batches import batch_path, weights_sha256, write_batch
 from rollout import load_tokenizer
-from run_directory import RunDirectory
+from run_directory import NodeRecords, RunDirectory
 from tickets import PromptSource, TicketSource
 from weight_sync import IpcTransport, ParameterSpec, ShmTransport
 
 
 @dataclass
 class Node:
-    """This rank's surroundings. Rank 0 leads: it alone has the run directory and the controller."""
+    """This rank's surroundings. Local rank 0 leads: it alone has records and the controller."""
 
     config: Config
+    """That of the run, all nodes together."""
+    share: Config
+    """What this node's rollout has to do: the run's options with its share of the groups."""
+    cluster: Cluster
     placement: Placement
     device: torch.device
     model_path: str
     tokenizer: object
-    run: RunDirectory | None
+    run: RunDirectory | NodeRecords | None
+    """The run directory on rank 0; on the leaders of other nodes their own part of it."""
     controller: Controller | None
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this is local rank 0."""
         return self.run is not None
 
     def connect(self, policy: Policy) -> ShmTransport | IpcTransport | None:
         """Join trainer and workers by the placement's transport, and wait until all engines are up."""
         if not self.is_leader:
             return None
-        print(f"attention of the trainer: {policy.attention}", flush=True)
+        if self.cluster.is_first:
+            print(f"attention of the trainer: {policy.attention}", flush=True)
         sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in policy.module.model.named_parameters()]
         kind = {"shm": ShmTransport, "ipc": IpcTransport}[self.placement.transport]
@@ -59,85 +67,105 @@ class Node:
 
     def checkpoint_path(self, step: int) -> str:
         """Where rank 0 writes the checkpoint of a step; the others need no path."""
-        return str(self.run.checkpoint_path(step)) if self.is_leader else ""
+        return str(self.run.checkpoint_path(step)) if self.cluster.is_first else ""
 
     def say_where(self) -> None:
         """Say, on rank 0, where the records of the finished run are."""
-        if self.is_leader:
+        if self.cluster.is_first:
             print(f"finished: {self.run.path}", flush=True)
 
     def take_batch(self) -> list[Group] | None:
-        """The next batch of groups on rank 0, None on the others."""
+        """The node's part of the next batch of groups on its leader, None on the others."""
         return self.controller.take_batch() if self.is_leader else None
 
     def record_batch(self, step: int, groups: list[Group] | None) -> None:
-        """Keep the batch of a step in rank 0's run directory."""
+        """Keep the batch of a step in the leader's run directory."""
         if self.is_leader:
             write_batch(batch_path(self.run.path, step), step, groups)
+
+    def dump_stacks(self) -> None:
+        """Have the processes on this node write their stacks: workers to their logs, trainer ranks to stderr."""
+        if self.controller is None:
+            faulthandler.dump_traceback(all_threads=True)
+        else:
+            self.controller.workers.dump_stacks()
 
 
 @contextmanager
 def start_node(config: Config, lead: Callable[[Node], None] | None = None) -> Iterator[Node]:
     """Set up this rank, yield, and take everything down, whatever happened.
 
-    Rollout workers are started first and come up while the caller loads the policy; `lead` is what rank 0 does instead
-    of `start_rollout`, at least set model_path and run. Raises ValueError for what the user can mend: placement, model,
-    dataset, a prompt or response that does not fit the model.
+    Rollout workers are started first and come up while the caller loads the policy; `lead` is what a leader does
+    instead of `start_rollout`, at least set model_path and run. Raises ValueError for what the user can mend: nodes
+    that differ, placement, model, dataset, a prompt or response that does not fit the model; and RuntimeError, with
+    the reason, if another node ends.
     """
     config.checked()
-    rank, local_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    _check_one_node(local_ranks)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    placement = place(config, visible_gpus(), available_cores(), local_ranks)
-    torch.set_num_threads(placement.trainer_threads)
-    gpu = placement.trainer_gpus[int(os.environ.get("LOCAL_RANK", "0"))]
-    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
-    node = Node(config, placement, device, "", None, None, None)
+    cluster, node = join(config, "cuda" if visible_gpus() else "cpu"), None
+    watch = NodeWatch(cluster)
     try:
-        if rank == 0:
+        node = _make_node(config, cluster)
+        watch.dump_stacks = node.dump_stacks
+        if cluster.is_leader:
             (lead or start_rollout)(node)
-        _join_process_group(config, device)
-        node.model_path = _from_rank_0(node.model_path)
+        node.model_path = cluster.broadcast_on_node(node.model_path)
         yield node
+        watch.finish()
+    except Exception as error:
+        _ignore_signals()
+        raise watch.explain(error) from error.__cause__
     finally:
         _take_down(node)
 
 
-def _check_one_node(local_ranks: int) -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != local_ranks:
-        raise ValueError(
-            f"{world_size} trainer ranks, {local_ranks} of them on this node: several nodes are not supported yet; "
-            "use --nnodes 1"
-        )
+def _make_node(config: Config, cluster: Cluster) -> Node:
+    """Give this rank its device."""
+    placement = place(config, visible_gpus(), available_cores(), len(cluster.local_ranks))
+    torch.set_num_threads(placement.trainer_threads)
+    gpu = placement.trainer_gpus[cluster.local_ranks.index(cluster.rank)]
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    share = config_of_node(config, cluster.num_nodes, dist.get_world_size())
+    return Node(config, share, cluster, placement, device, "", None, None, None)
 
 
 def start_rollout(node: Node) -> None:
-    """Rank 0's part: resolve the model, make the run directory and start the rollout workers."""
-    config = node.config
-    print(node.placement.table(), flush=True)
+    """A leader's part: resolve the model, open the records and start the rollout workers for the node's share."""
+    cluster, config = node.cluster, node.share
+    where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
+    print(where + node.placement.table(), flush=True)
     task = load_task(config.task, config.seed, config.data_path)
     node.model_path = resolve_model(config.model, config.task)
     _check_window(config, node.model_path)
     node.tokenizer = load_tokenizer(node.model_path)
     prompts = PromptSource(
         train_problem=task.train_problem,
-        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every else [],
+        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else [],
         encode=lambda problem: task.encode_prompt(problem, node.tokenizer),
     )
-    tickets = TicketSource(config, prompts)
+    tickets = TicketSource(config, prompts, cluster.node, cluster.num_nodes)
     tickets.check_prompts()
-    node.run = RunDirectory(config, weights_sha256(node.model_path) if config.record else None)
-    print(f"run directory: {node.run.path}", flush=True)
+    node.run = _open_records(node)
     node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
     node.controller.launch()
     if node.placement.transport == "ipc":
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         node.controller.wait_until_ready()
+
+
+def _open_records(node: Node) -> RunDirectory | NodeRecords:
+    """Make the run directory on rank 0, and in it, or in one of the same name where no file system is shared, a folder
+    for each other node; collective over leaders."""
+    cluster, run = node.cluster, None
+    if cluster.is_first:
+        run = RunDirectory(node.config, weights_sha256(node.model_path) if node.config.record else None)
+        print(f"run directory: {run.path}", flush=True)
+    run_name = cluster.gather(run and run.path.name)[0]
+    return run or NodeRecords(node.config, run_name, cluster.node)
 
 
 def _check_window(config: Config, model_path: str) -> None:
@@ -152,31 +180,18 @@ def _check_window(config: Config, model_path: str) -> None:
         )
 
 
-def _join_process_group(config: Config, device: torch.device) -> None:
-    """Meet the other ranks; without torchrun, be the only one."""
-    timeout = datetime.timedelta(seconds=config.startup_timeout_s + config.rollout_timeout_s)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store = Path(tempfile.mkdtemp(prefix="train-async-")) / "store"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1, timeout=timeout)
-
-
-def _from_rank_0(value: str) -> str:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _take_down(node: Node) -> None:
-    """End workers, files and process group, each whatever became of the others; not to be interrupted."""
+def _ignore_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _take_down(node: Node | None) -> None:
+    """End workers, files and process group, each whatever became of the others; not to be interrupted."""
+    _ignore_signals()
     with ExitStack() as stack:
         if dist.is_initialized():
             stack.callback(dist.destroy_process_group)
-        if node.run is not None:
+        if node is not None and node.run is not None:
             stack.callback(node.run.close)
-        if node.controller is not None:
+        if node is not None and node.controller is not None:
             stack.callback(node.controller.stop)

@@ -250,12 +250,24 @@ def load_policy(config: Config, model_path: str, device: torch.device) -> Policy
     model and for an option that the loss does not take.
     """
     options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = trainer_mesh(config.replicas, device)
     module, reference = _load_sharded(config, model_path, mesh, device), None
     if config.kl_coef > 0:
         interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
         reference = _load_sharded(interpreted, model_path, mesh, device).requires_grad_(False)
     return Policy(config, model_path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
+
+
+def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
+    """All ranks as one line over which the model is sharded, or as `replicas` lines of neighbours (HSDP); collective.
+
+    torchrun numbers the ranks node by node: with a replica per node, weights are gathered within nodes only.
+    """
+    num_ranks = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(device.type, (num_ranks,))
+    shape = (replicas, num_ranks // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def attention_implementation(device: torch.device) -> str:

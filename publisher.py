@@ -3,9 +3,9 @@
 import collections
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
+from cluster import Cluster
 from config import Config
 from controller import Announcement, Controller
 from data.records import Group
@@ -17,25 +17,24 @@ MAX_PROBE_TOKENS = 256  # and one below the engine's context length, as it must 
 
 
 class Publisher:
-    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only rank 0's has a controller."""
+    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller."""
 
-    def __init__(self, config: Config, policy: Policy, controller: Controller | None, transport):
-        self.config, self.policy = config, policy
+    def __init__(self, config: Config, policy: Policy, cluster: Cluster, controller: Controller | None, transport):
+        self.config, self.policy, self.cluster = config, policy, cluster
         self.controller, self.transport = controller, transport
         self._probes: list[TrainSequence] = []
         self._probe_logprobs: dict[int, list[np.ndarray]] = {}  # version -> the trainer's own
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
 
     def choose_probes(self, groups: list[Group] | None) -> None:
-        """Take the first trajectories of a batch as the probe, if there is none yet; collective."""
+        """Take the first trajectories of a node's batch as its probe, if there is none yet; collective on the node."""
         if self._probes:
             return
-        chosen: list = [None]
+        chosen = None
         if groups is not None:
             length = min(MAX_PROBE_TOKENS, self.config.max_sequence_tokens - 1)
-            chosen[0] = [_probe(group.trajectories[0].tokens[:length]) for group in groups[:NUM_PROBES]]
-        dist.broadcast_object_list(chosen, src=0)
-        self._probes = chosen[0]
+            chosen = [_probe(group.trajectories[0].tokens[:length]) for group in groups[:NUM_PROBES]]
+        self._probes = self.cluster.broadcast_on_node(chosen)
 
     def publish(self, trainer_version: int, evaluate: bool) -> None:
         """Publish the version that is due after the step which made `trainer_version`; collective.
@@ -48,7 +47,7 @@ class Publisher:
         if self.config.publish_delay and trainer_version < self.config.steps:
             version, parameters = self._delayed(trainer_version, parameters)
         if self.controller is None:
-            for _ in parameters:  # gathering is collective; only rank 0 keeps what it gathers
+            for _ in parameters:  # gathering is collective; only leaders keep what they gather
                 pass
             return
         evaluate |= self.controller.withdraw()

@@ -85,6 +85,36 @@ class RunDirectory:
                 self._files[name].flush()
 
 
+class NodeRecords:
+    """What a node other than the first writes: its events and its workers' logs, in a folder of the run directory.
+
+    Where nodes share no file system, this is the only thing in a directory of the run's name there.
+    """
+
+    def __init__(self, config: Config, run_name: str, node: int):
+        """Make the folder. Raises ValueError if it exists."""
+        self.path = Path(config.runs_dir) / run_name / f"node_{node}"
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(f"{self.path} exists; give another --run-name, or move it away") from None
+        self._lock = threading.Lock()
+        self._events = open(self.path / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+
+    def record(self, event: str, **fields) -> None:
+        """Append an event, stamped with the time."""
+        line = json.dumps({"event": event, "time": time.time()} | {key: _plain(value) for key, value in fields.items()})
+        with self._lock:
+            if not self._events.closed:  # a worker's last words may come after the end
+                self._events.write(line + "\n")
+                self._events.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._events.close()
+
+
 def _plain(value):
     """JSON has neither NaN nor numpy's scalars."""
     if hasattr(value, "item"):

@@ -12,6 +12,8 @@ from data.tasks import Problem
 
 EVALUATION_GROUP = -1
 """group_id of evaluation tickets; they never enter the buffer."""
+IDS_PER_NODE = 10**9
+"""Groups and tickets of node n are numbered from n times this."""
 NUM_CHECKED_PROMPTS = 512
 """Training prompts whose length is checked before anything starts; the others are when their turn comes."""
 
@@ -26,11 +28,15 @@ class PromptSource:
 
 
 class TicketSource:
-    """Makes tickets; ids and seeds depend on the run's seed and the order of calls, never on time."""
+    """Makes tickets; ids and seeds depend on the run's seed and the order of calls, never on time.
 
-    def __init__(self, config: Config, prompts: PromptSource):
+    Of `num_nodes` nodes each has a source, which takes every num_nodes-th problem and ids that no other has.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSource, node: int = 0, num_nodes: int = 1):
         self.config, self.prompts = config, prompts
-        self._next_problem = self._next_group = self._next_ticket = 0
+        self._next_problem, self._num_nodes = node, num_nodes
+        self._next_group = self._next_ticket = node * IDS_PER_NODE
         self._problems: dict[int, int] = {}  # group -> index of its problem, while it may have to be issued again
         self._put_back: deque[int] = deque()  # problems to issue again
 
@@ -51,7 +57,7 @@ class TicketSource:
         if self._put_back:
             index = self._put_back.popleft()
         else:
-            index, self._next_problem = self._next_problem, self._next_problem + 1
+            index, self._next_problem = self._next_problem, self._next_problem + self._num_nodes
         self._problems[group_id] = index
         problem = self.prompts.train_problem(index)
         tokens = self._prompt_tokens(problem)

@@ -26,7 +26,7 @@ def train(config: Config) -> None:
 
     with start_node(config) as node, StepLog(node) as log:
         policy = load_policy(config, node.model_path, node.device)
-        publisher = Publisher(config, policy, node.controller, node.connect(policy))
+        publisher = Publisher(config, policy, node.cluster, node.controller, node.connect(policy))
         publisher.publish(0, evaluate=config.eval_every > 0)
         clock = Clock()
         for step in range(1, config.steps + 1):
@@ -36,7 +36,7 @@ def train(config: Config) -> None:
             if config.record:
                 node.record_batch(step, groups)
                 clock.lap("record")
-            share = batch.share(groups, config)
+            share = batch.share(groups, config, node.cluster)
             publisher.choose_probes(groups)
             stats = policy.train_step(share, policy_version=step - 1)
             clock.lap("train")
@@ -74,7 +74,7 @@ class Clock:
 
 
 class StepLog:
-    """Writes a step's metrics, event and sample on rank 0, and does nothing on the others."""
+    """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
 
     def __init__(self, node):
         self.node = node
@@ -84,7 +84,7 @@ class StepLog:
     def __enter__(self):
         from run_directory import Progress
 
-        if self.node.is_leader:
+        if self.node.cluster.is_first:
             self.progress = Progress(self.node.config.steps)
         return self
 
@@ -93,32 +93,44 @@ class StepLog:
             self.progress.close()
 
     def write(self, step: int, groups, stats: dict[str, float], publisher, spans: dict) -> None:
-        """Record the step that just ended; after the last one, wait for its evaluation first."""
+        """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         if not self.node.is_leader:
             return
-        from metrics import batch_metrics, evaluation_metrics, rollout_metrics, training_metrics
+        from metrics import evaluation_metrics, over_nodes, rollout_metrics, training_metrics
 
-        measured = self.node.controller.drain()
-        if step == self.node.config.steps:
-            self.node.controller.finish_evaluations()
-            measured["evaluations"] += self.node.controller.drain()["evaluations"]
+        evaluations, mine = self._measure(step, groups, publisher)
+        of_batch, measured, mismatch = over_nodes(self.node.cluster.gather(mine))
+        self.node.run.record("step", step=step, spans=spans)
+        if not self.node.cluster.is_first:
+            return
         times = {f"time/{name}_s": end - start for name, (start, end) in spans.items()}
         metrics = {
             "step": step,
             "policy_version": step,
             "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
-            **batch_metrics(groups, step - 1, self.node.config.publish_delay),
-            **evaluation_metrics(measured["evaluations"]),
+            **of_batch,
+            **evaluation_metrics(evaluations),
             **rollout_metrics(measured, self.tokens_before, times["time/step_s"]),
             **training_metrics(stats),
-            **publisher.mismatch(measured["probes"]),
+            **mismatch,
             **times,
         }
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
-        self.node.run.record("step", step=step, spans=spans)
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
+
+    def _measure(self, step: int, groups, publisher) -> tuple[list, tuple[dict, dict, dict]]:
+        """The evaluations that ended here, and this node's part of what is measured over nodes."""
+        from metrics import batch_metrics
+
+        measured = self.node.controller.drain()
+        if step == self.node.config.steps:
+            self.node.controller.finish_evaluations()
+            measured["evaluations"] += self.node.controller.drain()["evaluations"]
+        evaluations, probes = measured.pop("evaluations"), measured.pop("probes")
+        of_batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
+        return evaluations, (of_batch, measured, publisher.mismatch(probes))
 
     def _write_sample(self, step: int, trajectory) -> None:
         decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())

@@ -70,7 +70,9 @@ class Job:
         torch.set_num_threads(self.node.placement.trainer_threads)
         self.policy = load_policy(self.config, self.node.model_path, self.node.device)
         with quiet():
-            self.publisher = Publisher(self.config, self.policy, self.node.controller, self.node.connect(self.policy))
+            self.publisher = Publisher(
+                self.config, self.policy, self.node.cluster, self.node.controller, self.node.connect(self.policy)
+            )
             self.log = StepLog(self.node).__enter__()
         self.publisher.publish(0, evaluate=False)
         self.clock = Clock()
@@ -91,7 +93,7 @@ class Job:
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         """The training part of a step."""
-        share = batch.share(groups, self.config)
+        share = batch.share(groups, self.config, self.node.cluster)
         self.publisher.choose_probes(groups)
         return self.policy.train_step(share, policy_version=self.step - 1)
 

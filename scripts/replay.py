@@ -159,6 +159,8 @@ def lead(node, recording: Recording, evaluate: bool) -> None:
     from node import start_rollout
     from run_directory import RunDirectory
 
+    if node.cluster.num_nodes > 1:
+        raise ValueError(f"a replay runs on one node, got {node.cluster.num_nodes}; use --nnodes 1")
     node.model_path = resolve_model(node.config.model, node.config.task)
     recording.check_weights(node.config.model, node.model_path)
     if evaluate:
@@ -178,7 +180,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
         clock.lap("log")
         groups = recording.batch(step) if node.is_leader else None
         clock.lap("wait")
-        stats = policy.train_step(batch.share(groups, config), policy_version=step - 1)
+        stats = policy.train_step(batch.share(groups, config, node.cluster), policy_version=step - 1)
         clock.lap("train")
         evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
         clock.lap("publish")
@@ -198,7 +200,8 @@ def evaluate_last(node, policy) -> dict[str, float]:
     from metrics import evaluation_metrics
     from publisher import Publisher
 
-    Publisher(node.config, policy, node.controller, node.connect(policy)).publish(node.config.steps, evaluate=True)
+    publisher = Publisher(node.config, policy, node.cluster, node.controller, node.connect(policy))
+    publisher.publish(node.config.steps, evaluate=True)
     if not node.is_leader:
         return {}
     node.controller.finish_evaluations()

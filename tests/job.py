@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -79,11 +80,24 @@ class Job:
 
 def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
     """Start `torchrun train_async.py` with the small settings, changed by `options`."""
+    return _start(tmp_path, ["--standalone", f"--nproc-per-node={num_ranks}"], tmp_path / "output.txt", options)
+
+
+def start_nodes(tmp_path: Path, num_nodes: int, **options) -> list[Job]:
+    """Start as many torchrun agents, each a node with one rank, that meet on this machine; all write one directory."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agent = ["--nproc-per-node=1", "--local-addr=127.0.0.1", f"--nnodes={num_nodes}", "--rdzv-id=test"]
+    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    return [_start(tmp_path, agent, tmp_path / f"output_{i}.txt", options) for i in range(num_nodes)]
+
+
+def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict) -> Job:
     options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
     switches = [f"--{'' if value else 'no-'}{name}" for name, value in options.items() if isinstance(value, bool)]
     arguments = [f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)] + switches
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
-    output_path = tmp_path / "output.txt"
+    command = [sys.executable, "-m", "torch.distributed.run", *agent]
     with open(output_path, "w") as output:
         process = subprocess.Popen(
             [*command, "train_async.py", f"--runs-dir={tmp_path}", "--run-name=run", *arguments],

@@ -80,7 +80,7 @@ def test_unknown_options_and_choices_are_errors(options, capsys):
 def test_every_field_has_a_docstring_and_they_are_few():
     source = (ROOT / "config.py").read_text()
     fields = dataclasses.fields(Config)
-    assert len(fields) <= 57
+    assert len(fields) <= 64
     for field in fields:
         line = next(i for i, text in enumerate(source.splitlines()) if text.startswith(f"    {field.name}: "))
         assert source.splitlines()[line + 1].startswith('    """'), field.name

@@ -1,3 +1,6 @@
+import dataclasses
+
+import numpy as np
 import pytest
 from test_batch import make_group
 from test_buffer import make_trajectory
@@ -5,7 +8,7 @@ from test_buffer import make_trajectory
 from data.records import Group
 from evaluation import Evaluation
 from llm_proxy import SampledTokens
-from metrics import batch_metrics, evaluation_metrics, rollout_metrics, training_metrics
+from metrics import TOKEN_MEANS, batch_metrics, evaluation_metrics, over_nodes, rollout_metrics, training_metrics
 
 
 def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
@@ -46,3 +49,49 @@ def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
     group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
     assert batch_metrics([group], policy_version=2)["response/inherited_share"] == 0.25
     assert batch_metrics([group], policy_version=3, publish_delay=1)["response/inherited_share"] == 0.25
+
+
+def test_metrics_over_nodes_are_those_of_the_whole_batch():
+    rng = np.random.default_rng(0)
+
+    def group(group_id):
+        lengths, rewards = rng.integers(1, 9, 2), rng.normal(size=2)
+        members = [make_trajectory(group_id, m, rng.integers(1, 5, n)) for m, n in enumerate(lengths)]
+        members = [dataclasses.replace(t, reward=float(r)) for t, r in zip(members, rewards, strict=True)]
+        return Group(group_id, tuple(members))
+
+    nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
+    whole = batch_metrics([group for groups in nodes for group in groups], 5, 1)
+    found, _, _ = over_nodes([(batch_metrics(groups, 5, 1), {}, {}) for groups in nodes])
+    assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
+
+
+def test_ledgers_tokens_and_restarts_are_added_over_nodes_and_the_worst_mismatch_is_told():
+    measured = {
+        "ledger": {"tokens_generated": 5},
+        "pause_s": [0.1],
+        "num_restarts": 1,
+        "sampled": SampledTokens(4, 2, 1),
+    }
+    _, added, mismatch = over_nodes(
+        [
+            (
+                {"response/length_mean": 1.0, "reward/std": 0.0, "reward/mean": 0.0} | dict.fromkeys(TOKEN_MEANS, 0.0),
+                measured,
+                found,
+            )
+            for found in ({"mismatch/k3": 1.0}, {"mismatch/k3": 2.0}, {})
+        ]
+    )
+    assert added == {
+        "ledger": {"tokens_generated": 15},
+        "pause_s": [0.1] * 3,
+        "num_restarts": 3,
+        "sampled": SampledTokens(12, 6, 3),
+    }
+    assert mismatch == {"mismatch/k3": 2.0}
+
+
+def test_one_nodes_metrics_are_left_as_they_are():
+    mine = ({"any": 1.0}, {"ledger": {}}, {})
+    assert over_nodes([mine]) is mine

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from config import Config
-from run_directory import RunDirectory
+from run_directory import NodeRecords, RunDirectory
 
 
 def lines(run, name):
@@ -39,3 +39,16 @@ def test_a_record_that_comes_after_the_end_is_no_error(tmp_path):
     run.close()
     run.record("trajectory", ticket=1)
     assert lines(run, "events") == []
+
+
+def test_another_node_writes_its_events_in_a_folder_of_its_own_and_overwrites_nothing(tmp_path):
+    config = Config(runs_dir=str(tmp_path))
+    records = NodeRecords(config, "one", node=1)
+    records.record("update", worker=0, pause_s=float("nan"))
+    records.close()
+    records.record("too late")
+    (event,) = map(json.loads, (tmp_path / "one" / "node_1" / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["worker"], event["pause_s"]) == ("update", 0, None)
+    NodeRecords(config, "one", node=2).close()
+    with pytest.raises(ValueError, match="node_1 exists"):
+        NodeRecords(config, "one", node=1)

@@ -2,16 +2,16 @@ import pytest
 
 from config import Config
 from data.tasks import Problem
-from tickets import EVALUATION_GROUP, PromptSource, TicketSource
+from tickets import EVALUATION_GROUP, IDS_PER_NODE, PromptSource, TicketSource
 
 
-def make_source(seed=0, eval_problems=2, **options):
+def make_source(seed=0, eval_problems=2, node=0, num_nodes=1, **options):
     prompts = PromptSource(
         train_problem=lambda index: Problem(f"p{index}", f"a{index}"),
         eval_problems=[Problem(f"e{i}", "x") for i in range(eval_problems)],
         encode=lambda problem: [len(problem.prompt), ord(problem.prompt[-1])],
     )
-    return TicketSource(Config(seed=seed, group_size=3, **options), prompts)
+    return TicketSource(Config(seed=seed, group_size=3, **options), prompts, node, num_nodes)
 
 
 def test_a_groups_tickets_share_the_prompt_and_differ_in_member_id_and_seed():
@@ -61,3 +61,16 @@ def test_evaluations_at_different_versions_draw_differently_and_never_enter_a_gr
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match="has 2 tokens, --max-prompt-tokens is 1; raise it to at least 2"):
         make_source(max_prompt_tokens=1).check_prompts()
+
+
+def test_the_nodes_of_a_run_take_every_problem_once_with_ids_and_seeds_of_their_own():
+    sources = [make_source(node=node, num_nodes=3) for node in range(3)]
+    groups = [source.for_group(source.next_group_id(), 0) for source in sources for _ in range(4)]
+    assert sorted(group[0].answer for group in groups) == sorted(f"a{index}" for index in range(12))
+    assert [group[0].answer for group in groups[4:8]] == ["a1", "a4", "a7", "a10"]
+    tickets = [ticket for group in groups for ticket in group]
+    assert len({t.group_id for t in tickets}) == 12
+    assert len({t.ticket_id for t in tickets}) == len({t.seed for t in tickets}) == 36
+    assert groups[4][0].group_id == IDS_PER_NODE
+    sources[1].put_back(IDS_PER_NODE)
+    assert sources[1].for_group(sources[1].next_group_id(), 0)[0].answer == "a1"

@@ -186,6 +186,6 @@ def error_of(function: Callable, *args) -> str:
     """Type and message of the error that a call must raise."""
     try:
         function(*args)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError(f"{function} raised nothing")

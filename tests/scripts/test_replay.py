@@ -13,6 +13,7 @@ from fake_worker import run_fake_worker
 from tiny_policy import load, random_sequences, save_tiny_model
 
 import batch
+from cluster import Cluster
 from config import Config
 from controller import Controller
 from data.records import Group, Trajectory
@@ -80,7 +81,7 @@ def make_trajectory(step, group_id, member):
 def replay_to_end(recording, tmp_path, *options):
     """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
     config = choose_options(recording, [f"--runs-dir={tmp_path}", *options], evaluate=False)
-    node = Node(config, None, CPU, config.model, None, RunDirectory(config), None)
+    node = Node(config, config, Cluster(), None, CPU, config.model, None, RunDirectory(config), None)
     train(recording, node, load(config), Progress(config.steps), evaluate=False)
     node.run.close()
     lines = [json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()]
@@ -93,7 +94,9 @@ def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_pat
     first = replay_to_end(recording, tmp_path, "--run-name=first")
     assert replay_to_end(recording, tmp_path, "--run-name=second") == first
     policy = load(recording.config)
-    stats = [policy.train_step(batch.share(make_groups(s + 1), recording.config), s) for s in range(NUM_STEPS)]
+    stats = [
+        policy.train_step(batch.share(make_groups(s + 1), recording.config, Cluster()), s) for s in range(NUM_STEPS)
+    ]
     policy.save(str(tmp_path / "run"))
     metrics, weights = first
     assert weights_sha256(tmp_path / "run") == weights != recording.weights_sha256
@@ -195,7 +198,8 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
     )
     try:
         controller.launch()
-        evaluated = evaluate_last(Node(config, placement, CPU, model, None, directory, controller), load(config))
+        node = Node(config, config, Cluster(), placement, CPU, model, None, directory, controller)
+        evaluated = evaluate_last(node, load(config))
     finally:
         controller.stop()
         directory.close()

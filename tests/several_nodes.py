@@ -1,0 +1,110 @@
+"""Bodies of spawned ranks that are told which node each is on: no torchrun and no engine, but real gloo."""
+
+import datetime
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tiny_policy import error_of, first_gradient, load, random_sequences
+
+import batch
+from cluster import form_cluster, join
+from config import Config
+from data.records import Group, Trajectory
+from node_watch import NodeWatch
+
+TIMEOUT = datetime.timedelta(seconds=60)
+NODE_OF_RANK = [0, 0, 1, 1]
+
+
+def random_groups(first_id: int, num: int, group_size: int, max_tokens: int) -> list[Group]:
+    """Groups of random trajectories with random rewards."""
+    rng = np.random.default_rng(first_id)
+    sequences = iter(random_sequences(num * group_size, seed=first_id, max_tokens=max_tokens))
+
+    def trajectory(group_id: int, member: int) -> Trajectory:
+        s = next(sequences)
+        of_sampling = (s.tokens, s.loss_mask, s.behavior_logprobs, s.policy_versions)
+        return Trajectory(0, group_id, member, *of_sampling, float(rng.normal(group_id)), "stop", "", 1, 0.0, 0.0, 0)
+
+    return [Group(i, tuple(trajectory(i, m) for m in range(group_size))) for i in range(first_id, first_id + num)]
+
+
+def groups_of_node(node: int) -> list[Group]:
+    """Node 0 has short responses and node 1 long ones, so that they need different numbers of micro-batches."""
+    return random_groups(100 * node, num=3, group_size=2, max_tokens=(8, 40)[node])
+
+
+def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
+    """Train one step per config on four ranks of two nodes; each rank writes `rank_N.pt`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), len(NODE_OF_RANK))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(NODE_OF_RANK))
+    cluster = form_cluster(NODE_OF_RANK, ["a", "a", "b", "b"], TIMEOUT)
+    found = []
+    for config in configs:
+        policy = load(config)
+        share = batch.share(groups_of_node(cluster.node) if cluster.is_leader else None, config, cluster)
+        metrics = policy.train_step(share, policy_version=12)
+        gradient, weights = first_gradient(policy), {name: p.clone() for name, p in policy.named_full_parameters()}
+        shards = [p.to_local().numel() for p in policy.module.parameters()]
+        num_sequences = [[len(sequences) for sequences in update] for update in share]
+        found.append((metrics, gradient, weights, sum(shards), num_sequences))
+    torch.save(found, os.path.join(folder, f"rank_{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
+    """Two nodes of a rank each, as under torchrun: they differ, then meet and end in three ways; node 0 takes notes.
+
+    Both end well, then node 1 has an error, then it is killed.
+    """
+    same = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (same | {"RANK": rank, "GROUP_RANK": rank, "MASTER_PORT": ports[0]}).items():
+        os.environ[name] = str(value)
+    notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu")]
+    os.environ["MASTER_PORT"] = str(ports[1])
+    cluster = join(Config(num_rollout_workers=rank + 1), "cpu")
+    watch = NodeWatch(cluster)
+    watch.finish()
+    notes.append(f"finished: {watch.reason}")
+    failing, killed = NodeWatch(cluster), NodeWatch(cluster)
+    if rank == 1:
+        time.sleep(0.5)
+        assert isinstance(failing.explain(ValueError("no\nsuch dataset")), ValueError)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for watch in (failing, killed):
+        notes.append(note_of_the_end(watch, os.path.join(folder, "stacks")))
+    with open(os.path.join(folder, "notes"), "w") as file:
+        file.write("\n".join(notes))
+
+
+def note_of_the_end(watch: NodeWatch, dump_path: str) -> str:
+    """What a leader that waits for something else hears of another's end."""
+    watch.dump_stacks = lambda: open(dump_path, "a").close()
+    signalled = []
+    signal.signal(signal.SIGTERM, lambda *_: signalled.append(time.monotonic()))
+    deadline = time.monotonic() + 20
+    while not signalled and time.monotonic() < deadline:
+        time.sleep(0.01)
+    error = watch.explain(InterruptedError("stopped by SIGTERM"))
+    return f"{type(error).__name__}: {error}; stacks: {os.path.exists(dump_path)}"
+
+
+def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
+    """Run `body(rank, *args)` in processes of their own; those that end by a signal are no error.
+
+    They are forked from a server that has imported what takes long, and nothing that a fork would break.
+    """
+    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"])
+    context = mp.start_processes(body, args=args, nprocs=num_ranks, join=False, start_method="forkserver")
+    for process in context.processes:
+        process.join(120)
+    return [process.exitcode for process in context.processes]

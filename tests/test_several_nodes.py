@@ -1,0 +1,58 @@
+"""Whole jobs on two nodes: two torchrun agents on one machine, each with a trainer rank and a vLLM worker."""
+
+import itertools
+import json
+import os
+
+import psutil
+import pytest
+from job import assert_nothing_is_left, start_nodes
+from test_end_to_end import assert_ledger_balances
+
+from model_path import resolve_model
+from tickets import IDS_PER_NODE
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_model():
+    """Made before the clock of any job starts."""
+    return resolve_model("tiny", "addition")
+
+
+def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
+    jobs = start_nodes(tmp_path, 2, steps=4, async_ratio=1, eval_every=4)
+    assert [job.wait() for job in jobs] == [0, 0], "".join(job.output()[-3000:] for job in jobs)
+    metrics = jobs[0].metrics()
+    assert [line["samples"] for line in metrics] == [32, 64, 96, 128]
+    assert [line["ledger/groups_consumed"] for line in metrics] == [8, 16, 24, 32]
+    consumed = [0] + [line["ledger/tokens_consumed"] for line in metrics]
+    assert [line["tokens/trained"] for line in metrics] == [b - a for a, b in itertools.pairwise(consumed)]
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert {0, 4} <= {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
+    assert_ledger_balances(metrics)
+    of_nodes = [read_trajectories(jobs[0].run_path / folder / "events.jsonl") for folder in (".", "node_1")]
+    for node, trajectories in enumerate(of_nodes):
+        assert {event["group"] // IDS_PER_NODE for event in trajectories if event["group"] >= 0} == {node}
+    sampled = sum(event["tokens"] for events in of_nodes for event in events if event["group"] >= 0)
+    assert metrics[-1]["tokens/generated"] <= sampled
+
+
+def read_trajectories(path):
+    return [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "trajectory"]
+
+
+def test_when_a_node_is_killed_the_other_ends_within_30_s_and_leaves_nothing(tmp_path):
+    shared_memory = set(os.listdir("/dev/shm"))
+    jobs = start_nodes(tmp_path, 2, steps=100_000)
+    jobs[0].wait_until(lambda: jobs[0].num_steps() >= 2)
+    processes = [process for job in jobs for process in job.descendants()]
+    killed, left = jobs[::-1] if "node 0" in jobs[0].output() else jobs
+    agent = psutil.Process(killed.process.pid)
+    for process in [agent, *agent.children()]:
+        process.kill()
+    assert killed.wait() != 0 and left.wait(timeout_s=30) != 0
+    assert "is gone without a word, killed or cut off" in left.output() and "Thread 0x" in left.output()
+    assert_nothing_is_left(processes, shared_memory)
