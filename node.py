@@ -4,8 +4,9 @@ import datetime
 import faulthandler
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +66,9 @@ class Node:
         if self.is_leader:
             print(f"finished: {self.run.path}", flush=True)
 
-    def take_batch(self) -> list[Group] | None:
-        """The next batch of groups on rank 0, None on the others."""
-        return self.controller.take_batch() if self.is_leader else None
+    def take_batch(self, enter: Callable[[str], None]) -> list[Group] | None:
+        """The next batch of groups on rank 0, None on the others; `enter` is told what is waited for."""
+        return self.controller.take_batch(enter) if self.is_leader else None
 
 
 @contextmanager
@@ -169,6 +170,6 @@ def _take_down(node: Node) -> None:
         if dist.is_initialized():
             stack.callback(dist.destroy_process_group)
         if node.run is not None:
-            stack.callback(node.run.close)
+            stack.callback(node.run.close, sys.exception())
         if node.controller is not None:
             stack.callback(node.controller.stop)

@@ -2,7 +2,7 @@
 
 run.json        command, config, git commit and uncommitted changes, package versions, hardware
 metrics.jsonl   one line per step, flat names with a slash
-events.jsonl    spans and moments: trajectories, updates, train steps, waits, deaths
+events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
 checkpoints/    step_N/, Hugging Face safetensors
 """
@@ -47,7 +47,7 @@ class RunDirectory:
         }
         (self.path / "run.json").write_text(json.dumps(_provenance(config), indent=1) + "\n")
         self._wandb = _start_wandb(config, self.path)
-        self._start = time.monotonic()
+        self.record("run_started")
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step goes."""
@@ -67,8 +67,10 @@ class RunDirectory:
         """Append a readable trajectory."""
         self._write("samples", fields)
 
-    def close(self) -> None:
-        """Close all files and end the wandb run."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Record how the run ended, by `error` if it did, close all files and end the wandb run."""
+        reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.record("run_ended", status="finished" if error is None else "ended early", reason=reason)
         with self._lock:
             for file in self._files.values():
                 file.close()

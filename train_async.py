@@ -7,9 +7,9 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 
 import signal
 import sys
-import time
 
 from config import Config, parse_config
+from time_ledger import Account, TrainerClock, describe, seconds
 
 
 class Interrupted(Exception):
@@ -23,25 +23,29 @@ def train(config: Config) -> None:
     from policy import load_policy
     from publisher import Publisher
 
-    with start_node(config) as node, StepLog(node) as log:
+    clock = TrainerClock()
+    with start_node(config) as node, StepLog(node, clock) as log:
         policy = load_policy(config, node.model_path, node.device)
+        policy.enter = clock.enter
         publisher = Publisher(config, policy, node.controller, node.connect(policy))
         publisher.publish(0, evaluate=config.eval_every > 0)
-        clock = Clock()
+        clock.next_step()
         for step in range(1, config.steps + 1):
-            clock.lap("log")
-            groups = node.take_batch()
-            clock.lap("wait")
+            clock.enter("wait")
+            groups = node.take_batch(clock.enter)
+            clock.enter("gather")
             share = batch.share(groups, config)
             publisher.choose_probes(groups)
+            clock.enter("forward_backward")
             stats = policy.train_step(share, policy_version=step - 1)
-            clock.lap("train")
+            clock.enter("publish")
             publisher.publish(step, evaluate=config.eval_every > 0 and is_due(step, config.eval_every, config.steps))
-            clock.lap("publish")
+            clock.enter("other")
             log.write(step, groups, stats, publisher, clock.next_step())
             if is_due(step, config.save_every, config.steps):
+                clock.enter("save")
                 policy.save(node.checkpoint_path(step))
-                clock.lap("save")
+    log.say_where_time_went()
     node.say_where()
 
 
@@ -50,32 +54,14 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-class Clock:
-    """Times the phases of each step; what lies between two steps, records and checkpoint, counts for the next one."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.time()
-        self._spans: dict[str, tuple[float, float]] = {}
-
-    def lap(self, name: str) -> None:
-        """End the phase `name`, which began when the one before it ended."""
-        now = time.time()
-        self._spans[name], self._last = (self._last, now), now
-
-    def next_step(self) -> dict[str, tuple[float, float]]:
-        """The phases of the step that ends here and the `step` itself, as Unix times of start and end."""
-        spans = self._spans | {"step": (self._start, self._last)}
-        self._start, self._spans = self._last, {}
-        return spans
-
-
 class StepLog:
     """Writes a step's metrics, event and sample on rank 0, and does nothing on the others."""
 
-    def __init__(self, node):
-        self.node = node
+    def __init__(self, node, clock: TrainerClock):
+        self.node, self.clock = node, clock
         self.progress = None
         self.tokens_before = 0
+        self.step_times: list = []
 
     def __enter__(self):
         from run_directory import Progress
@@ -87,18 +73,22 @@ class StepLog:
     def __exit__(self, *_) -> None:
         if self.progress is not None:
             self.progress.close()
+            self.clock.next_step()
+            self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
 
-    def write(self, step: int, groups, stats: dict[str, float], publisher, spans: dict) -> None:
+    def write(self, step: int, groups, stats: dict[str, float], publisher, account: Account) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first."""
         if not self.node.is_leader:
             return
-        from metrics import batch_metrics, evaluation_metrics, rollout_metrics, training_metrics
+        from metrics import batch_metrics, evaluation_metrics, rollout_metrics, time_metrics, training_metrics
 
         measured = self.node.controller.drain()
         if step == self.node.config.steps:
+            self.clock.enter("evaluate")
             self.node.controller.finish_evaluations()
+            self.clock.enter("other")
             measured["evaluations"] += self.node.controller.drain()["evaluations"]
-        times = {f"time/{name}_s": end - start for name, (start, end) in spans.items()}
+        times = time_metrics(account.spent, measured["worker_time"])
         metrics = {
             "step": step,
             "policy_version": step,
@@ -110,11 +100,35 @@ class StepLog:
             **publisher.mismatch(measured["probes"]),
             **times,
         }
+        self._advise(step, groups, metrics, measured)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
-        self.node.run.record("step", step=step, spans=spans)
+        self.node.run.record("step", step=step, spans=[(s, a / 1e9, b / 1e9) for s, a, b in account.spans])
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
+
+    def _advise(self, step: int, groups, metrics: dict[str, float], measured: dict) -> None:
+        """After the first steps, say how rollout and training could be balanced."""
+        from advisor import FIRST_STEPS, MIN_STEPS, advise, measure
+        from metrics import step_times
+
+        config = self.node.config
+        last = min(FIRST_STEPS, config.steps)
+        if step > last or last < MIN_STEPS:
+            return
+        self.step_times.append(step_times(groups, metrics, measured, self.tokens_before))
+        if step == last:
+            samples = config.groups_per_step * config.group_size
+            advice = advise(measure(self.step_times, config.async_ratio, samples, self.node.placement))
+            self.node.run.record("advice", text=advice)
+            print(advice, flush=True)
+
+    def say_where_time_went(self) -> None:
+        """Print, on rank 0, what share of the run trainer and workers spent on what."""
+        if self.node.is_leader:
+            print(describe("trainer ", self.clock.total))
+            for worker, spent in self.node.controller.worker_time().items():
+                print(describe(f"worker {worker}", spent))
 
     def _write_sample(self, step: int, trajectory) -> None:
         decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())

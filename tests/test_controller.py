@@ -152,7 +152,7 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         s.publish(0, evaluate=True)
         s.controller.take_batch()
         s.publish(1)
-        evaluation = s.controller._evaluation
+        evaluation = s.controller.evaluations.running
         assert evaluation is not None and s.controller.buffer.published_version == 0, "publishing waits, nothing else"
         s.controller.finish_evaluations()
         (done,) = s.controller.drain()["evaluations"]
