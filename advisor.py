@@ -22,7 +22,7 @@ FIRST_STEPS = 20
 MIN_STEPS = 8
 ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
 NEAR = 1.1
-"""A bound within this factor of the best is as good: bounds are loose, and what is saved is not worth staler samples."""
+"""A bound within this factor of the best is as good: bounds are loose, and the rest is not worth staler samples."""
 
 
 @dataclass(frozen=True)
