@@ -113,7 +113,8 @@ class Controller:
                 if self._announced is not None:
                     self._send_update(worker)
             case Finished(trajectories, activity):
-                self.records.active(worker.index, activity)
+                if activity is not None:
+                    self.records.active(worker.index, activity)
                 for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
                     worker.take_back(ticket_id)
                 for trajectory in trajectories:

@@ -105,7 +105,8 @@ class Finished:
     """Trajectories that ended since the last message; all those of one ticket come together."""
 
     trajectories: list[Trajectory]
-    activity: ActivityReport
+    activity: ActivityReport | None
+    """None where there is nothing new to say."""
 
 
 @dataclass(frozen=True)

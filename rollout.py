@@ -255,7 +255,7 @@ class RolloutWorker:
         finished, self._finished = self._finished, []
         waiting, self._waiting = self._waiting, []
         if finished:
-            self.connection.send(Finished(finished, self.proxy.activity.report()))
+            self.connection.send(Finished(finished, self.proxy.activity.report_if_due()))
         if waiting:
             self.connection.send(Waiting(waiting))
 

@@ -37,6 +37,9 @@ TRAINING = ("gather", "forward_backward", "optimizer")
 WAITING = ("wait", "evaluate")
 """States in which the trainer does nothing."""
 
+REPORT_INTERVAL_NS = 50_000_000
+"""Responses may end every millisecond; that their worker still decodes need not be said with each."""
+
 _OFFSET_NS = time.time_ns() - time.monotonic_ns()
 
 
@@ -151,6 +154,7 @@ class Activity:
         self._standing = self._held = ""
         self._now = ("starved", "")
         self._changes: list[tuple[int, str, str]] = [(clock(), *self._now)]
+        self._reported_at = 0
 
     def add(self, requests: int = 0, trajectories: int = 0, at_barrier: int = 0) -> None:
         """Change how many requests are in the engine, trajectories are here, and trajectories wait at a barrier."""
@@ -196,7 +200,13 @@ class Activity:
     def report(self) -> ActivityReport:
         """All changes since the last report."""
         changes, self._changes = self._changes, []
-        return ActivityReport(tuple(changes), self._clock())
+        self._reported_at = self._clock()
+        return ActivityReport(tuple(changes), self._reported_at)
+
+    def report_if_due(self) -> ActivityReport | None:
+        """A report if anything has changed, or to say after a while that nothing has."""
+        is_due = self._changes or self._clock() - self._reported_at >= REPORT_INTERVAL_NS
+        return self.report() if is_due else None
 
 
 class WorkerLedgers:

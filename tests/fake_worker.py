@@ -31,7 +31,7 @@ def run_fake_worker(spec, connection):
 
     def finish(trajectories):
         activity.add(requests=-len(trajectories), trajectories=-len(trajectories))
-        send(Finished(trajectories, activity.report()))
+        send(Finished(trajectories, activity.report_if_due()))
 
     send(Ready(0.0))
     while True:

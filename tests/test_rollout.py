@@ -69,7 +69,7 @@ class Driver:
     def receive(self, timeout_s=60):
         assert self.pipe.poll(timeout_s), f"no message for {timeout_s} s: {self.log_path.read_text()[-2000:]}"
         message = self.pipe.recv()
-        if hasattr(message, "activity"):
+        if getattr(message, "activity", None) is not None:
             self.reports.append(message.activity)
         return message
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from time_ledger import (
+    REPORT_INTERVAL_NS,
     TRAINER_STATES,
     WORKER_STATES,
     Activity,
@@ -177,6 +178,17 @@ def test_a_report_has_only_what_is_new():
     activity.report()
     clock.now = 7
     assert activity.report() == ActivityReport((), 7)
+
+
+def test_that_nothing_has_changed_is_said_only_now_and_then():
+    activity, clock = make_activity()
+    assert activity.report_if_due().until == 0
+    clock.now = REPORT_INTERVAL_NS - 1
+    assert activity.report_if_due() is None
+    activity.add(trajectories=1)
+    assert states(activity.report_if_due()) == ["environment"]
+    clock.now = 2 * REPORT_INTERVAL_NS
+    assert activity.report_if_due() == ActivityReport((), clock.now)
 
 
 # All workers, as the controller knows them
