@@ -152,7 +152,7 @@ class Controller:
             self._issue_again(ticket)
 
     def _fill(self) -> None:
-        """Start what can start; nothing can before the first weights are announced."""
+        """Start what can start, nothing before the first weights are announced, and tell idle workers why they are."""
         why_full: HoldReason = "weights"
         if self._announced is not None:
             self.dispatcher.fill()

@@ -80,16 +80,29 @@ class StepLog:
         """Record the step that just ended; after the last one, wait for its evaluation first."""
         if not self.node.is_leader:
             return
-        from metrics import batch_metrics, evaluation_metrics, rollout_metrics, time_metrics, training_metrics
+        measured = self._measured(is_last=step == self.node.config.steps)
+        metrics = self._metrics(step, groups, stats, publisher, account, measured)
+        self._advise(step, groups, metrics, measured)
+        self.tokens_before = metrics["tokens/generated"]
+        self.node.run.log_metrics(metrics)
+        self.node.run.record("step", step=step, spans=[(s, a / 1e9, b / 1e9) for s, a, b in account.spans])
+        self._write_sample(step, groups[0].trajectories[0])
+        self.progress.show(metrics)
 
+    def _measured(self, is_last: bool) -> dict:
         measured = self.node.controller.drain()
-        if step == self.node.config.steps:
+        if is_last:
             self.clock.enter("evaluate")
             self.node.controller.finish_evaluations()
             self.clock.enter("other")
             measured["evaluations"] += self.node.controller.drain()["evaluations"]
+        return measured
+
+    def _metrics(self, step: int, groups, stats, publisher, account: Account, measured: dict) -> dict[str, float]:
+        from metrics import batch_metrics, evaluation_metrics, rollout_metrics, time_metrics, training_metrics
+
         times = time_metrics(account.spent, measured["worker_time"])
-        metrics = {
+        return {
             "step": step,
             "policy_version": step,
             "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
@@ -100,12 +113,6 @@ class StepLog:
             **publisher.mismatch(measured["probes"]),
             **times,
         }
-        self._advise(step, groups, metrics, measured)
-        self.tokens_before = metrics["tokens/generated"]
-        self.node.run.log_metrics(metrics)
-        self.node.run.record("step", step=step, spans=[(s, a / 1e9, b / 1e9) for s, a, b in account.spans])
-        self._write_sample(step, groups[0].trajectories[0])
-        self.progress.show(metrics)
 
     def _advise(self, step: int, groups, metrics: dict[str, float], measured: dict) -> None:
         """After the first steps, say how rollout and training could be balanced."""
