@@ -17,7 +17,7 @@ TRAINER_STATES = {
     "optimizer": "gradient clipping and the optimizer's step, to their end on the device",
     "publish": "the probe is scored, full parameters are gathered (full_tensor), staged in a free buffer and announced",
     "evaluate": "waiting that an evaluation causes: while it holds newer weights back, and for the last one to end",
-    "save": "checkpoint",
+    "save": "what the run keeps: checkpoints",
     "other": "records, and all that has no name",
 }
 """Of trainer rank 0: its host's time."""
@@ -54,6 +54,11 @@ class Account:
 
     spans: tuple[tuple[str, int, int], ...]
     """State, start and end, Unix ns; each begins where the one before it ends."""
+
+    @property
+    def spans_s(self) -> list[tuple[str, float, float]]:
+        """The spans in Unix seconds, as they are recorded."""
+        return [(state, start / 1e9, end / 1e9) for state, start, end in self.spans]
 
     @property
     def spent(self) -> Counter[str]:

@@ -85,7 +85,7 @@ class StepLog:
         self._advise(step, groups, metrics, measured)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
-        self.node.run.record("step", step=step, spans=[(s, a / 1e9, b / 1e9) for s, a, b in account.spans])
+        self.node.run.record("step", step=step, spans=account.spans_s)
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
 
