@@ -67,7 +67,7 @@ class Trajectory:
     worker: int
     """Index of the rollout worker."""
     turns: tuple[tuple[float, float, float], ...] = ()
-    """When the policy began and ended each turn, and when the environment had answered it; Unix times, seconds."""
+    """When the policy began and ended each turn that was answered, and when it was answered; Unix times, seconds."""
 
     @property
     def num_generated(self) -> int:
