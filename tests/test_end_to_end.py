@@ -208,6 +208,8 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
     assert job.wait(timeout_s=60) != 0
     assert f"error: stopped by {number.name}" in job.output()
     assert_nothing_is_left(processes, shared_memory)
+    (ended,) = job.events("run_ended")
+    assert ended["status"] == "ended early" and f"stopped by {number.name}" in ended["reason"]
     assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
 
 
