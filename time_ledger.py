@@ -6,7 +6,7 @@ The states and their meanings are in TRAINER_STATES and WORKER_STATES and nowher
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 TRAINER_STATES = {
@@ -262,9 +262,14 @@ class WorkerLedgers:
 # Numbers and text
 
 
-def shares(spent: Counter[str], states: Iterable[str]) -> dict[str, float]:
-    """The share of each of `states` in all of `spent`; they sum to 1. Empty if no time has passed."""
-    total = spent.total()
+def shares(spent: Counter[str], states: Collection[str]) -> dict[str, float]:
+    """The share of each of `states` in all of `spent`; they sum to 1. Empty if no time has passed.
+
+    Raises RuntimeError if time was spent in a state that is not one of them.
+    """
+    total, of_states = spent.total(), sum(spent[state] for state in states)
+    if of_states != total:
+        raise RuntimeError(f"{total - of_states} of {total} ns were spent in none of {', '.join(states)}: {spent}")
     return {state: spent[state] / total for state in states} if total else {}
 
 

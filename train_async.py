@@ -29,6 +29,7 @@ def train(config: Config) -> None:
         policy.enter = clock.enter
         publisher = Publisher(config, policy, node.controller, node.connect(policy))
         publisher.publish(0, evaluate=config.eval_every > 0)
+        clock.enter("other")
         clock.next_step()
         for step in range(1, config.steps + 1):
             clock.enter("wait")

@@ -104,6 +104,11 @@ def test_no_time_has_no_shares():
     assert shares(Counter(), WORKER_STATES) == {}
 
 
+def test_time_in_a_state_that_has_no_share_is_an_error():
+    with pytest.raises(RuntimeError, match="3 of 5 ns were spent in none of wait, gather"):
+        shares(Counter(wait=2, starting=3), ["wait", "gather"])
+
+
 def test_a_line_says_the_shares_largest_first():
     spent = Counter({"wait": 1_000_000_000, "publish": 3_000_000_000})
     assert describe("trainer", spent) == "trainer  4.0 s: publish 75.0%, wait 25.0%"
