@@ -4,44 +4,26 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
-import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from buffer import DropReason, SampleBuffer
+from buffer import SampleBuffer
 from config import Config
 from data.records import Group, Ticket, Trajectory
-from evaluation import Evaluation
-from llm_proxy import SampledTokens
-from messages import Connect, Finished, Probed, Ready, Suspend, Update, Updated, Waiting
+from evaluation import Evaluations
+from gathering import Gatherer
+from messages import Connect, Finished, HoldReason, Probed, Ready, Stopped, Suspend, Update, Updated, Waiting
 from placement import Placement
 from rollout import run_worker
+from rollout_records import RolloutRecords
 from scheduling import Dispatcher
 from tickets import EVALUATION_GROUP, TicketSource
-from weight_sync import Staged
+from weight_sync import Announcement
 from workers import Worker, Workers
-
-MIN_FAILED_IN_A_ROW = 20
-"""Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """Weights that workers are to load."""
-
-    version: int
-    """Policy version of the weights."""
-    trainer_version: int
-    """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
-    staged: Staged
-    probe: tuple[tuple[int, ...], ...]
-    evaluate: bool
 
 
 class Controller:
@@ -58,7 +40,7 @@ class Controller:
         worker_main: Callable = run_worker,
         make_workers: Callable = Workers,
     ):
-        self.config, self.tickets, self.record = config, tickets, record
+        self.config, self.tickets = config, tickets
         self.transport = None
         self.workers = make_workers(
             config, placement, model_path, run_path, self._on_message, self._on_thread_ended, worker_main
@@ -74,16 +56,12 @@ class Controller:
             config.extra_members,
             config.admission,
         )
-        self.pause_s: list[float] = []
-        self.probe_logprobs: dict[int, tuple[np.ndarray, ...]] = {}
-        self.evaluations: list[Evaluation] = []
         self._changed = threading.Condition()
         self.dispatcher = Dispatcher(config, self.workers, self.buffer, tickets)
-        self.sampled = SampledTokens()
+        self.gatherer = Gatherer(config, self.buffer, self.dispatcher, tickets)
+        self.evaluations = Evaluations()
+        self.records = RolloutRecords(record)
         self._announced: Announcement | None = None
-        self._deferred: Announcement | None = None
-        self._evaluation: Evaluation | None = None
-        self._failed_in_a_row = 0
         self._stopping = False
 
     # Life of the workers
@@ -91,6 +69,8 @@ class Controller:
     def launch(self) -> None:
         """Start all workers; returns at once."""
         with self._changed:
+            for index in range(self.workers.num_workers):
+                self.records.started(index)
             self.workers.launch()
 
     def wait_until_ready(self) -> None:
@@ -129,135 +109,111 @@ class Controller:
         match message:
             case Ready(startup_s):
                 worker.ready = True
-                self.record("worker_ready", worker=worker.index, startup_s=startup_s)
+                self.records.ready(worker.index, startup_s)
                 if self.transport is not None:  # a restart: the first ones are connected all together
                     worker.process.send(Connect(self.transport.init_info()))
                 if self._announced is not None:
                     self._send_update(worker)
-            case Finished(trajectories):
+            case Finished(trajectories, activity):
+                if activity is not None:
+                    self.records.active(worker.index, activity)
                 for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
                     worker.take_back(ticket_id)
                 for trajectory in trajectories:
                     self._on_trajectory(trajectory)
-                self._drop_expired()
+                self.gatherer.drop_expired()
             case Waiting(ticket_ids):
                 self.dispatcher.arrive_at_barrier(ticket_ids)
             case Probed(version, logprobs):
-                self.probe_logprobs[version] = logprobs
-            case Updated(version, pause_s, sampled):
-                self._count_sampled(sampled)
-                self.transport.release(worker.updating)
-                worker.updating = None
-                self.pause_s.append(pause_s)
-                self.record("update", worker=worker.index, version=version, pause_s=pause_s)
-                if version < self._announced.version:
-                    self._send_update(worker)
+                self.records.probed(version, logprobs)
+            case Updated():
+                self._on_updated(worker, message)
+            case Stopped(activity):
+                self.records.active(worker.index, activity)
+
+    def _on_updated(self, worker: Worker, message: Updated) -> None:
+        self.records.active(worker.index, message.activity)
+        self.records.updated(worker.index, message)
+        self.buffer.count_discarded(message.sampled.discarded)
+        self.transport.release(worker.updating)
+        worker.updating = None
+        if message.version < self._announced.version:
+            self._send_update(worker)
 
     def _on_death(self, worker: Worker) -> None:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
         if self._stopping:
             return
+        self.records.lost(worker.index)
         if worker.updating is not None:
             self.transport.release(worker.updating)
         self.workers.replace(worker)
-        self.record("worker_died", worker=worker.index, exit_code=worker.process.exit_code, tickets=len(worker.running))
+        self.records.died(worker.index, worker.process.exit_code, len(worker.running))
+        self.records.started(worker.index)
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
 
     def _fill(self) -> None:
-        """Start what can start; nothing can before the first weights are announced."""
+        """Start what can start, nothing before the first weights are announced, and tell idle workers why they are."""
+        why_full: HoldReason = "weights"
         if self._announced is not None:
             self.dispatcher.fill()
+            why_full = "bound" if self.evaluations.deferred is None else "evaluation"
+        self.dispatcher.hold_idle(why_full)
 
     def _issue_again(self, ticket: Ticket) -> None:
         again = self.tickets.again(ticket)
         if ticket.group_id == EVALUATION_GROUP:
-            self._evaluation.issue_again(ticket, again)
+            self.evaluations.running.issue_again(ticket, again)
         elif not self.buffer.is_running(ticket.group_id):
             return  # its group was dropped or finished without it
         self.dispatcher.queue.put_first([again])
 
-    def _count_sampled(self, sampled: SampledTokens) -> None:
-        self.buffer.count_discarded(sampled.discarded)
-        for field in dataclasses.fields(SampledTokens):
-            setattr(self.sampled, field.name, getattr(self.sampled, field.name) + getattr(sampled, field.name))
-
-    # Trajectories
-
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
-        self.record("trajectory", **_summary(trajectory))
+        self.records.trajectory(trajectory)
         if trajectory.group_id == EVALUATION_GROUP:
             self._on_evaluated(trajectory)
-        elif trajectory.finish_reason == "failed":
-            self._on_failed(trajectory)
         else:
-            group = self.buffer.add(trajectory)
-            if group is not None:
-                self._on_group(group)
+            self.gatherer.add(trajectory)
 
-    def _on_group(self, group: Group) -> None:
-        """Act on a group that is complete: it may teach nothing, and its extra members are not needed."""
-        self._failed_in_a_row = 0
-        if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
-            self._drop(group.group_id, "filtered")
-            self.tickets.forget(group.group_id)
-        elif self.config.extra_members:
-            self.dispatcher.abort(group.group_id)
-
-    def _on_failed(self, trajectory: Trajectory) -> None:
-        """Drop the group of a failed trajectory if it had no spare; a run in which nothing succeeds ends."""
-        if self.buffer.add_failed(trajectory):
+    def _on_evaluated(self, trajectory: Trajectory) -> None:
+        ended = self.evaluations.add(trajectory)
+        if ended is None:
             return
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.config.max_outstanding_groups):
-            raise RuntimeError(
-                f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
-                "mend the environment or reward, or raise --env-timeout-s if it is only slow"
-            )
-        self._drop(trajectory.group_id, "failed")
-        self.tickets.forget(trajectory.group_id)
-
-    def _drop_expired(self) -> None:
-        """Under `drop`: abort what expired and issue its problem again, so that slow problems are not starved."""
-        for group_id in self.buffer.expired():
-            self._drop(group_id, "stale")
-            self.tickets.put_back(group_id)
-
-    def _drop(self, group_id: int, reason: DropReason) -> None:
-        self.buffer.drop(group_id, reason)
-        self.dispatcher.abort(group_id)
+        self.records.evaluated(ended)
+        deferred = self.evaluations.take_deferred()
+        if deferred is not None:
+            self._announce(deferred)
 
     # Batches
 
-    def take_batch(self) -> list[Group]:
+    def take_batch(self, enter: Callable[[str], None] = lambda state: None) -> list[Group]:
         """Wait for the next batch of groups and take it.
 
-        Raises the error that ended rollout, or RuntimeError after the rollout timeout, with all stacks dumped.
+        `enter` is told what is waited for: `evaluate` while an evaluation holds weights back that were published, which
+        also keeps places taken, else `wait`. Raises the error that ended rollout, or RuntimeError after the rollout
+        timeout, with all stacks dumped.
         """
         what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
-            return self._wait(self.take_batch_if_ready, self.config.rollout_timeout_s, what)
+            return self._wait(lambda: self.take_batch_if_ready(enter), self.config.rollout_timeout_s, what)
 
-    def take_batch_if_ready(self) -> list[Group] | None:
+    def take_batch_if_ready(self, enter: Callable[[str], None] = lambda state: None) -> list[Group] | None:
         """Take the next batch of groups, or return None while it must be waited for."""
         with self._changed:
-            for group_id in self.buffer.surplus():
-                self._drop(group_id, "aborted")
-                self.tickets.put_back(group_id)
-            batch = self.buffer.take()
+            enter("wait" if self.evaluations.deferred is None else "evaluate")
+            batch = self.gatherer.take()
             if batch is None:
                 return None
-            for group in batch:
-                self.tickets.forget(group.group_id)
-            self._drop_expired()
+            self.gatherer.drop_expired()
             self._suspend_rest()
             self._fill()
             return batch
 
     def _suspend_rest(self) -> None:
         """With over-sampling, stop what runs until the next update; not in an evaluation, which no update may end."""
-        if self.config.over_sampling > 1 and self._evaluation is None:
+        if self.config.over_sampling > 1 and self.evaluations.running is None:
             for worker in self.workers:
                 if worker.ready:
                     worker.process.send(Suspend())
@@ -299,7 +255,7 @@ class Controller:
         Returns whether an evaluation was to follow it: the next announcement must ask for it again.
         """
         with self._changed:
-            deferred, self._deferred = self._deferred, None
+            deferred = self.evaluations.take_deferred()
             return deferred is not None and deferred.evaluate
 
     def publish(self, announcement: Announcement) -> None:
@@ -309,8 +265,8 @@ class Controller:
         meanwhile with the groups there are.
         """
         with self._changed:
-            if self._evaluation is not None:
-                self._deferred = announcement
+            if self.evaluations.running is not None:
+                self.evaluations.deferred = announcement
             else:
                 self._announce(announcement)
             self._changed.notify_all()
@@ -322,10 +278,16 @@ class Controller:
             if worker.ready and worker.updating is None and worker.sent_version < announcement.version:
                 self._send_update(worker)
         self.buffer.publish(announcement.trainer_version)
-        self._drop_expired()
+        self.gatherer.drop_expired()
         if announcement.evaluate:
             self._start_evaluation(announcement.version)
         self._fill()
+
+    def _start_evaluation(self, version: int) -> None:
+        tickets = self.tickets.for_evaluation(version)
+        if tickets:  # of several nodes the first alone evaluates
+            self.evaluations.start(version, tickets)
+            self.dispatcher.queue.put_first(tickets)
 
     def _send_update(self, worker: Worker) -> None:
         """Send the announced weights. Only worker 0 scores the probe: all load the same bytes."""
@@ -335,70 +297,31 @@ class Controller:
         self.transport.acquire(worker.updating)
         worker.process.send(Update(worker.sent_version, worker.updating.messages, probe))
 
-    def _start_evaluation(self, version: int) -> None:
-        tickets = self.tickets.for_evaluation(version)
-        if not tickets:
-            return  # of several nodes the first alone evaluates
-        self._evaluation = Evaluation.of(version, tickets)
-        self.dispatcher.queue.put_first(tickets)
-
-    def _on_evaluated(self, trajectory: Trajectory) -> None:
-        evaluation = self._evaluation
-        evaluation.add(trajectory)
-        if not evaluation.has_ended:
-            return
-        self.evaluations.append(evaluation)
-        self.record("evaluation", version=evaluation.version, accuracy=evaluation.accuracy)
-        self._evaluation = None
-        if self._deferred is not None:
-            deferred, self._deferred = self._deferred, None
-            self._announce(deferred)
-
     def finish_evaluations(self) -> None:
         """Wait until no evaluation is running or to come."""
         with self._changed:
-            self._wait(
-                lambda: self._evaluation is None and self._deferred is None,
-                self.config.rollout_timeout_s,
-                "an evaluation",
-            )
+            self._wait(lambda: self.evaluations.is_idle, self.config.rollout_timeout_s, "an evaluation")
+
+    # Records
 
     def drain(self) -> dict:
-        """Hand over what was measured since the last call: evaluations, pauses, tokens, probe log-probs, the ledger."""
+        """Hand over what was measured since the last call, as RolloutRecords.drain, evaluations, and the ledger."""
         with self._changed:
-            evaluations, self.evaluations = self.evaluations, []
-            pauses, self.pause_s = self.pause_s, []
-            probes, self.probe_logprobs = self.probe_logprobs, {}
-            sampled, self.sampled = self.sampled, SampledTokens()
             return {
-                "evaluations": evaluations,
-                "pause_s": pauses,
-                "probes": probes,
-                "sampled": sampled,
+                **self.records.drain(),
+                "evaluations": self.evaluations.take_ended(),
                 "ledger": self.buffer.ledger(),
                 "num_restarts": self.workers.num_restarts,
             }
+
+    def worker_time(self) -> dict[int, Counter[str]]:
+        """Nanoseconds of each worker in each state of WORKER_STATES so far."""
+        with self._changed:
+            return self.records.worker_time()
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""
         with self._changed:
             self._stopping = True
         self.workers.stop()
-
-
-def _summary(trajectory: Trajectory) -> dict:
-    record = {
-        "ticket": trajectory.ticket_id,
-        "group": trajectory.group_id,
-        "member": trajectory.member,
-        "worker": trajectory.worker,
-        "started_at": trajectory.started_at,
-        "ended_at": trajectory.ended_at,
-        "tokens": trajectory.num_generated,
-        "finish_reason": trajectory.finish_reason,
-        "reward": trajectory.reward,
-    }
-    if trajectory.num_generated:
-        versions = trajectory.policy_versions[trajectory.loss_mask]
-        record |= {"min_version": int(versions.min()), "max_version": int(versions.max())}
-    return record if not trajectory.failure else record | {"failure": trajectory.failure}
+        self.records.close()

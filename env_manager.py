@@ -198,6 +198,7 @@ class EnvManager:
         self._aborted = False
         self._tokens: list[int] = []
         self._turns: list[tuple[int, Completion]] = []  # position of the first token, and what was sampled
+        self._times: list[tuple[float, float, float]] = []
         self._reward = 0.0
 
     def abort(self) -> None:
@@ -229,11 +230,14 @@ class EnvManager:
         max_tokens = len(self._tokens) + self.config.max_response_tokens
         while True:
             await self._wait_before_turn()
+            started_at = time.time()
             completion = await self._act(max_tokens - len(self._tokens))
+            sampled_at = time.time()
             if completion.finish_reason == "aborted" or self._aborted:
                 return "aborted"
             await self._wait_before_step()
             step = await self.environment.step(completion.tokens)
+            self._times.append((started_at, sampled_at, time.time()))
             self._reward += step.reward
             if step.ended:
                 return completion.finish_reason
@@ -286,6 +290,7 @@ class EnvManager:
             started_at=started_at,
             ended_at=time.time(),
             worker=worker,
+            turns=tuple(self._times),
         )
 
 

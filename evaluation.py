@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data.records import Ticket, Trajectory
+from weight_sync import Announcement
 
 
 @dataclass
@@ -46,3 +47,45 @@ class Evaluation:
         if versions != {self.version}:
             raise RuntimeError(f"evaluation of version {self.version} got tokens of versions {sorted(versions)}")
         self.trajectories.append(trajectory)
+
+
+class Evaluations:
+    """One evaluation at a time, and the weights that wait for it to end.
+
+    An evaluation is pinned to its version, so no worker may move on before its last response.
+    """
+
+    def __init__(self) -> None:
+        self.running: Evaluation | None = None
+        self.deferred: Announcement | None = None
+        """Weights that wait; newer ones take their place."""
+        self._ended: list[Evaluation] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is running or to come."""
+        return self.running is None and self.deferred is None
+
+    def start(self, version: int, tickets: list[Ticket]) -> None:
+        """Wait for these tickets' trajectories."""
+        self.running = Evaluation.of(version, tickets)
+
+    def add(self, trajectory: Trajectory) -> Evaluation | None:
+        """Take in a trajectory. Returns the evaluation if this was its last."""
+        evaluation = self.running
+        evaluation.add(trajectory)
+        if not evaluation.has_ended:
+            return None
+        self._ended.append(evaluation)
+        self.running = None
+        return evaluation
+
+    def take_deferred(self) -> Announcement | None:
+        """The weights that wait, if any; they wait no longer."""
+        deferred, self.deferred = self.deferred, None
+        return deferred
+
+    def take_ended(self) -> list[Evaluation]:
+        """Those that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended

@@ -15,6 +15,7 @@ import numpy as np
 from config import Config
 from data.records import FinishReason
 from placement import WorkerPlacement
+from time_ledger import Activity
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCHED_TOKENS = 8192  # per engine step
@@ -76,6 +77,8 @@ class LLMProxy:
         self.stop_token_ids = stop_token_ids
         self.version = -1
         self.sampled = SampledTokens()
+        self.activity = Activity()
+        """What this worker does; the proxy notes requests and updates in it, its owner the rest."""
         self._num_scores = 0
         self._requests: dict[str, _Request] = {}
         self._returned = asyncio.Event()  # an engine request ended
@@ -181,9 +184,13 @@ class LLMProxy:
         # The salt keeps a prefix that was computed under other weights out of reach, without emptying the cache.
         prompt = {"prompt_token_ids": prompt_tokens, "cache_salt": str(self.version)}
         version = self.version
-        async for output in self.engine.generate(prompt, params, engine_id):
-            if output.finished:
-                return [_completion(one, version) for one in sorted(output.outputs, key=lambda one: one.index)]
+        self.activity.add(requests=1)
+        try:
+            async for output in self.engine.generate(prompt, params, engine_id):
+                if output.finished:
+                    return [_completion(one, version) for one in sorted(output.outputs, key=lambda one: one.index)]
+        finally:
+            self.activity.add(requests=-1)
         raise RuntimeError(f"request {engine_id} ended without an output")
 
     def sampling_params(self, seed: int, max_tokens: int, num_responses: int):
@@ -257,6 +264,7 @@ class LLMProxy:
     async def resume(self) -> None:
         """Go on sampling."""
         await self.engine.resume_generation()
+        self.activity.go_on()
         self._resumed.set()
 
     async def update(self, version: int, update_infos: list[dict]) -> float:
@@ -271,6 +279,7 @@ class LLMProxy:
             if self.config.on_update == "wait":
                 await self.suspend()
             start = time.monotonic()
+            self.activity.stand("update")
             await self.suspend()
             await self.engine.start_weight_update()
             for update_info in update_infos:

@@ -1,11 +1,15 @@
 """What the controller and a rollout worker say to each other, over one pipe per worker and in order."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from data.records import Ticket, Trajectory
 from llm_proxy import SampledTokens
+from time_ledger import ActivityReport
+
+HoldReason = Literal["weights", "version", "bound", "evaluation", "round"]
 
 # Messages: controller -> worker
 
@@ -47,6 +51,15 @@ class Suspend:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """You have no ticket, and there is none for you now; for the worker's time ledger alone."""
+
+    reason: HoldReason
+    """No weights yet; tickets need weights that this worker has not; the bound is reached; it is, as an evaluation
+    holds newer weights back; or the round of `batch` scheduling is still running."""
+
+
+@dataclass(frozen=True)
 class Proceed:
     """All tickets wait at the barrier: go on."""
 
@@ -75,6 +88,7 @@ class Updated:
     """Time during which no request could make progress, seconds."""
     sampled: SampledTokens
     """Tokens returned by the engine since the update before."""
+    activity: ActivityReport
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,8 @@ class Finished:
     """Trajectories that ended since the last message; all those of one ticket come together."""
 
     trajectories: list[Trajectory]
+    activity: ActivityReport | None
+    """None where there is nothing new to say."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +114,10 @@ class Waiting:
     """Tickets that have come to the barrier since the last message."""
 
     ticket_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The last word of a worker that was told to stop."""
+
+    activity: ActivityReport

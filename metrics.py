@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import numpy as np
 
+from advisor import StepTimes
 from data.records import Group
 from evaluation import Evaluation
+from time_ledger import TRAINER_STATES, TRAINING, WAITING, WORKER_STATES, shares
 
 
 def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int = 0) -> dict[str, float]:
@@ -68,6 +71,8 @@ def _mismatch_over_nodes(of_nodes: tuple[dict[str, float], ...]) -> dict[str, fl
 def _sum_over_nodes(of_nodes: tuple):
     """Add up what the nodes' controllers measured: numbers are added, lists joined, and records by their fields."""
     first = of_nodes[0]
+    if isinstance(first, Counter):
+        return sum(of_nodes, Counter())
     if isinstance(first, dict):
         names = dict.fromkeys(name for one in of_nodes for name in one)
         return {name: _sum_over_nodes(tuple(one[name] for one in of_nodes if name in one)) for name in names}
@@ -103,17 +108,45 @@ def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
 
 
 def rollout_metrics(measured: dict, previous_tokens: int, step_s: float) -> dict[str, float]:
-    """Metrics of what the controller measured since the last line; see Controller.drain."""
+    """Metrics of what the controller measured since the last line; see RolloutRecords.drain."""
     ledger, pauses = measured["ledger"], measured["pause_s"]
     metrics = {f"ledger/{name}": count for name, count in ledger.items()}
     metrics["tokens/generated"] = ledger["tokens_generated"]
     metrics["rollout/tokens_per_s"] = (ledger["tokens_generated"] - previous_tokens) / step_s
     metrics["rollout/restarts"] = measured["num_restarts"]
-    if measured[
-        "sampled"
-    ].new:  # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
+    if measured["sampled"].new:
+        # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
         metrics["rollout/resumed_share"] = measured["sampled"].resumed / measured["sampled"].new
     metrics["rollout/discarded_tokens"] = measured["sampled"].discarded
     if pauses:
         metrics["rollout/pause_s"] = float(np.mean(pauses))
     return metrics
+
+
+def time_metrics(trainer: Counter[str], workers: Counter[str]) -> dict[str, float]:
+    """Seconds of the step and of its main phases, and the shares of all states: nanoseconds per state in.
+
+    `workers` is of all workers together, so their shares are means weighted by how long each is known.
+    """
+    phases = {"wait": WAITING, "train": TRAINING, "publish": ("publish",), "step": tuple(TRAINER_STATES)}
+    times = {f"time/{name}_s": sum(trainer[state] for state in states) / 1e9 for name, states in phases.items()}
+    in_steps = [state for state in TRAINER_STATES if state != "starting"]
+    return {
+        **times,
+        **{f"trainer_time/{state}": share for state, share in shares(trainer, in_steps).items()},
+        **{f"worker_time/{state}": share for state, share in shares(workers, WORKER_STATES).items()},
+    }
+
+
+def step_times(groups: list[Group], metrics: dict[str, float], measured: dict, previous_tokens: int) -> StepTimes:
+    """What the advisor needs of a step, whose `metrics` and measurements these are."""
+    responses = [t.ended_at - t.started_at for group in groups for t in group.trajectories]
+    return StepTimes(
+        step_s=metrics["time/step_s"],
+        busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
+        decoding_s=measured["worker_time"]["decoding"] / 1e9,
+        sampled=measured["sampled"].new,
+        generated=metrics["tokens/generated"] - previous_tokens,
+        response_mean_s=float(np.mean(responses)),
+        response_max_s=max(responses),
+    )

@@ -6,6 +6,7 @@ With several nodes each has all of this for itself: its own share of the prompts
 import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -74,9 +75,9 @@ class Node:
         if self.cluster.is_first:
             print(f"finished: {self.run.path}", flush=True)
 
-    def take_batch(self) -> list[Group] | None:
-        """The node's part of the next batch of groups on its leader, None on the others."""
-        return self.controller.take_batch() if self.is_leader else None
+    def take_batch(self, enter: Callable[[str], None]) -> list[Group] | None:
+        """The node's part of the next batch on its leader, None on the others; `enter` is told what is waited for."""
+        return self.controller.take_batch(enter) if self.is_leader else None
 
     def record_batch(self, step: int, groups: list[Group] | None) -> None:
         """Keep the batch of a step in the leader's run directory."""
@@ -192,6 +193,6 @@ def _take_down(node: Node | None) -> None:
         if dist.is_initialized():
             stack.callback(dist.destroy_process_group)
         if node is not None and node.run is not None:
-            stack.callback(node.run.close)
+            stack.callback(node.run.close, sys.exception())
         if node is not None and node.controller is not None:
             stack.callback(node.controller.stop)

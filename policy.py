@@ -65,6 +65,8 @@ class Policy:
         self.device = device
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.num_updates = 0
+        self.enter: Callable[[str], None] = lambda state: None
+        """Told when the optimizer begins, and when forward and backward passes go on: TrainerClock.enter."""
 
     @property
     def attention(self) -> str:
@@ -209,6 +211,7 @@ class Policy:
 
     def _step(self, loss: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
+        self.enter("optimizer")  # reading `loss` has just waited for the device, so the host's time is the device's
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -222,6 +225,9 @@ class Policy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_updates += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # costs no overlap: the next thing the host does is to read a sum
+        self.enter("forward_backward")
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr}
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:

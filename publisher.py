@@ -7,10 +7,11 @@ from torch import Tensor
 
 from cluster import Cluster
 from config import Config
-from controller import Announcement, Controller
+from controller import Controller
 from data.records import Group
 from packing import TrainSequence
 from policy import Policy
+from weight_sync import Announcement
 
 NUM_PROBES = 4
 MAX_PROBE_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more

@@ -22,7 +22,22 @@ from data.records import Ticket, Trajectory
 from data.rewards import RewardPool
 from env_manager import Delayed, Environment, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
 from llm_proxy import LLMProxy, WorkerSpec
-from messages import Abort, Connect, Finished, Probed, Proceed, Ready, Stop, Suspend, Tickets, Update, Updated, Waiting
+from messages import (
+    Abort,
+    Connect,
+    Finished,
+    Hold,
+    Probed,
+    Proceed,
+    Ready,
+    Stop,
+    Stopped,
+    Suspend,
+    Tickets,
+    Update,
+    Updated,
+    Waiting,
+)
 from placement import WorkerPlacement
 from processes import exit_with_parent, without_torchrun
 from tickets import EVALUATION_GROUP
@@ -97,20 +112,25 @@ class RolloutWorker:
             message = await inbox.get()
             match message:
                 case Tickets(tickets):
+                    self.proxy.activity.add(trajectories=sum(ticket.num_members for ticket in tickets))
                     for ticket in tickets:
                         self._start(self.run_ticket(ticket))
+                case Hold(reason):
+                    self.proxy.activity.hold(reason)
                 case Connect(init_info):
                     await self.proxy.connect(init_info)
                 case Update():
                     await self.update(message)
                 case Suspend():
                     await self._finish_probing()  # frozen, it could not end, and the update waits for it
+                    self.proxy.activity.stand("suspended")
                     await self.proxy.suspend()
                 case Proceed():
                     self._barrier.open()
                 case Abort(ticket_ids):
                     await self.abort(ticket_ids)
                 case Stop():
+                    self.connection.send(Stopped(self.proxy.activity.report()))
                     return
                 case BaseException():
                     raise message
@@ -156,6 +176,7 @@ class RolloutWorker:
                 trajectories = list(await asyncio.gather(*(manager.run(worker) for manager in managers)))
         finally:
             del self._managers[ticket.ticket_id]
+            self.proxy.activity.add(trajectories=-ticket.num_members)
         self._flush_soon()
         self._finished += trajectories
 
@@ -189,12 +210,19 @@ class RolloutWorker:
 
     def _barriers(self, ticket: Ticket) -> tuple[Callable, Callable]:
         """What a trajectory waits for before each turn and before each step; evaluation waits for nothing."""
-        barrier = functools.partial(self._barrier.wait, ticket.ticket_id)
+        barrier = functools.partial(self._wait_at_barrier, ticket.ticket_id)
         is_evaluation = ticket.group_id == EVALUATION_GROUP
         return (
             barrier if self.config.env_barrier and not is_evaluation else _go_on,
             barrier if self.config.scheduling == "batch" and not is_evaluation else _go_on,
         )
+
+    async def _wait_at_barrier(self, ticket_id: int) -> None:
+        self.proxy.activity.add(at_barrier=1)
+        try:
+            await self._barrier.wait(ticket_id)
+        finally:
+            self.proxy.activity.add(at_barrier=-1)
 
     def _make_environment(self, ticket: Ticket, member: int) -> Environment:
         if ticket.environment_seed is None:
@@ -227,7 +255,7 @@ class RolloutWorker:
         finished, self._finished = self._finished, []
         waiting, self._waiting = self._waiting, []
         if finished:
-            self.connection.send(Finished(finished))
+            self.connection.send(Finished(finished, self.proxy.activity.report_if_due()))
         if waiting:
             self.connection.send(Waiting(waiting))
 
@@ -235,7 +263,7 @@ class RolloutWorker:
         """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
         await self._finish_probing()
         pause_s = await self.proxy.update(update.version, update.update_infos)
-        self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled()))
+        self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()))
         self._probing = asyncio.create_task(self._score_probe(update)) if update.probe else None
 
     async def _finish_probing(self) -> None:

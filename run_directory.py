@@ -2,7 +2,7 @@
 
 run.json        command, config, git commit and uncommitted changes, package versions, hardware
 metrics.jsonl   one line per step, flat names with a slash
-events.jsonl    spans and moments: trajectories, updates, train steps, waits, deaths
+events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
 checkpoints/    step_N/, Hugging Face safetensors
 batches/        step_00000N.safetensors, what each step was trained on; with --record only
@@ -49,7 +49,7 @@ class RunDirectory:
         recorded = {"weights_sha256": weights_sha256} if weights_sha256 else {}
         (self.path / "run.json").write_text(json.dumps(_provenance(config) | recorded, indent=1) + "\n")
         self._wandb = _start_wandb(config, self.path)
-        self._start = time.monotonic()
+        self.record("run_started")
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step goes."""
@@ -69,8 +69,9 @@ class RunDirectory:
         """Append a readable trajectory."""
         self._write("samples", fields)
 
-    def close(self) -> None:
-        """Close all files and end the wandb run."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Record how the run ended, by `error` if it did, close all files and end the wandb run."""
+        self.record("run_ended", **_how_it_ended(error))
         with self._lock:
             for file in self._files.values():
                 file.close()
@@ -109,10 +110,16 @@ class NodeRecords:
                 self._events.write(line + "\n")
                 self._events.flush()
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Record how the run ended, and close the file."""
+        self.record("run_ended", **_how_it_ended(error))
         with self._lock:
             self._events.close()
+
+
+def _how_it_ended(error: BaseException | None) -> dict[str, str]:
+    reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+    return {"status": "finished" if error is None else "ended early", "reason": reason}
 
 
 def _plain(value):

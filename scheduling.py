@@ -12,7 +12,7 @@ from typing import Literal
 from buffer import SampleBuffer
 from config import Config
 from data.records import Ticket
-from messages import Abort, Proceed, Tickets
+from messages import Abort, Hold, HoldReason, Proceed, Tickets
 from tickets import EVALUATION_GROUP, TicketSource
 from workers import Worker, Workers
 
@@ -121,6 +121,20 @@ class Dispatcher:
             outgoing[worker.index].append(ticket)
         for index, tickets in outgoing.items():
             self.workers[index].process.send(Tickets(tickets))
+
+    def hold_idle(self, why_full: HoldReason) -> None:
+        """Tell workers without a ticket why, once for each reason; `why_full` says why no group may be admitted."""
+        idle = [worker for worker in self.workers if worker.ready and not worker.running]
+        reason = self._reason(why_full) if idle else why_full
+        for worker in idle:
+            if worker.held != reason:
+                worker.held = reason
+                worker.process.send(Hold(reason))
+
+    def _reason(self, why_full: HoldReason) -> HoldReason:
+        if why_full != "weights" and self._round_is_running():
+            return "round"
+        return "version" if len(self.queue) else why_full
 
     def abort(self, group_id: int) -> None:
         """End what still runs or waits for a group."""

@@ -7,10 +7,10 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 
 import signal
 import sys
-import time
 from collections.abc import Callable
 
 from config import Config, parse_config
+from time_ledger import TrainerClock
 
 
 class Interrupted(Exception):
@@ -23,126 +23,41 @@ def train(config: Config) -> None:
     from node import start_node
     from policy import load_policy
     from publisher import Publisher
+    from step_log import StepLog
 
-    with start_node(config) as node, StepLog(node) as log:
+    clock = TrainerClock()
+    with start_node(config) as node, StepLog(node, clock) as log:
         policy = load_policy(config, node.model_path, node.device)
+        policy.enter = clock.enter
         publisher = Publisher(config, policy, node.cluster, node.controller, node.connect(policy))
         publisher.publish(0, evaluate=config.eval_every > 0)
-        clock = Clock()
+        clock.enter("other")
+        clock.next_step()
         for step in range(1, config.steps + 1):
-            clock.lap("log")
-            groups = node.take_batch()
-            clock.lap("wait")
+            clock.enter("wait")
+            groups = node.take_batch(clock.enter)
             if config.record:
+                clock.enter("save")
                 node.record_batch(step, groups)
-                clock.lap("record")
+            clock.enter("gather")
             share = batch.share(groups, config, node.cluster)
             publisher.choose_probes(groups)
+            clock.enter("forward_backward")
             stats = policy.train_step(share, policy_version=step - 1)
-            clock.lap("train")
+            clock.enter("publish")
             publisher.publish(step, evaluate=config.eval_every > 0 and is_due(step, config.eval_every, config.steps))
-            clock.lap("publish")
+            clock.enter("other")
             log.write(step, groups, stats, publisher, clock.next_step())
             if is_due(step, config.save_every, config.steps):
+                clock.enter("save")
                 policy.save(node.checkpoint_path(step))
-                clock.lap("save")
+    log.say_where_time_went()
     node.say_where()
 
 
 def is_due(step: int, every: int, last: int) -> bool:
     """Whether something done `every` so many steps, and after the last one, is due after `step`."""
     return step == last or (every > 0 and step % every == 0)
-
-
-class Clock:
-    """Times the phases of each step; what lies between two steps, records and checkpoint, counts for the next one."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.time()
-        self._spans: dict[str, tuple[float, float]] = {}
-
-    def lap(self, name: str) -> None:
-        """End the phase `name`, which began when the one before it ended."""
-        now = time.time()
-        self._spans[name], self._last = (self._last, now), now
-
-    def next_step(self) -> dict[str, tuple[float, float]]:
-        """The phases of the step that ends here and the `step` itself, as Unix times of start and end."""
-        spans = self._spans | {"step": (self._start, self._last)}
-        self._start, self._spans = self._last, {}
-        return spans
-
-
-class StepLog:
-    """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
-
-    def __init__(self, node):
-        self.node = node
-        self.progress = None
-        self.tokens_before = 0
-
-    def __enter__(self):
-        from run_directory import Progress
-
-        if self.node.cluster.is_first:
-            self.progress = Progress(self.node.config.steps)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.progress is not None:
-            self.progress.close()
-
-    def write(self, step: int, groups, stats: dict[str, float], publisher, spans: dict) -> None:
-        """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
-        if not self.node.is_leader:
-            return
-        from metrics import evaluation_metrics, over_nodes, rollout_metrics, training_metrics
-
-        evaluations, mine = self._measure(step, groups, publisher)
-        of_batch, measured, mismatch = over_nodes(self.node.cluster.gather(mine))
-        self.node.run.record("step", step=step, spans=spans)
-        if not self.node.cluster.is_first:
-            return
-        times = {f"time/{name}_s": end - start for name, (start, end) in spans.items()}
-        metrics = {
-            "step": step,
-            "policy_version": step,
-            "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
-            **of_batch,
-            **evaluation_metrics(evaluations),
-            **rollout_metrics(measured, self.tokens_before, times["time/step_s"]),
-            **training_metrics(stats),
-            **mismatch,
-            **times,
-        }
-        self.tokens_before = metrics["tokens/generated"]
-        self.node.run.log_metrics(metrics)
-        self._write_sample(step, groups[0].trajectories[0])
-        self.progress.show(metrics)
-
-    def _measure(self, step: int, groups, publisher) -> tuple[list, tuple[dict, dict, dict]]:
-        """The evaluations that ended here, and this node's part of what is measured over nodes."""
-        from metrics import batch_metrics
-
-        measured = self.node.controller.drain()
-        if step == self.node.config.steps:
-            self.node.controller.finish_evaluations()
-            measured["evaluations"] += self.node.controller.drain()["evaluations"]
-        evaluations, probes = measured.pop("evaluations"), measured.pop("probes")
-        of_batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
-        return evaluations, (of_batch, measured, publisher.mismatch(probes))
-
-    def _write_sample(self, step: int, trajectory) -> None:
-        decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())
-        self.node.run.log_sample(
-            step=step,
-            group=trajectory.group_id,
-            prompt=decode(trajectory.tokens[:start]),
-            response=decode(trajectory.tokens[start:]),
-            turns=trajectory.num_turns,
-            reward=trajectory.reward,
-            min_version=trajectory.min_version,
-        )
 
 
 def main() -> None:

@@ -126,6 +126,19 @@ class Staged:
     """Update infos for the engine on vLLM's side, one after the other."""
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """Weights that workers are to load."""
+
+    version: int
+    """Policy version of the weights."""
+    trainer_version: int
+    """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
+    staged: Staged
+    probe: tuple[tuple[int, ...], ...]
+    evaluate: bool
+
+
 class _TwoBuffers:
     """Which of two buffers may be written: not the announced one, and not one that a worker is reading.
 

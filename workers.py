@@ -20,7 +20,7 @@ from pathlib import Path
 from config import Config
 from data.records import Ticket
 from llm_proxy import WorkerSpec
-from messages import Stop
+from messages import HoldReason, Stop
 from placement import Placement
 from processes import dump_stacks, kill_session
 from rollout import run_worker
@@ -137,6 +137,8 @@ class Worker:
     """Tickets that it has, by id."""
     num_running: int = 0
     """Trajectories that these ask for."""
+    held: HoldReason | None = None
+    """Why it has no ticket, as it was told."""
 
     def can_start(self, ticket: Ticket) -> bool:
         """Whether it is up and has been sent weights that are new enough."""
@@ -144,6 +146,7 @@ class Worker:
 
     def give(self, ticket: Ticket) -> None:
         """Note that it has a ticket."""
+        self.held = None
         self.running[ticket.ticket_id] = ticket
         self.num_running += ticket.num_members
 
@@ -189,13 +192,18 @@ class Workers:
         return self._workers[index]
 
     @property
+    def num_workers(self) -> int:
+        """How many there are, or will be."""
+        return len(self.placement.workers)
+
+    @property
     def starting(self) -> list[Worker]:
         """Those whose engines are not up yet."""
         return [worker for worker in self._workers if not worker.ready]
 
     def launch(self) -> None:
         """Start all; returns at once."""
-        for index in range(len(self.placement.workers)):
+        for index in range(self.num_workers):
             self._workers.append(self._start(index))  # one by one, so that stop() knows of each at once
 
     def _start(self, index: int) -> Worker:

@@ -66,6 +66,8 @@ class Trajectory:
     """Unix time, seconds."""
     worker: int
     """Index of the rollout worker."""
+    turns: tuple[tuple[float, float, float], ...] = ()
+    """When the policy began and ended each turn that was answered, and when it was answered; Unix times, seconds."""
 
     @property
     def num_generated(self) -> int:

@@ -5,20 +5,21 @@ import numpy as np
 from data.records import Ticket, Trajectory
 from llm_proxy import SampledTokens
 from messages import Finished, Ready, Stop, Tickets, Update, Updated
+from time_ledger import Activity
 
 
 def run_echo_worker(spec, connection, per_message: int = 1) -> None:
     """A worker that answers each ticket at once with the same response, `per_message` of them in each message."""
     connection.send(Ready(0.0))
-    version = -1
+    version, activity = -1, Activity()
     while True:
         match connection.recv():
             case Update(version, _, _):
-                connection.send(Updated(version, 0.001, SampledTokens()))
+                connection.send(Updated(version, 0.001, SampledTokens(), activity.report()))
             case Tickets(tickets):
                 answers = [echo(ticket, version) for ticket in tickets]
                 for start in range(0, len(answers), per_message):
-                    connection.send(Finished(answers[start : start + per_message]))
+                    connection.send(Finished(answers[start : start + per_message], activity.report_if_due()))
             case Stop():
                 return
 

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 import batch
+from cluster import Cluster
 from config import Config
-from controller import Announcement, Controller
+from controller import Controller
 from data.records import Group
 from data.tasks import load_task
 from model_path import resolve_model
@@ -32,9 +33,10 @@ from rollout import RolloutWorker, load_tokenizer, run_worker
 from run_directory import RunDirectory
 from scripts.bench_parts_echo import run_echo_worker
 from scripts.bench_work import WorkRolloutWorker
+from step_log import StepLog
 from tickets import PromptSource, TicketSource
-from train_async import Clock, StepLog
-from weight_sync import ParameterSpec, ShmTransport
+from time_ledger import TrainerClock
+from weight_sync import Announcement, ParameterSpec, ShmTransport
 
 NO_LEARNING = 1e-12
 """Learning rate that costs what any other costs and leaves the lengths of the responses as they are."""
@@ -51,7 +53,7 @@ def make_node(config: Config, worker_main) -> Node:
     controller = Controller(
         config, placement, model_path, TicketSource(config, prompts), run.path, run.record, worker_main
     )
-    return Node(config, placement, torch.device("cpu"), model_path, tokenizer, run, controller)
+    return Node(config, config, Cluster(), placement, torch.device("cpu"), model_path, tokenizer, run, controller)
 
 
 class Job:
@@ -73,28 +75,32 @@ class Job:
             self.publisher = Publisher(
                 self.config, self.policy, self.node.cluster, self.node.controller, self.node.connect(self.policy)
             )
-            self.log = StepLog(self.node).__enter__()
+            self.clock = TrainerClock()
+            self.log = StepLog(self.node, self.clock).__enter__()
+        self.policy.enter = self.clock.enter
         self.publisher.publish(0, evaluate=False)
-        self.clock = Clock()
+        self.clock.enter("other")
+        self.clock.next_step()
 
     def run_step(self, train: bool = True) -> None:
         """One turn of the loop; without training, the same weights are published under the next version."""
         self.step += 1
-        self.clock.lap("log")
-        groups, stats = self.node.take_batch(), {}
-        self.clock.lap("wait")
+        self.clock.enter("wait")
+        groups, stats = self.node.take_batch(self.clock.enter), {}
         if train:
             stats = self.train(groups)
-        self.clock.lap("train")
+        self.clock.enter("publish")
         self.publisher.publish(self.step, evaluate=False)
-        self.clock.lap("publish")
+        self.clock.enter("other")
         self.log.write(self.step, groups, stats, self.publisher, self.clock.next_step())
         self.batches = [*self.batches[-9:], groups]
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         """The training part of a step."""
+        self.clock.enter("gather")
         share = batch.share(groups, self.config, self.node.cluster)
         self.publisher.choose_probes(groups)
+        self.clock.enter("forward_backward")
         return self.policy.train_step(share, policy_version=self.step - 1)
 
     def measure(self, steps: int, train: bool = True) -> dict[str, float]:
@@ -137,7 +143,7 @@ def group_tokens(groups: list[Group]) -> int:
     return sum(group.num_generated for group in groups)
 
 
-_PHASES = ("wait", "train", "publish", "log")
+_PHASES = ("wait", "train", "publish")
 
 
 @contextlib.contextmanager
@@ -207,7 +213,7 @@ class EchoLoop:
         """Microseconds per trajectory: of CPU time in this process, and of time."""
         cpu, start = time.process_time(), time.monotonic()
         for _ in range(steps):
-            self.node.take_batch()
+            self.node.controller.take_batch()
             self.version += 1
             self._publish()
         trajectories = steps * self.node.config.groups_per_step * self.node.config.group_size

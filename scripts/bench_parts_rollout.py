@@ -48,7 +48,9 @@ class PlainEngine:
                         await self.proxy.connect(init_info)
                     case Update(version, update_infos, _):
                         pause_s = await self.proxy.update(version, update_infos)
-                        self.connection.send(Updated(version, pause_s, self.proxy.take_sampled()))
+                        self.connection.send(
+                            Updated(version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report())
+                        )
                     case Tickets(tickets):
                         self.connection.send(sum(await asyncio.gather(*map(self._sample, tickets))))
                     case Stop():

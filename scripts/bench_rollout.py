@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config import Config  # noqa: E402
-from controller import Announcement, Controller  # noqa: E402
+from controller import Controller  # noqa: E402
 from data.records import Group, Trajectory  # noqa: E402
 from data.tasks import Problem, load_task  # noqa: E402
 from llm_proxy import SampledTokens  # noqa: E402
@@ -44,6 +44,7 @@ from rollout import load_tokenizer, run_worker  # noqa: E402
 from scripts import bench_rollout_report as report  # noqa: E402
 from scripts.bench_rollout_worker import BenchWorker  # noqa: E402
 from tickets import PromptSource, TicketSource  # noqa: E402
+from weight_sync import Announcement  # noqa: E402
 
 NUM_WORKERS = 2
 VARYING_SHARE = 0.5

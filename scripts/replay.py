@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -31,7 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 from config import Config  # noqa: E402
 from recorded_batches import batch_path, read_batch, weights_sha256  # noqa: E402
-from train_async import Clock, is_due, run_job  # noqa: E402
+from time_ledger import Account, TrainerClock  # noqa: E402
+from train_async import is_due, run_job  # noqa: E402
 
 OF_TRAINING = (
     "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "clip_low", "clip_high",
@@ -175,20 +177,25 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective."""
     import batch
 
-    config, clock = node.config, Clock()
+    config, clock = node.config, TrainerClock()
+    policy.enter = clock.enter
+    clock.enter("other")
+    clock.next_step()
     for step in range(1, config.steps + 1):
-        clock.lap("log")
+        clock.enter("wait")
         groups = recording.batch(step) if node.is_leader else None
-        clock.lap("wait")
-        stats = policy.train_step(batch.share(groups, config, node.cluster), policy_version=step - 1)
-        clock.lap("train")
+        clock.enter("gather")
+        share = batch.share(groups, config, node.cluster)
+        clock.enter("forward_backward")
+        stats = policy.train_step(share, policy_version=step - 1)
+        clock.enter("evaluate")
         evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
-        clock.lap("publish")
+        clock.enter("other")
         if node.is_leader:
             write_metrics(node, step, groups, stats, evaluated, clock.next_step(), progress)
         if is_due(step, config.save_every, config.steps):
+            clock.enter("save")
             policy.save(node.checkpoint_path(step))
-            clock.lap("save")
 
 
 def evaluate_last(node, policy) -> dict[str, float]:
@@ -208,9 +215,11 @@ def evaluate_last(node, policy) -> dict[str, float]:
     return evaluation_metrics(node.controller.drain()["evaluations"])
 
 
-def write_metrics(node, step: int, groups, stats: dict[str, float], evaluated: dict, spans: dict, progress) -> None:
+def write_metrics(
+    node, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account, progress
+) -> None:
     """Record a step on rank 0, under the names that a run uses."""
-    from metrics import batch_metrics, training_metrics
+    from metrics import batch_metrics, time_metrics, training_metrics
 
     config = node.config
     metrics = {
@@ -221,10 +230,10 @@ def write_metrics(node, step: int, groups, stats: dict[str, float], evaluated: d
         **evaluated,
         "tokens/generated": 0,
         **training_metrics(stats),
-        **{f"time/{name}_s": end - start for name, (start, end) in spans.items()},
+        **time_metrics(account.spent, Counter()),
     }
     node.run.log_metrics(metrics)
-    node.run.record("step", step=step, spans=spans)
+    node.run.record("step", step=step, spans=account.spans_s)
     progress.show(metrics)
 
 

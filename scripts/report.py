@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +21,14 @@ sys.path.insert(0, str(ROOT))
 
 from plot import TABLE, Metrics, evaluations, samples_by_version, seconds_by_version, summarise  # noqa: E402
 from report_page import Chart, Page, Series, Table, render  # noqa: E402
-from timeline import Timeline, build_timeline, trace  # noqa: E402
+from timeline import STATE_COLORS, Timeline, build_timeline, trace  # noqa: E402
 
 from config import Config  # noqa: E402
+from time_ledger import WORKER_STATES  # noqa: E402
 
 NUM_SAMPLES = 10
 STILL_GOING_S = 60
 """A run whose last record is younger may be going on."""
-PHASES = ("wait", "train", "publish", "save", "log")
-"""Phases of a step in the order of the table, as in `time/wait_s`."""
 BLUE, ORANGE = "#2f6fb5", "#d9772b"
 LAG_COLORS = {
     "0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030",
@@ -102,7 +102,11 @@ def make_page(name: str, records: Records, timeline: Timeline, now: float) -> Pa
         charts=drawn,
         missing=missing if records.events else [*missing, "Timeline"],
         timeline=timeline if records.events else None,
-        tables=[*ledgers(records.metrics), trainer_time(records.metrics, timeline)],
+        tables=[
+            *ledgers(records.metrics),
+            *([trainer_time(records.metrics, timeline)] if _states_of(records.metrics, "trainer") else []),
+            *([workers_time(timeline)] if _worker_states(timeline) else []),
+        ],
         samples=spread(records.samples, NUM_SAMPLES),
     )
 
@@ -125,18 +129,24 @@ def facts(records: Records, timeline: Timeline, now: float) -> dict[str, str]:
         "packages": ", ".join(f"{name} {version}" for name, version in run["packages"].items())
         + f", Python {run['python']}",
     }
+    for event in records.events:
+        if event["event"] == "advice":
+            shown["advice"] = next(line.strip() for line in event["text"].splitlines() if "advice:" in line)
     if records.cut:
         shown["left out"] = f"the last line of {', '.join(records.cut)}, which is half written"
     return shown
 
 
 def outcome(records: Records, timeline: Timeline, now: float) -> str:
-    """Whether all steps were made; what stopped a run is not in its records."""
+    """Whether all steps were made, and what stopped the run if it says so."""
     done, wanted = records.metrics[-1]["step"], records.run["config"]["steps"]
     deaths = sum(mark.kind == "died" for lane in timeline.lanes for mark in lane.marks)
     suffix = f"; worker deaths: {deaths}" if deaths else ""
     if done >= wanted:
         return f"finished: all {wanted} steps{suffix}"
+    for event in records.events:
+        if event["event"] == "run_ended":
+            return f"ended early: {done} of {wanted} steps; {event['reason']}{suffix}"
     age = now - timeline.start - timeline.duration
     if age < STILL_GOING_S:
         return f"still going, or ended just now: {done} of {wanted} steps, last record {age:.0f} s ago{suffix}"
@@ -186,6 +196,8 @@ def charts(metrics: Metrics) -> tuple[list[Chart], list[str]]:
         Chart(f"{title} samples", "samples", _rewards(metrics, samples_by_version(metrics))),
         Chart(f"{title} time", seconds, _rewards(metrics, seconds_by_version(metrics))),
         Chart("Staleness of trajectories, steps", "step", staleness),
+        Chart("Trainer's time, share of each step", "step", _states_of(metrics, "trainer")),
+        Chart("Workers' time, share, all workers together", "step", _states_of(metrics, "worker")),
         Chart("Entropy, nats per token", "step", _line(metrics, "loss/entropy", "entropy", BLUE)),
         Chart("Clip fraction by lag, steps", "step", _by_lag(metrics, "loss/clipped")),
         Chart("Effective sample size by lag, steps", "step", _by_lag(metrics, "loss/ess")),
@@ -214,6 +226,12 @@ def _by_lag(metrics: Metrics, name: str) -> list[Series]:
     """A series per lag bucket that had tokens."""
     lines = [_line(metrics, f"{name}/lag_{lag}", f"lag {lag}", color) for lag, color in LAG_COLORS.items()]
     return [series for line in lines for series in line]
+
+
+def _states_of(metrics: Metrics, who: str) -> list[Series]:
+    """A series per state in which trainer or workers spent any time."""
+    lines = [_line(metrics, f"{who}_time/{state}", state, color) for state, color in STATE_COLORS.items()]
+    return [series for line in lines for series in line if any(y for _, y in series.points)]
 
 
 def _points(metrics: Metrics, name: str, x_of_step: dict[int, float]) -> list[tuple[float, float]]:
@@ -246,25 +264,52 @@ def fates(metrics: Metrics, unit: str, source: str) -> Table:
 
 
 def trainer_time(metrics: Metrics, timeline: Timeline) -> Table:
-    """Where the time of the trainer's steps went; what no phase covers is `other`, so that it sums to all of it."""
-    names = {name for line in metrics for name in line if re.fullmatch(r"time/\w+_s", name)} - {"time/step_s"}
-    phases = sorted((name[5:-2] for name in names), key=lambda phase: ((*PHASES, phase).index(phase), phase))
-    seconds = {phase: sum(line.get(f"time/{phase}_s") or 0.0 for line in metrics) for phase in phases}
-    total = sum(line["time/step_s"] for line in metrics)
-    seconds["other"] = max(0.0, total - sum(seconds.values()))
-    rows = [[phase, f"{spent:.2f}", _share(spent, total)] for phase, spent in seconds.items()]
+    """Where the time of the trainer's steps went; the states sum to all of it."""
+    spent: Counter[str] = Counter()
+    for line in metrics:
+        for state in STATE_COLORS:
+            spent[state] += line.get(f"trainer_time/{state}", 0.0) * line["time/step_s"]
+    total = spent.total()
+    rows = [[state, f"{s:.2f}", _share(s, total)] for state, s in spent.items() if s]
     rows.append(["all steps", f"{total:.2f}", _share(total, total)])
-    return Table("Where the trainer's time went", ["phase", "seconds", "share"], rows, _around_steps(timeline))
+    return Table("Where the trainer's time went", ["state", "seconds", "share"], rows, _around_steps(timeline))
+
+
+def workers_time(timeline: Timeline) -> Table:
+    """Where the time of the workers went, from their starts to their ends; the states sum to all of it."""
+    of_worker = _worker_states(timeline)
+    together = sum(of_worker.values(), Counter())
+    rows = []
+    for state, spent in sorted(together.items(), key=lambda pair: -pair[1]):
+        each = [worker[state] / worker.total() for worker in of_worker.values()]
+        rows.append([state, f"{spent:.2f}", _share(spent, together.total()), f"{min(each):.1%} … {max(each):.1%}"])
+    rows.append(["all workers", f"{together.total():.2f}", _share(1, 1), ""])
+    headings = ["state", "worker-seconds", "share", "of one worker"]
+    return Table("Where the workers' time went", headings, rows, "What the states mean is in time_ledger.py.")
+
+
+def _worker_states(timeline: Timeline) -> dict[str, Counter[str]]:
+    """Seconds of each worker in each state, and for each reason where there are several."""
+    of_worker: dict[str, Counter[str]] = {}
+    for lane in timeline.lanes[2:]:
+        spent: Counter[str] = Counter()
+        for bar in lane.bars:
+            if bar.kind in WORKER_STATES:
+                why = bar.details.get("why")
+                spent[f"{bar.kind}: {why}" if why else bar.kind] += bar.end - bar.start
+        if spent:
+            of_worker[lane.name] = spent
+    return of_worker
 
 
 def _around_steps(timeline: Timeline) -> str:
     """What of the run's time lies outside its steps."""
     steps = [bar for bar in timeline.lanes[0].bars if bar.kind == "step"]
     if not steps:
-        return "Rank 0's phases; the run has no events that say what lies around its steps."
+        return "Rank 0; the run has no events that say what lies around its steps."
     before, after = min(bar.start for bar in steps), timeline.duration - max(bar.end for bar in steps)
     return (
-        f"Rank 0's phases. Besides, {duration(before)} before the first step (workers starting, first weights) and "
+        f"Rank 0. Besides, {duration(before)} before the first step (workers starting, first weights) and "
         f"{duration(after)} after the last (its records, a last evaluation) until the last event."
     )
 

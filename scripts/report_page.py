@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from timeline import TRAJECTORY_FIELDS, Bar, Lane, Timeline, bar_name
+from timeline import STATE_COLORS, TRAJECTORY_FIELDS, Bar, Lane, Timeline, bar_name
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 WIDTH, HEIGHT = 460, 230
@@ -195,6 +195,7 @@ def _timeline_data(timeline: Timeline) -> dict:
     return {
         "duration": timeline.duration,
         "fields": TRAJECTORY_FIELDS,
+        "colors": STATE_COLORS,
         "lanes": [_lane_data(lane) for lane in timeline.lanes],
     }
 

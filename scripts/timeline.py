@@ -1,10 +1,12 @@
 """The events of a run as lanes of bars: what report.py draws, and what Perfetto opens as trace.json.
 
-Lanes are the trainer (steps, and the phases of each), the evaluations, and every worker (what its engine does, and
-below that all its trajectories, in as many rows as ran at the same time). Times are seconds since the run's start.
+Lanes are the trainer (steps, and its states in each), the evaluations, and every worker (its states, its updates, and
+below that all its trajectories, in as many rows as ran at the same time). States are those of time_ledger.py and follow
+on each other without a gap. Times are seconds since the run's start.
 """
 
 import heapq
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,6 +17,12 @@ TRAJECTORY_FIELDS = (
     "ticket", "group", "member", "tokens", "min_version", "max_version", "reward", "finish_reason", "failure",
 )  # fmt: skip
 """What the event of a trajectory says besides its worker and its times; the last one only if it failed."""
+STATE_COLORS = {
+    "wait": "#b7bfcc", "gather": "#6fb1e8", "forward_backward": "#2f6fb5", "optimizer": "#1d3f72", "publish": "#e08b2c",
+    "evaluate": "#e3b505", "save": "#3d9970", "other": "#8d6cc4", "starting": "#c9b8a2", "decoding": "#3f83cc",
+    "environment": "#3d9970", "starved": "#d32020", "gated": "#b7bfcc", "paused": "#e08b2c", "restarting": "#e57373",
+}  # fmt: skip
+"""Of the states in time_ledger.py."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Bar:
     start: float
     end: float
     kind: str
-    """`trajectory`, `evaluation`, `step`, a phase of a step, `starting`, `restarting`, `down` or `update`."""
+    """`trajectory`, `evaluation`, `step`, `update`, or a state of time_ledger.py."""
     details: dict
 
 
@@ -88,23 +96,26 @@ def _first_moment(event: dict) -> float:
         case "worker_ready":
             return event["time"] - event["startup_s"]
         case "step":
-            return event["spans"]["step"][0]
+            return event["spans"][0][1]
     return event["time"]
 
 
 def _since(start: float, event: dict) -> dict:
     """The event with its Unix times as seconds since `start`."""
-    moved = {name: event[name] - start for name in ("time", "started_at", "ended_at") if name in event}
+    moved = {name: event[name] - start for name in ("time", "started_at", "ended_at", "until") if name in event}
     if "spans" in event:
-        moved["spans"] = {name: [time - start for time in span] for name, span in event["spans"].items()}
+        moved["spans"] = [(state, *(time - start for time in span)) for state, *span in event["spans"]]
+    if "changes" in event:
+        moved["changes"] = [(time - start, state, reason) for time, state, reason in event["changes"]]
     return event | moved
 
 
 def _trainer(steps: list[dict]) -> Lane:
-    lane = Lane("trainer", ["steps", "phases"])
+    lane = Lane("trainer", ["steps", "states"])
     for event in steps:
-        for name, (start, end) in event["spans"].items():
-            lane.bars.append(Bar(int(name != "step"), start, end, name, {"step": event["step"]}))
+        details, spans = {"step": event["step"]}, event["spans"]
+        lane.bars.append(Bar(0, spans[0][1], spans[-1][2], "step", details))
+        lane.bars += [Bar(1, start, end, state, details) for state, start, end in spans]
     return lane
 
 
@@ -131,11 +142,12 @@ def _evaluation(responses: list[dict], end: float, version: int | None, accuracy
 
 def _worker(index: int, of_kind: dict[str, list[dict]], end: float) -> Lane:
     mine = {kind: [e for e in events if e.get("worker") == index] for kind, events in of_kind.items()}
-    lane = Lane(f"worker {index}", ["engine"])
-    lane.bars += _life(mine.get("worker_ready", []), mine.get("worker_died", []), end)
+    lane = Lane(f"worker {index}", ["states", "updates"])
+    life = [event for kind in _LIFE for event in mine.get(kind, [])]
+    lane.bars += _states(sorted(life, key=lambda event: event["time"]), end)
     for event in mine.get("update", []):
         details = {"version": event["version"], "pause_s": event["pause_s"]}
-        lane.bars.append(Bar(0, event["time"] - event["pause_s"], event["time"], "update", details))
+        lane.bars.append(Bar(1, event["time"] - event["pause_s"], event["time"], "update", details))
     lane.bars += _slots(mine.get("trajectory", []))
     for event in mine.get("worker_ready", []):
         lane.marks.append(Mark(event["time"], "started", {"startup_s": event["startup_s"]}))
@@ -145,24 +157,38 @@ def _worker(index: int, of_kind: dict[str, list[dict]], end: float) -> Lane:
     return lane
 
 
-def _life(ready: list[dict], died: list[dict], end: float) -> list[Bar]:
-    """When the engine was not there: before it was first ready, and from each death to what came next."""
-    changes = sorted(event["time"] for event in [*ready, *died])
-    bars = []
-    if ready and ready[0]["time"] == changes[0]:
-        bars.append(Bar(0, changes[0] - ready[0]["startup_s"], changes[0], "starting", {}))
-    for death in died:
-        later = [time for time in changes if time > death["time"]]
-        bars.append(Bar(0, death["time"], min([*later, end]), "restarting" if later else "down", {}))
-    return bars
+_LIFE = ("worker_started", "worker_state", "worker_died", "worker_time")
+"""Events that tell in which state a worker is."""
+
+
+def _states(life: list[dict], end: float) -> list[Bar]:
+    """A bar per state of a worker, from its first start to what is known last; without an end, to the run's."""
+    changes, last = [], end
+    for event in life:
+        match event["event"]:
+            case "worker_started" if not event["attempt"]:
+                changes.append((event["time"], "starting", ""))
+            case "worker_state":
+                changes += event["changes"]
+            case "worker_died" if changes:
+                changes.append((event["time"], "restarting", ""))
+            case "worker_time":
+                last = event["until"]
+    times = list(itertools.accumulate((time for time, _, _ in changes), max))  # clocks differ where a process ends
+    ends = [*times[1:], max(times[-1], last)] if times else []
+    return [
+        Bar(0, start, stop, state, {"why": reason} if reason else {})
+        for (_, state, reason), start, stop in zip(changes, times, ends, strict=True)
+        if stop > start
+    ]
 
 
 def _slots(trajectories: list[dict]) -> list[Bar]:
-    """A bar per trajectory, in rows below that of the engine."""
+    """A bar per trajectory, in rows below those that have a name."""
     ordered = sorted(trajectories, key=lambda event: event["started_at"])
     spans = [(event["started_at"], max(event["started_at"], event["ended_at"])) for event in ordered]
     return [
-        Bar(row + 1, start, end, "trajectory", {name: event[name] for name in TRAJECTORY_FIELDS if name in event})
+        Bar(row + 2, start, end, "trajectory", {name: event[name] for name in TRAJECTORY_FIELDS if name in event})
         for event, (start, end), row in zip(ordered, spans, pack(spans), strict=True)
     ]
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from data.records import Trajectory
 from llm_proxy import SampledTokens
-from messages import Abort, Finished, Proceed, Ready, Stop, Suspend, Tickets, Update, Updated, Waiting
+from messages import Abort, Finished, Hold, Proceed, Ready, Stop, Stopped, Suspend, Tickets, Update, Updated, Waiting
+from time_ledger import Activity
 
 
 def run_fake_worker(spec, connection):
@@ -22,11 +23,15 @@ def run_fake_worker(spec, connection):
         with open(spec.log_path, "a") as log:
             log.write("RuntimeError: this model is broken\nand more\n")
         os._exit(7)
-    version, hanging, at_barrier, lock = -1, {}, [], threading.Lock()
+    version, hanging, at_barrier, lock, activity = -1, {}, [], threading.Lock(), Activity()
 
     def send(message):
         with lock:
             connection.send(message)
+
+    def finish(trajectories):
+        activity.add(requests=-len(trajectories), trajectories=-len(trajectories))
+        send(Finished(trajectories, activity.report_if_due()))
 
     send(Ready(0.0))
     while True:
@@ -36,8 +41,10 @@ def run_fake_worker(spec, connection):
                 if spec.model_path == "dies at version 2" and version == 2 and not died:
                     open(spec.log_path + ".died", "w").close()
                     os._exit(5)
-                send(Updated(version, 0.001, SampledTokens()))
+                send(Updated(version, 0.001, SampledTokens(), activity.report()))
             case Tickets(tickets):
+                num_members = sum(ticket.num_members for ticket in tickets)
+                activity.add(requests=num_members, trajectories=num_members)
                 for ticket in tickets:
                     if ticket.answer in ("hang", f"hang {ticket.member}"):
                         hanging[ticket.ticket_id] = ticket
@@ -45,20 +52,23 @@ def run_fake_worker(spec, connection):
                         at_barrier.append(ticket)
                         send(Waiting([ticket.ticket_id]))
                     elif ticket.answer == "slow":
-                        threading.Timer(1.0, send, [Finished([answer(ticket, version, spec)])]).start()
+                        threading.Timer(1.0, finish, [[answer(ticket, version, spec)]]).start()
                     else:
                         members = range(ticket.member, ticket.member + ticket.num_members)
-                        send(Finished([answer(ticket, version, spec, member) for member in members]))
+                        finish([answer(ticket, version, spec, member) for member in members])
             case Abort(ticket_ids):
                 aborted = [hanging.pop(i) for i in ticket_ids if i in hanging]
-                send(Finished([trajectory(t, version, spec, "aborted") for t in aborted]))
+                finish([trajectory(t, version, spec, "aborted") for t in aborted])
             case Proceed():
-                send(Finished([answer(ticket, version, spec) for ticket in at_barrier]))
+                finish([answer(ticket, version, spec) for ticket in at_barrier])
                 at_barrier.clear()
             case Suspend():
                 with open(spec.log_path + ".suspended", "a") as log:
                     log.write(f"{version}\n")
+            case Hold(reason):
+                activity.hold(reason)
             case Stop():
+                send(Stopped(activity.report()))
                 return
 
 

@@ -9,11 +9,11 @@ import torch
 from fake_worker import run_fake_worker
 
 from config import Config
-from controller import Announcement, Controller
+from controller import Controller
 from data.tasks import Problem
 from placement import Placement, WorkerPlacement
 from tickets import PromptSource, TicketSource
-from weight_sync import ParameterSpec, ShmTransport
+from weight_sync import Announcement, ParameterSpec, ShmTransport
 from workers import WorkerDied
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
@@ -71,6 +71,12 @@ def wait_until(condition, timeout_s=10.0):
         time.sleep(0.01)
 
 
+def states_of(events, worker):
+    """What a worker said it did, in order: state and reason."""
+    reports = [event for event in events if event["event"] == "worker_state" and event["worker"] == worker]
+    return [tuple(state) for report in reports for _, *state in report["changes"]]
+
+
 def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
     with session(tmp_path, num_workers=2, max_running_requests=2, async_ratio=1.0) as s:
         s.publish(0)
@@ -118,7 +124,11 @@ def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
             "both members of group 2 kill the worker that gets them first"
         )
         assert s.controller.drain()["ledger"]["groups_consumed"] == 6
-    assert next(e["exit_code"] for e in s.events if e["event"] == "worker_died") == 3
+    death = next(e for e in s.events if e["event"] == "worker_died")
+    assert death["exit_code"] == 3
+    assert [e["attempt"] for e in s.events if e["event"] == "worker_started"][:3] == [0, 0, 1]
+    seconds = {e["worker"]: e["seconds"] for e in s.events if e["event"] == "worker_time"}
+    assert 0 < seconds[death["worker"]]["restarting"] < sum(seconds[death["worker"]].values())
 
 
 def test_a_worker_that_dies_too_often_ends_the_run(tmp_path):
@@ -152,7 +162,10 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         s.publish(0, evaluate=True)
         s.controller.take_batch()
         s.publish(1)
-        evaluation = s.controller._evaluation
+        waited_for = []
+        s.controller.take_batch(waited_for.append)
+        assert waited_for[0] == "evaluate", "what is waited for is held back by the evaluation"
+        evaluation = s.controller.evaluations.running
         assert evaluation is not None and s.controller.buffer.published_version == 0, "publishing waits, nothing else"
         s.controller.finish_evaluations()
         (done,) = s.controller.drain()["evaluations"]
@@ -294,6 +307,7 @@ def test_with_batch_scheduling_a_filtered_round_is_followed_by_another(tmp_path)
     with session(tmp_path, answers=answers, num_workers=2, **options) as s:
         s.publish(0)
         assert [group.group_id for group in s.controller.take_batch()] == [1, 3], "rounds: 0 and 1, then 2, then 3"
+    assert ("starved", "round") in states_of(s.events, 1), "it had no group in the second round"
 
 
 def test_the_barrier_opens_when_every_running_ticket_of_every_worker_waits_there(tmp_path):
@@ -315,3 +329,29 @@ def test_over_sampling_suspends_the_workers_with_every_batch(tmp_path):
         s.controller.take_batch()
         suspended = tmp_path / "worker_0.log.suspended"
         wait_until(lambda: suspended.read_text().split() == ["0", "1", "2", "3"])
+
+
+# Where the workers' time went
+
+
+def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_path):
+    started_at, measured = time.time(), []
+    with session(tmp_path, num_workers=2, async_ratio=0.0) as s:
+        wait_until(lambda: all(worker.held == "weights" for worker in s.controller.workers))
+        for step in range(2):
+            s.publish(step)
+            s.controller.take_batch()
+            wait_until(lambda: all(worker.held == "bound" for worker in s.controller.workers))
+            measured.append(s.controller.drain()["worker_time"])
+        with s.controller._changed:
+            measured.append(s.controller.drain()["worker_time"])
+            known = sum(spent.total() for spent in s.controller.worker_time().values())
+        assert sum(spent.total() for spent in measured) == known
+    for worker, ledger in s.controller.records._ledgers.items():
+        assert states_of(s.events, worker)[:2] == [("starved", ""), ("gated", "weights")]
+        assert {("gated", "bound"), ("decoding", "")} <= set(states_of(s.events, worker))
+        assert ledger.total.total() == ledger.until - ledger.start
+        assert started_at - 0.1 < ledger.start / 1e9 and ledger.until / 1e9 < time.time() + 0.1
+        (spent,) = [e for e in s.events if e["event"] == "worker_time" and e["worker"] == worker]
+        assert sum(spent["seconds"].values()) == pytest.approx((ledger.until - ledger.start) / 1e9)
+        assert spent["seconds"]["gated"] > 0 and spent["until"] == ledger.until / 1e9

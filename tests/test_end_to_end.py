@@ -34,6 +34,24 @@ def assert_ledger_balances(metrics):
             assert line[f"ledger/{unit}_{source}"] == parts
 
 
+def assert_time_is_accounted_for(job):
+    """Every step's shares sum to 1; so do the seconds of the run, and both have the workers decoding."""
+    metrics = job.metrics()
+    for line in metrics:
+        for who in ("trainer", "worker"):
+            shares = [share for name, share in line.items() if name.startswith(f"{who}_time/")]
+            assert sum(shares) == pytest.approx(1, abs=1e-6) and min(shares) >= 0
+    assert sum(line["worker_time/decoding"] for line in metrics) > 0
+    assert min(line["trainer_time/forward_backward"] for line in metrics) > 0
+    (trainer,) = job.events("trainer_time")
+    in_steps = sum(line["time/step_s"] for line in metrics)
+    assert in_steps < sum(trainer["seconds"].values()) < in_steps + 120
+    for worker in job.events("worker_time"):
+        (started,) = [e for e in job.events("worker_started") if e["worker"] == worker["worker"]]
+        assert sum(worker["seconds"].values()) == pytest.approx(worker["until"] - started["time"], abs=0.1)
+        assert 0 < worker["seconds"]["decoding"] < worker["until"] - started["time"]
+
+
 def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree(tmp_path):
     job = run_job(tmp_path, steps=16, groups_per_step=16, group_size=8, async_ratio=2, eval_every=8, save_every=8)
     metrics = job.metrics()
@@ -49,6 +67,8 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     evaluated = {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
     assert {0, 16} <= evaluated
     assert_ledger_balances(metrics)
+    assert_time_is_accounted_for(job)
+    assert "advice on α (now 2)" in job.output() and "worker 0  " in job.output()
     assert_checkpoint_serves(job.run_path / "checkpoints" / "step_16")
     run = json.loads((job.run_path / "run.json").read_text())
     assert run["config"]["async_ratio"] == 2 and run["packages"]["torch"]
@@ -101,7 +121,8 @@ def assert_replay_is_the_run(job, tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120)
     replayed = Job(None, tmp_path / "replay", None)
     for line, of_run in zip(replayed.metrics(), job.metrics(), strict=True):
-        names = [name for name in line if not name.startswith("time/") and name != "tokens/generated"]
+        skipped = ("time/", "trainer_time/", "tokens/generated")
+        names = [name for name in line if not name.startswith(skipped)]
         assert {name: line[name] for name in names} == {name: of_run[name] for name in names}
         assert "loss/grad_norm" in names and "drift/k3" in names
     last = "checkpoints/step_7"
@@ -253,6 +274,8 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
     assert job.wait(timeout_s=60) != 0
     assert f"error: stopped by {number.name}" in job.output()
     assert_nothing_is_left(processes, shared_memory)
+    (ended,) = job.events("run_ended")
+    assert ended["status"] == "ended early" and f"stopped by {number.name}" in ended["reason"]
     assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
 
 

@@ -88,6 +88,9 @@ def test_the_environments_tokens_stand_between_the_turns_and_are_not_trained_on(
     assert (trajectory.policy_versions == np.where(mask, 5, -1)).all()
     assert (trajectory.behavior_logprobs == np.where(mask, np.float32(-0.5), 0)).all()
     assert (trajectory.reward, trajectory.num_turns, trajectory.finish_reason) == (1.0, 2, "stop")
+    assert len(trajectory.turns) == 2
+    times = [trajectory.started_at, *(moment for turn in trajectory.turns for moment in turn), trajectory.ended_at]
+    assert times == sorted(times)
     assert (trajectory.ticket_id, trajectory.group_id, trajectory.member, trajectory.worker) == (7, 3, 1, 2)
 
 

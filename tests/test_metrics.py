@@ -1,4 +1,5 @@
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,7 +9,16 @@ from test_buffer import make_trajectory
 from data.records import Group
 from evaluation import Evaluation
 from llm_proxy import SampledTokens
-from metrics import TOKEN_MEANS, batch_metrics, evaluation_metrics, over_nodes, rollout_metrics, training_metrics
+from metrics import (
+    TOKEN_MEANS,
+    batch_metrics,
+    evaluation_metrics,
+    over_nodes,
+    rollout_metrics,
+    step_times,
+    time_metrics,
+    training_metrics,
+)
 
 
 def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
@@ -95,3 +105,26 @@ def test_ledgers_tokens_and_restarts_are_added_over_nodes_and_the_worst_mismatch
 def test_one_nodes_metrics_are_left_as_they_are():
     mine = ({"any": 1.0}, {"ledger": {}}, {})
     assert over_nodes([mine]) is mine
+
+
+def test_a_steps_time_is_split_into_shares_that_sum_to_1():
+    trainer = Counter(wait=4_000, evaluate=1_000, gather=500, forward_backward=2_500, optimizer=1_000, publish=1_000)
+    metrics = time_metrics(trainer, Counter(decoding=3_000, gated=1_000))
+    assert metrics["time/step_s"] == 10e-6 and metrics["time/wait_s"] == 5e-6 and metrics["time/train_s"] == 4e-6
+    assert metrics["trainer_time/wait"] == 0.4 and metrics["trainer_time/save"] == 0
+    assert metrics["worker_time/decoding"] == 0.75 and metrics["worker_time/starting"] == 0
+    for who in ("trainer", "worker"):
+        assert sum(share for name, share in metrics.items() if name.startswith(f"{who}_time/")) == pytest.approx(1)
+
+
+def test_a_step_in_which_no_worker_reported_says_nothing_of_them():
+    assert not any(name.startswith("worker_time/") for name in time_metrics(Counter(wait=1), Counter()))
+
+
+def test_what_the_advisor_is_told_of_a_step():
+    quick, slow = (dataclasses.replace(make_trajectory(0, i), started_at=1.0, ended_at=2.0 + 2 * i) for i in (0, 1))
+    metrics = {"time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 50}
+    measured = {"worker_time": Counter(decoding=1_500_000_000), "sampled": SampledTokens(new=40)}
+    step = step_times([Group(0, (quick, slow))], metrics, measured, previous_tokens=20)
+    assert (step.busy_s, step.decoding_s, step.sampled, step.generated) == (1.5, 1.5, 40, 30)
+    assert (step.response_mean_s, step.response_max_s) == (2.0, 3.0)

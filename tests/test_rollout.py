@@ -51,6 +51,7 @@ class Driver:
         self.process = context.Process(target=run_worker, args=(spec, theirs))
         self.process.start()
         theirs.close()
+        self.reports = []
         assert isinstance(self.receive(timeout_s=150), Ready)
         self.weights = self._load_weights()
         specs = [ParameterSpec(name, torch.float32, tuple(tensor.shape)) for name, tensor in self.weights]
@@ -67,7 +68,10 @@ class Driver:
 
     def receive(self, timeout_s=60):
         assert self.pipe.poll(timeout_s), f"no message for {timeout_s} s: {self.log_path.read_text()[-2000:]}"
-        return self.pipe.recv()
+        message = self.pipe.recv()
+        if getattr(message, "activity", None) is not None:
+            self.reports.append(message.activity)
+        return message
 
     def send_update(self):
         self.version += 1
@@ -189,6 +193,15 @@ def test_evaluation_waits_at_no_barrier(driver):
         assert isinstance(message, Finished)
         finished += message.trajectories
     assert {trajectory.group_id for trajectory in finished} == {-1}
+
+
+def test_what_it_has_been_doing_is_reported_in_order_and_without_a_gap(driver):
+    times = [time for report in driver.reports for time in [*(change[0] for change in report.changes), report.until]]
+    assert times == sorted(times)
+    states = {(state, reason) for report in driver.reports for _, state, reason in report.changes}
+    assert states == {
+        ("starved", ""), ("decoding", ""), ("environment", ""), ("starved", "barrier"), ("paused", "update"),
+    }  # fmt: skip
 
 
 def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):

@@ -30,7 +30,7 @@ def test_every_line_is_on_disk_at_once_and_is_json_whatever_the_numbers(tmp_path
     run.log_metrics({"step": 1, "a": float("nan"), "b": np.float32(0.5), "c": float("inf")})
     assert lines(run, "metrics") == [{"step": 1, "a": None, "b": 0.5, "c": None}]
     run.record("worker_ready", worker=0)
-    assert lines(run, "events")[0]["event"] == "worker_ready" and lines(run, "events")[0]["time"] > 0
+    assert lines(run, "events")[1]["event"] == "worker_ready" and lines(run, "events")[1]["time"] > 0
     run.close()
 
 
@@ -38,7 +38,7 @@ def test_a_record_that_comes_after_the_end_is_no_error(tmp_path):
     run = RunDirectory(Config(runs_dir=str(tmp_path)))
     run.close()
     run.record("trajectory", ticket=1)
-    assert lines(run, "events") == []
+    assert [event["event"] for event in lines(run, "events")] == ["run_started", "run_ended"]
 
 
 def test_another_node_writes_its_events_in_a_folder_of_its_own_and_overwrites_nothing(tmp_path):
@@ -47,8 +47,18 @@ def test_another_node_writes_its_events_in_a_folder_of_its_own_and_overwrites_no
     records.record("update", worker=0, pause_s=float("nan"))
     records.close()
     records.record("too late")
-    (event,) = map(json.loads, (tmp_path / "one" / "node_1" / "events.jsonl").read_text().splitlines())
+    event, ended = map(json.loads, (tmp_path / "one" / "node_1" / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["worker"], event["pause_s"]) == ("update", 0, None)
+    assert (ended["event"], ended["status"]) == ("run_ended", "finished")
     NodeRecords(config, "one", node=2).close()
     with pytest.raises(ValueError, match="node_1 exists"):
         NodeRecords(config, "one", node=1)
+
+
+def test_a_run_says_how_it_ended_in_one_line(tmp_path):
+    for name, error in (("good", None), ("bad", RuntimeError("no batch\nand more"))):
+        run = RunDirectory(Config(runs_dir=str(tmp_path), run_name=name))
+        run.close(error)
+        ended = lines(run, "events")[-1]
+        expected = ("ended early", "RuntimeError: no batch") if error else ("finished", "")
+        assert (ended["status"], ended["reason"]) == expected

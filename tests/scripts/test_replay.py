@@ -85,7 +85,7 @@ def replay_to_end(recording, tmp_path, *options):
     train(recording, node, load(config), Progress(config.steps), evaluate=False)
     node.run.close()
     lines = [json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "trainer_time/"))} for line in lines]
     return metrics, weights_sha256(node.run.checkpoint_path(config.steps))
 
 

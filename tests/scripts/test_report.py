@@ -25,7 +25,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def metrics_line(step):
-    """2 s a step of which 0.1 s are in no phase; 8 groups of 4 consumed, 1 dropped and 10 tokens per response."""
+    """2 s a step; 8 groups of 4 consumed, 1 dropped and 10 tokens per response."""
     line = {
         "step": step,
         "policy_version": step,
@@ -49,9 +49,16 @@ def metrics_line(step):
         "loss/clipped/lag_9+": 0.3,
         "time/wait_s": 0.8,
         "time/train_s": 1.0,
-        "time/publish_s": 0.08,
-        "time/log_s": 0.02,
+        "time/publish_s": 0.1,
         "time/step_s": STEP_S,
+        "trainer_time/wait": 0.4,
+        "trainer_time/gather": 0.0,
+        "trainer_time/forward_backward": 0.5,
+        "trainer_time/publish": 0.05,
+        "trainer_time/other": 0.05,
+        "worker_time/decoding": 0.75,
+        "worker_time/gated": 0.25,
+        "worker_time/starved": 0.0,
     }
     evaluated = {"eval/accuracy": step / 12, "eval/policy_version": step}
     return line | evaluated if step in (6, 12) else line
@@ -78,21 +85,43 @@ def trajectory(ticket, worker, start, seconds, version, **changes):
 
 def step_event(step):
     start = STARTED + STARTUP_S + (step - 1) * STEP_S
-    ends = {"wait": start + 0.8, "train": start + 1.8, "publish": start + 1.9}
-    spans = {
-        name: [start if name == "wait" else ends["wait" if name == "train" else "train"], end]
-        for name, end in ends.items()
-    }
-    return {"event": "step", "time": start + STEP_S, "step": step, "spans": spans | {"step": [start, start + STEP_S]}}
+    times = [start, start + 0.8, start + 1.8, start + 1.9, start + STEP_S]
+    states = ("wait", "forward_backward", "publish", "other")
+    spans = [[state, *span] for state, span in zip(states, itertools.pairwise(times), strict=True)]
+    return {"event": "step", "time": start + STEP_S, "step": step, "spans": spans}
+
+
+def worker_event(kind, worker, at, **fields):
+    return {"event": kind, "time": STARTED + at, "worker": worker, **fields}
+
+
+def state_events(worker, changes):
+    """Reports of 0.01 s after each change: (second, state, reason)."""
+    return [
+        worker_event("worker_state", worker, at + 0.01, changes=[[STARTED + at, *state]], until=STARTED + at + 0.01)
+        for at, *state in changes
+    ]
+
+
+def life_events():
+    """Worker 0 works from second 5 to 29; worker 1 from 5 to 10, where it dies, and from 14 to 25, but for pauses."""
+    return [
+        *[worker_event("worker_started", worker, 1.0, attempt=0) for worker in (0, 1)],
+        *[worker_event("worker_ready", worker, STARTUP_S, startup_s=4.0) for worker in (0, 1)],
+        *state_events(0, [(5.0, "gated", "weights"), (6.0, "decoding", ""), (27.0, "gated", "bound")]),
+        worker_event("worker_time", 0, 29.5, until=STARTED + 29.0, seconds={}),
+        *state_events(1, [(5.0, "decoding", "")]),
+        worker_event("worker_died", 1, 10.0, exit_code=-9, tickets=4),
+        worker_event("worker_started", 1, 10.1, attempt=1),
+        worker_event("worker_ready", 1, 14.0, startup_s=3.0),
+        *state_events(1, [(13.9, "paused", "update"), (14.1, "decoding", ""), (24.0, "starved", "round")]),
+        worker_event("worker_time", 1, 29.5, until=STARTED + 25.0, seconds={}),
+    ]
 
 
 def make_events(trajectories_per_step=32):
     """Two workers, the second of which dies in step 3 and is back in step 5; version 6 is evaluated."""
-    events = [
-        {"event": "worker_ready", "time": STARTED + STARTUP_S, "worker": worker, "startup_s": 4.0} for worker in (0, 1)
-    ]
-    events.append({"event": "worker_died", "time": STARTED + 10, "worker": 1, "exit_code": -9, "tickets": 4})
-    events.append({"event": "worker_ready", "time": STARTED + 14, "worker": 1, "startup_s": 3.0})
+    events = life_events()
     for step in range(1, STEPS + 1):
         start = STARTUP_S + (step - 1) * STEP_S
         for i in range(trajectories_per_step):
@@ -189,7 +218,7 @@ def test_the_header_says_what_was_run_on_what_and_how_it_differs_from_the_defaul
     assert facts["hardware"] == "2 CPU cores (Some CPU), 2 × H200; 2 trainer ranks"
     assert facts["packages"] == "torch 9.9, Python 3.11.0"
     assert facts["outcome"] == "finished: all 12 steps; worker deaths: 1"
-    assert facts["started"].endswith("lasted 29 s")
+    assert facts["started"].endswith("lasted 30 s")
 
 
 def test_the_numbers_are_those_of_the_summary(run):
@@ -220,12 +249,30 @@ def test_the_ledgers_sum_to_what_was_issued_and_generated(run):
         assert sum(parts) == total
 
 
-def test_the_trainers_time_is_summed_by_phase_and_what_no_phase_covers_is_other(run):
-    spent = table(page_of(run), "time")
-    assert list(spent) == ["wait", "train", "publish", "log", "other", "all steps"]
+def test_the_trainers_time_sums_to_that_of_its_steps(run):
+    spent = table(page_of(run), "trainer's time")
+    assert list(spent) == ["wait", "forward_backward", "publish", "other", "all steps"]
     assert spent["wait"] == ["9.60", "40.0%"] and spent["other"] == ["1.20", "5.0%"]
     *parts, total = [float(seconds) for seconds, _ in spent.values()]
     assert sum(parts) == pytest.approx(total) and total == STEPS * STEP_S
+
+
+def test_the_workers_time_sums_to_their_lives_by_state_and_reason(run):
+    spent = table(page_of(run), "workers' time")
+    assert {state: float(seconds) for state, (seconds, *_) in spent.items()} == {
+        "decoding": 21 + 5 + 9.9, "starting": 4 + 4, "restarting": 3.9, "gated: bound": 2, "gated: weights": 1,
+        "starved: round": 1, "paused: update": 0.2, "all workers": 28 + 24,
+    }  # fmt: skip
+    assert spent["restarting"][1:] == ["7.5%", "0.0% … 16.3%"]
+
+
+def test_a_run_without_time_ledgers_has_a_page_without_them(run):
+    lines = [{k: v for k, v in metrics_line(step).items() if "_time/" not in k} for step in range(1, 4)]
+    write_lines(run / "metrics.jsonl", lines)
+    write_lines(run / "events.jsonl", [e for e in make_events() if e["event"] != "worker_state"][2:])
+    page = page_of(run)
+    assert not any("time went" in table.title for table in page.tables)
+    assert "Trainer's time, share of each step" in page.missing
 
 
 def test_ten_samples_are_spread_over_the_run(run):
@@ -268,7 +315,7 @@ def test_there_is_a_lane_for_the_trainer_the_evaluations_and_each_worker(run):
     lanes = {lane.name: lane for lane in timeline_of(run).lanes}
     assert list(lanes) == ["trainer", "evaluation", "worker 0", "worker 1"]
     assert sum(bar.kind == "step" for bar in lanes["trainer"].bars) == STEPS
-    assert {bar.kind for bar in lanes["trainer"].bars} == {"step", "wait", "train", "publish"}
+    assert {bar.kind for bar in lanes["trainer"].bars} == {"step", "wait", "forward_backward", "publish", "other"}
     (evaluation,) = lanes["evaluation"].bars
     assert (evaluation.start, evaluation.end) == (pytest.approx(17.0), pytest.approx(17.6))
     assert evaluation.details == {"version": 6, "responses": 4, "accuracy": 0.5}
@@ -290,21 +337,22 @@ def test_two_evaluations_of_one_version_are_two_bars_and_one_that_did_not_end_is
     assert [tuple(bar.details.values()) for bar in lane.bars] == [(0, 3, 0.25), (0, 1, None), (1, 1, None)]
 
 
-def test_a_workers_lane_shows_its_starts_its_death_and_the_gap_between(run):
+def test_a_workers_lane_shows_its_states_its_starts_and_its_death(run):
     lane = timeline_of(run).lanes[3]
-    life = [(bar.kind, bar.start, bar.end) for bar in lane.bars if bar.kind in ("starting", "restarting", "down")]
-    assert life == [
-        ("starting", pytest.approx(1), pytest.approx(5)),
-        ("restarting", pytest.approx(10), pytest.approx(14)),
-    ]
+    states = [(bar.kind, round(bar.start, 6), round(bar.end, 6)) for bar in lane.bars if bar.row == 0]
+    assert states == [
+        ("starting", 1, 5), ("decoding", 5, 10), ("restarting", 10, 13.9), ("paused", 13.9, 14.1),
+        ("decoding", 14.1, 24), ("starved", 24, 25),
+    ]  # fmt: skip
     assert [(mark.kind, mark.time) for mark in lane.marks] == [("started", 5.0), ("started", 14.0), ("died", 10.0)]
 
 
-def test_a_worker_that_never_came_back_is_down_to_the_end(run):
-    events = [event for event in make_events() if event["event"] != "worker_ready" or event["time"] < STARTED + 14]
+def test_a_worker_that_never_came_back_is_restarting_to_the_end():
+    events = make_events()
+    events = [e for e in events if e.get("worker") != 1 or e["time"] < STARTED + 13]
     timeline = build_timeline(run_json(), events)
-    (down,) = [bar for bar in timeline.lanes[3].bars if bar.kind == "down"]
-    assert (down.start, down.end) == (10.0, timeline.duration)
+    last = [bar for bar in timeline.lanes[3].bars if bar.row == 0][-1]
+    assert (last.kind, last.start, last.end) == ("restarting", 10.0, timeline.duration)
 
 
 def test_bars_of_one_row_never_overlap(run):
@@ -346,6 +394,16 @@ def test_a_run_that_is_going_on_or_was_killed_has_a_report_without_the_half_writ
     assert page_of(run, end + 7).facts["outcome"].startswith("still going, or ended just now: 2 of 12 steps")
     assert page_of(run, end + 600).facts["outcome"].startswith("ended early: 2 of 12 steps")
     assert page_of(run).facts["left out"] == "the last line of metrics.jsonl, events.jsonl, which is half written"
+
+
+def test_what_ended_a_run_early_and_its_advice_are_said(run):
+    write_lines(run / "metrics.jsonl", [metrics_line(1), metrics_line(2)])
+    ended = {"event": "run_ended", "time": STARTED + 40, "status": "ended early", "reason": "Interrupted: stopped"}
+    advice = {"event": "advice", "time": STARTED + 39, "text": "a table\n  advice: leave both\n  a caveat"}
+    write_lines(run / "events.jsonl", [*make_events(), advice, ended])
+    facts = page_of(run).facts
+    assert facts["outcome"] == "ended early: 2 of 12 steps; Interrupted: stopped; worker deaths: 1"
+    assert facts["advice"] == "advice: leave both"
 
 
 @pytest.mark.parametrize(
@@ -392,11 +450,11 @@ function point(type, x, y) {
   canvas.dispatchEvent(new (type === "wheel" ? WheelEvent : PointerEvent)(type, place));
 }
 setTimeout(() => {
-  const whole = [view.start, view.end], tops = laneTops(), lane = lanes[2], bar = lane.byRow[1][0];
+  const whole = [view.start, view.end], tops = laneTops(), lane = lanes[2], bar = lane.byRow[2][0];
   const drawStart = performance.now();
   draw();
   const seen = { problems, whole, colors: colorsDrawn(), draw_ms: performance.now() - drawStart };
-  point("pointermove", toX((bar[1] + bar[2]) / 2), AXIS + tops[2] - view.top + rowTop(lane, 1) + 1);
+  point("pointermove", toX((bar[1] + bar[2]) / 2), AXIS + tops[2] - view.top + rowTop(lane, 2) + 1);
   seen.tip = tip.textContent;
   point("wheel", 500, 100);
   seen.zoomed = [view.start, view.end];

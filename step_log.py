@@ -1,0 +1,114 @@
+"""What is written and printed about every step: rank 0 writes for all nodes, the other leaders their own events."""
+
+from advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure
+from data.records import Group, Trajectory
+from evaluation import Evaluation
+from metrics import (
+    batch_metrics,
+    evaluation_metrics,
+    over_nodes,
+    rollout_metrics,
+    step_times,
+    time_metrics,
+    training_metrics,
+)
+from node import Node
+from publisher import Publisher
+from run_directory import Progress
+from time_ledger import Account, TrainerClock, describe, seconds
+
+
+class StepLog:
+    """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
+
+    def __init__(self, node: Node, clock: TrainerClock):
+        self.node, self.clock = node, clock
+        self.progress: Progress | None = None
+        self.tokens_before = 0
+        self.step_times: list[StepTimes] = []
+
+    def __enter__(self) -> "StepLog":
+        if self.node.cluster.is_first:
+            self.progress = Progress(self.node.config.steps)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.progress is not None:
+            self.progress.close()
+            self.clock.next_step()
+            self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
+
+    def write(
+        self, step: int, groups: list[Group] | None, stats: dict[str, float], publisher: Publisher, account: Account
+    ) -> None:
+        """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
+        if not self.node.is_leader:
+            return
+        evaluations, mine = self._measure(step, groups, publisher)
+        of_batch, measured, mismatch = over_nodes(self.node.cluster.gather(mine))
+        self.node.run.record("step", step=step, spans=account.spans_s)
+        if not self.node.cluster.is_first:
+            return
+        times = time_metrics(account.spent, measured["worker_time"])
+        metrics = {
+            "step": step,
+            "policy_version": step,
+            "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
+            **of_batch,
+            **evaluation_metrics(evaluations),
+            **rollout_metrics(measured, self.tokens_before, times["time/step_s"]),
+            **training_metrics(stats),
+            **mismatch,
+            **times,
+        }
+        self._advise(step, groups, metrics, measured)
+        self.tokens_before = metrics["tokens/generated"]
+        self.node.run.log_metrics(metrics)
+        self._write_sample(step, groups[0].trajectories[0])
+        self.progress.show(metrics)
+
+    def _measure(
+        self, step: int, groups: list[Group], publisher: Publisher
+    ) -> tuple[list[Evaluation], tuple[dict, dict, dict]]:
+        """The evaluations that ended here, and this node's part of what is measured over nodes."""
+        measured = self.node.controller.drain()
+        if step == self.node.config.steps:
+            self.clock.enter("evaluate")
+            self.node.controller.finish_evaluations()
+            self.clock.enter("other")
+            measured["evaluations"] += self.node.controller.drain()["evaluations"]
+        evaluations, probes = measured.pop("evaluations"), measured.pop("probes")
+        of_batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
+        return evaluations, (of_batch, measured, publisher.mismatch(probes))
+
+    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], measured: dict) -> None:
+        """After the first steps, say how rollout and training of a node could be balanced; of several, nothing."""
+        config = self.node.config
+        last = min(FIRST_STEPS, config.steps)
+        if step > last or last < MIN_STEPS or self.node.cluster.num_nodes > 1:
+            return
+        self.step_times.append(step_times(groups, metrics, measured, self.tokens_before))
+        if step == last:
+            samples = config.groups_per_step * config.group_size
+            advice = advise(measure(self.step_times, config.async_ratio, samples, self.node.placement))
+            self.node.run.record("advice", text=advice)
+            print(advice, flush=True)
+
+    def say_where_time_went(self) -> None:
+        """Print, on each leader, what share of the run trainer and workers spent on what."""
+        if self.node.is_leader:
+            print(describe("trainer ", self.clock.total))
+            for worker, spent in self.node.controller.worker_time().items():
+                print(describe(f"worker {worker}", spent))
+
+    def _write_sample(self, step: int, trajectory: Trajectory) -> None:
+        decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())
+        self.node.run.log_sample(
+            step=step,
+            group=trajectory.group_id,
+            prompt=decode(trajectory.tokens[:start]),
+            response=decode(trajectory.tokens[start:]),
+            turns=trajectory.num_turns,
+            reward=trajectory.reward,
+            min_version=trajectory.min_version,
+        )
