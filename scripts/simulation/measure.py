@@ -5,12 +5,13 @@ import json
 import pickle
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from config import Config
-from data.records import Trajectory
+from data.records import Group, Trajectory
 from llm_proxy import LLMProxy, WorkerSpec
 from messages import Finished
 from model_path import resolve_model
@@ -21,6 +22,7 @@ from scripts.simulation.cluster import Case, Cluster, Simulation
 from scripts.simulation.engine import EngineCurve
 from scripts.simulation.scenarios import Setup, batch_of
 from scripts.simulation.workload import PROMPT_TOKENS, Workload, lengths_up_to
+from workers import Worker
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 DECODED_TOKENS, PROMPT_LENGTH, MAX_MODEL_TOKENS = 96, 32, 40 + 192
@@ -79,17 +81,20 @@ class TimedSimulation(Simulation):
         super().__init__(case, run.record)
         self.workers.connect(self._timed_message, self._on_handled)
 
-    def _timed_message(self, worker, message) -> None:
+    def _timed(self, function: Callable, *arguments):
         start = time.thread_time()
-        self.controller._on_message(worker, message)
+        result = function(*arguments)
         self.controller_s += time.thread_time() - start
+        return result
 
-    def _take(self):
-        start = time.thread_time()
-        try:
-            return super()._take()
-        finally:
-            self.controller_s += time.thread_time() - start
+    def _timed_message(self, worker: Worker, message) -> None:
+        self._timed(self.controller._on_message, worker, message)
+
+    def _take(self) -> list[Group] | None:
+        return self._timed(super()._take)
+
+    def _publish(self) -> None:
+        self._timed(super()._publish)
 
 
 def measure_controller(sizes: list[int], groups: int) -> list[dict]:

@@ -125,11 +125,16 @@ def _row(found: dict, records: list[dict]) -> str:
         " → ".join(f"{arm['gain']:.2f}" for arm in last),
         " → ".join(ratios) if any(arm["paper_gain"] for arm in last) else "–",
         "; ".join(tails) or "–",
-        f"{found['measure']}: " + " → ".join(f"{arm['value']:,.4g}" for arm in arms.values()),
+        f"{found['measure']}: {' → '.join(_number(arm['value']) for arm in arms.values())}; steps: "
+        f"{min(arm['steps'] for arm in arms.values())}",
         found["derived"] or "–",
         found["why"],
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def propositions(records: list[dict]) -> list[str]:
@@ -177,10 +182,10 @@ ASSUMED = """\
   (2·P + n·context·KV bytes) / ({bandwidth:g}·bandwidth)) for n requests and P parameters; at most {slots} requests per
   engine (ROLL's default), or as many as fit. Data sheets: H800 989 TFLOP/s, 3.35 TB/s, 80 GB; MI300X 1307 TFLOP/s,
   5.3 TB/s, 192 GB. Models are as in their configurations.
-- Training: {training}·P floating-point operations per token at {flops:.0%} of the data sheet, divided perfectly over the GPUs.
+- Training: {training}·P floating-point operations per token at {flops:.0%} of the data sheet, divided perfectly.
 - Weights: {sync:g} GB/s to all engines at once; trainer and engines stand still meanwhile.
-- Where the paper names neither model, GPU nor limit: Qwen3-8B, H800, 8192 tokens. Prompts of {prompt} tokens; {varying:.0%}
-  of the groups teach something; environments take {turns} turns of {turn} tokens.
+- Where the paper names neither model, GPU nor limit: Qwen3-8B, H800, 8192 tokens. Prompts of {prompt} tokens;
+  {varying:.0%} of the groups teach something; environments take {turns} turns of {turn} tokens.
 - Nothing is fitted to a row: all ratios are predictions. Absolute times depend on these numbers directly."""
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from scripts.simulation.cluster import Case, Cluster, Outcome
-from scripts.simulation.scenarios import Outcomes, Scenario, Setup, asynchronous, batch_of
+from scripts.simulation.scenarios import Outcomes, Scenario, Setup, batch_of
 from scripts.simulation.workload import Workload, lengths_up_to
 
 ENGINES_PER_WORKER = 8
@@ -66,7 +66,8 @@ def _case(setup: Setup, gpus: int, groups: int, costs: dict[int, float]) -> Case
         message_s(costs, num_workers),
     )
     name = f"{gpus} GPUs, {groups}x16"
-    return asynchronous(name, batch_of(groups, 16), Workload(setup.lengths), cluster, ASYNC_RATIO, 3)
+    options = batch_of(groups, 16, async_ratio=ASYNC_RATIO)
+    return Case(name, options, Workload(setup.lengths), cluster, steps=2, warmup=2)
 
 
 def where_time_goes(outcome: Outcome) -> str:
