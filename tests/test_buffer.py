@@ -265,6 +265,8 @@ class SimulatedRun:
             self.drop(group_id, "aborted")
         batch = self.buffer.take()
         assert batch is not None or not surplus, "groups were given up for nothing"
+        ready = self.buffer._next_batch() if batch is None else None
+        assert ready is None or self.buffer._left_too_late(ready), "a batch was missed"
         return batch
 
     def publish(self, trainer_version):

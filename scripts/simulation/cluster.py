@@ -5,6 +5,7 @@ trainer and every engine at the same time. Nothing else of a run is there: no ev
 process.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -183,7 +184,8 @@ class _Totals:
 class Simulation:
     """One case, run to its end."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, record: Callable[..., None] = lambda event, **fields: None):
+        """`record` gets the controller's events, as in a real run."""
         self.case, self.clock, self.config = case, Clock(), case.config
         cluster = case.cluster
         self.workers = SimulatedWorkers(
@@ -202,7 +204,7 @@ class Simulation:
             "",
             TicketSource(self.config, case.workload.prompts(case.seed)),
             Path(),
-            lambda event, **fields: None,
+            record,
             make_workers=lambda *_: self.workers,
         )
         self.controller.transport = _Transport()
@@ -258,13 +260,16 @@ class Simulation:
     def _try_to_take(self) -> None:
         if not self._is_waiting or len(self.steps) == self.case.warmup + self.case.steps:
             return
-        batch = self.controller.take_batch_if_ready()
+        batch = self._take()
         if batch is None:
             return
         self._is_waiting = False
         step = self._step(batch)
         self.steps.append(step)
         self.clock.after(step.train_s, self._end_step)
+
+    def _take(self) -> list[Group] | None:
+        return self.controller.take_batch_if_ready()
 
     def _end_step(self) -> None:
         self._version += 1

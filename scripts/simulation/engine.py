@@ -89,7 +89,7 @@ class EngineCurve:
             )
 
     def rate(self, num_requests: float) -> float:
-        """Tokens/s per request. Time per token is linear between points and beyond the last; constant before the first."""
+        """Tokens/s per request; its inverse is linear between points and beyond the last, constant before the first."""
         points = self.decode
         if num_requests <= points[0][0]:
             return points[0][1]

@@ -4,10 +4,15 @@ Assumptions are chosen once, here and in workload.py and engine.py, from what th
 set for one row. Where a paper names neither model, GPU nor limit of length: Qwen3-8B, H800 and 8192 tokens.
 """
 
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from data.latency import LatencyLaw
+from scripts import bench_rollout_report as bench
+from scripts.bench_rollout_worker import MEDIAN_TOKENS, REWARD_S, SIGMA
+from scripts.bench_rollout_worker import TURN_TOKENS as BENCH_TURN_TOKENS
 from scripts.simulation.cluster import Case, Cluster, Outcome, train_s_per_token
 from scripts.simulation.engine import BYTES_PER_VALUE, GPUS, MODELS, EngineCurve, roofline
 from scripts.simulation.theory import best_train_share
@@ -15,12 +20,13 @@ from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Wor
 
 SYNC_BYTES_PER_S = 8e9
 """Weights to all engines: what verl reports of 235B on 64 -> 64 GPUs (59 s)."""
-REWARD_S = 0.005
-"""Of one response, about a call of math-verify."""
 NEAR_BEST = 0.03
 """An async ratio is called sufficient if no larger one gains more than this."""
 NUM_TURNS, TURN_TOKENS, ENV_TIMEOUT_S, ENV_FAILURES = 20, 256, 60.0, 0.001
 """Of environments; the papers give none of the four."""
+
+BENCH_PROMPT, BENCH_SYNC_S = 16, 0.03
+"""Of bench_rollout.py: tokens of its prompts, seconds from a publication to sampling under it."""
 
 Outcomes = dict[str, Outcome]
 CaseMaker = Callable[[Outcomes], Case]
@@ -125,7 +131,9 @@ def replication(tail: float) -> list[Scenario]:
             "s per batch",
             -1,
             {
-                arm: Case(arm, batch_of(groups, 16, replicate_prompts=on), Workload(setup.lengths), setup.rollout(8), 15, 1)
+                arm: Case(
+                    arm, batch_of(groups, 16, replicate_prompts=on), Workload(setup.lengths), setup.rollout(8), 15, 1
+                )
                 for arm, on in (("one request", False), ("replicated", True))
             },
             {"replicated": ratio},
@@ -158,14 +166,21 @@ def environments(tail: float) -> list[Scenario]:
             "s per batch",
             -1,
             {
-                arm: Case(arm, batch_of(32, 8, env_barrier=barrier), Workload(setup.lengths, _turns(sigma)), setup.rollout(32), 6, 0)
+                arm: Case(
+                    arm,
+                    batch_of(32, 8, env_barrier=barrier),
+                    Workload(setup.lengths, _turns(sigma)),
+                    setup.rollout(32),
+                    6,
+                    0,
+                )
                 for arm, barrier in (("barrier", True), ("asynchronous", False))
             },
             {} if ratio is None else {"asynchronous": ratio},
             text,
             certainty,
-            f"{NUM_TURNS} turns of {TURN_TOKENS} tokens are assumed: the more turns, the nearer the ratio comes to that of "
-            "the longest to the mean latency of 256",
+            f"{NUM_TURNS} turns of {TURN_TOKENS} tokens are assumed: the more turns, the nearer the ratio comes to "
+            "longest/mean latency of 256",
         )
         for sigma, (ratio, text, certainty) in paper.items()
     ]
@@ -184,7 +199,14 @@ def redundancy(tail: float) -> list[Scenario]:
             "s per batch",
             -1,
             {
-                arm: Case(arm, batch_of(32, 8, **differs), Workload(setup.lengths, _turns(5, failures)), setup.rollout(32), 8, 1)
+                arm: Case(
+                    arm,
+                    batch_of(32, 8, **differs),
+                    Workload(setup.lengths, _turns(5, failures)),
+                    setup.rollout(32),
+                    8,
+                    1,
+                )
                 for arm, differs in arms.items()
             },
             {"36x9": 5.40, "36x12": 5.28},
@@ -222,13 +244,17 @@ def alpha_sweep(tail: float) -> list[Scenario]:
         ("rollout size 128, 4K, 8B", 128, 4096, "Qwen3-8B", "1"),
         ("rollout size 128, 32K, 0.6B", 128, 32768, "Qwen3-0.6B", "2"),
     )
-    return [_alpha_row(name, groups, Setup(lengths_up_to(longest, tail), model), best) for name, groups, longest, model, best in rows]
+    return [
+        _alpha_row(name, groups, Setup(lengths_up_to(longest, tail), model), best)
+        for name, groups, longest, model, best in rows
+    ]
 
 
 def _alpha_row(name: str, groups: int, setup: Setup, best: str) -> Scenario:
     cluster, workload = setup.cluster(24, 16), Workload(setup.lengths)
     arms = {
-        f"α = {alpha}": asynchronous(f"α = {alpha}", batch_of(groups, 8), workload, cluster, alpha, 6) for alpha in ALPHAS
+        f"α = {alpha}": asynchronous(f"α = {alpha}", batch_of(groups, 8), workload, cluster, alpha, 6)
+        for alpha in ALPHAS
     }
     return Scenario(
         f"async ratio, {name}",
@@ -239,8 +265,8 @@ def _alpha_row(name: str, groups: int, setup: Setup, best: str) -> Scenario:
         {},
         f"best α = {best}; RollArt: α = 1 … 6 gain at most 1.22x over α = 1",
         "one note, two others agree on 2; RollArt read",
-        "24 engines and 16 training GPUs are the paper's; with few responses per engine the longest response still sets "
-        "the pace at α = 2, and a larger α goes on gaining",
+        "24 engines and 16 training GPUs are the paper's; under so heavy a tail the longest response still sets the "
+        "pace at α = 2, and a larger α goes on gaining",
         sufficient_alpha,
     )
 
@@ -259,7 +285,9 @@ def _scaling_row(label: str, setup: Setup, gpus: int, paper: float | None) -> Sc
 
     def split(outcomes: Outcomes) -> Case:
         train_gpus = train_gpus_of(outcomes["sync"], gpus, 2.0)
-        return asynchronous(f"async, {train_gpus} train", options, workload, setup.cluster(gpus - train_gpus, train_gpus), 2, 4)
+        return asynchronous(
+            f"async, {train_gpus} train", options, workload, setup.cluster(gpus - train_gpus, train_gpus), 2, 4
+        )
 
     naive = {**options, "scheduling": "batch", "replicate_prompts": False}
     return Scenario(
@@ -292,7 +320,9 @@ def train_gpus_of(sync: Outcome, gpus: int, async_ratio: float) -> int:
 def split(tail: float) -> list[Scenario]:
     setup, gpus = Setup(lengths_up_to(32768, tail)), 40
     workload, options = Workload(setup.lengths), batch_of(256, 8)
-    arms: dict[str, Case | CaseMaker] = {"sync on all 40": Case("sync", options, workload, setup.cluster(gpus, gpus), 5, 1)}
+    arms: dict[str, Case | CaseMaker] = {
+        "sync on all 40": Case("sync", options, workload, setup.cluster(gpus, gpus), 5, 1)
+    }
     for train in (4, 8, 12, 16, 20, 24):
         name = f"{gpus - train} + {train}"
         arms[name] = asynchronous(name, options, workload, setup.cluster(gpus - train, train), 2, 5)
@@ -312,8 +342,8 @@ def split(tail: float) -> list[Scenario]:
             {"24 + 16": 2.0},
             "best at about 24 + 16, nearly 2x over the baseline; RollArt in production: train to rollout 1 : 5",
             "one note; RollArt read",
-            "where the best split lies depends on training's FLOP/s (40 % of the data sheet assumed) against decoding's; "
-            "the baseline of the paper is not known",
+            "where the best split lies depends on the assumed speed of training and the longest response; the "
+            "baseline of the paper is not known",
             best,
         )
     ]
@@ -338,8 +368,8 @@ def over_sampling(tail: float) -> list[Scenario]:
                 {"R = 2": ratio},
                 f"R = 2: {text}; all models and losses +22.5 % on average, +44 % at most; resumed share 0.3–0.4",
                 "notes on two versions of the paper; settings read in its code",
-                "the gain is that of not waiting for the longest response, and hangs on how much longer than the mean it "
-                "is: 14 times under the law assumed here. Concurrency limits and the reward are not counted",
+                "the gain is that of not waiting for the longest response, and hangs on how much longer than the mean "
+                "it is: 14 times under the law assumed here; the papers' runs must have had a lighter tail",
                 _resumed,
             )
         )
@@ -350,8 +380,8 @@ def _resumed(outcomes: Outcomes) -> str:
     two = outcomes["R = 2"]
     inherited = sum(step.inherited_tokens for step in two.steps) / two.tokens
     return (
-        f"R = 2: resumed share {two.resumed_tokens / two.generated_tokens:.2f}, of trained tokens inherited {inherited:.2f}, "
-        f"staleness at most {two.staleness_max}"
+        f"R = 2: resumed share {two.resumed_tokens / two.generated_tokens:.2f}, of trained tokens inherited "
+        f"{inherited:.2f}, staleness at most {two.staleness_max}"
     )
 
 
@@ -375,9 +405,63 @@ def _eta_row(name: str, longest: int, groups: int, gpus: int, paper: dict[int, f
         {f"η = {eta}": asynchronous(f"η = {eta}", options, workload, cluster, eta, 5) for eta in paper},
         {f"η = {eta}": value / paper[0] for eta, value in paper.items() if eta},
         " → ".join(f"{value:g}" for value in paper.values()) + " k tokens/s",
-        "read in the paper" + ("" if gpus == 8 else "; its 512x16 are simulated at a quarter, as are the assumed 128 GPUs"),
-        "η = 0 wastes the other side's GPUs in both; where it levels off is where one side is always busy, which is set by "
-        "the assumed speed of training",
+        "read in the paper"
+        + ("" if gpus == 8 else "; its 512x16 are simulated at a quarter, as are the assumed 128 GPUs"),
+        "at η = 0 the two sides take turns; it levels off where one side is always busy, which is set by the assumed "
+        "speed of training",
+    )
+
+
+def with_curve(case: Case, curve: EngineCurve) -> Case:
+    """The same case on other engines."""
+    return replace(case, cluster=replace(case.cluster, curve=curve))
+
+
+def own(curve: EngineCurve, path: Path) -> list[Scenario]:
+    """What bench_rollout.py measured on this machine, simulated with its engine's measured curve.
+
+    Raises ValueError if the file holds no records.
+    """
+    records = bench.load(path)
+    lengths = LengthLaw(MEDIAN_TOKENS, SIGMA, 192, within_share=1.0)
+    single = Workload(lengths, prompt_tokens=BENCH_PROMPT, reward_s=REWARD_S)
+    turns = Turns(5, BENCH_TURN_TOKENS, LatencyLaw.parse("normal:0.1,0.1"), ENV_TIMEOUT_S)
+    filtered = {"drop_zero_variance": True}
+    resume = {"on_update": "resume"}
+    return [
+        _own(records, "scheduling", single, curve, 32, {
+            "batch": {**filtered, "scheduling": "batch"}, "queue": filtered,
+            "queue +16 groups": {**filtered, "extra_groups": 16},
+        }),
+        _own(records, "replication 8x8", single, curve, 16, {
+            "one request": {"replicate_prompts": False}, "replicated": {},
+        }),
+        _own(records, "environments normal(10,10)", Workload(lengths, turns, BENCH_PROMPT), curve, 128, {
+            "barrier": {"env_barrier": True}, "asynchronous": {},
+        }),
+        _own(records, "over-sampling", single, curve, 32, {
+            f"R = {ratio:g}": {**resume, "over_sampling": ratio} for ratio in (1.0, 1.5, 2.0, 3.0)
+        }),
+    ]  # fmt: skip
+
+
+def _own(records: list[dict], name: str, workload: Workload, curve: EngineCurve, slots: int, arms: dict) -> Scenario:
+    """One comparison of bench_rollout.py: 8 groups of 8 on two engines with so many slots each."""
+    measure = bench.measures_of(name)[0]
+    measured = {arm: bench.values(found, measure) for arm, found in bench.by_arm(records, name).items()}
+    first = measured[next(iter(arms))]
+    is_rate = measure.better > 0
+    cluster = Cluster(replace(curve, max_running_requests=slots), 2, 0.0, BENCH_SYNC_S)
+    return Scenario(
+        f"own bench, {name}",
+        "new_tokens_per_rollout_s" if is_rate else "step_s",
+        measure.name,
+        measure.better,
+        {arm: Case(arm, batch_of(8, 8, **differs), workload, cluster, 60, 5) for arm, differs in arms.items()},
+        {arm: bench.gain(first, measured[arm], measure) for arm in list(arms)[1:]},
+        f"measured by bench_rollout.py: {' → '.join(f'{statistics.median(measured[arm]):.4g}' for arm in arms)}",
+        "measured, n = 5, spreads in results/rollout",
+        "engines, controller and rewards share two cores there, and each has its own here",
     )
 
 
