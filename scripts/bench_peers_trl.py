@@ -178,9 +178,10 @@ def server(work: Work, model: str, out: Path) -> Iterator[str]:
 
 
 def server_command(work: Work, model: str, port: int) -> list[str]:
-    """`vllm serve` with the engine options of llm_proxy.py."""
+    """vLLM's server with the engine options of llm_proxy.py."""
     return [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+        "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192",
         "--max-model-len", str(MAX_PROMPT_TOKENS + work.max_response_tokens), "--max-num-seqs", "128",
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
