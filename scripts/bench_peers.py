@@ -3,7 +3,7 @@
 Model, task, reward, batch (32 groups of 8), token limits, optimizer (AdamW, 1e-3 after 5 steps of warm-up, clipped at
 norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in bench_work.py: on `natural` the
 policy ends its responses, learning is real, and weights are kept every few steps and scored afterwards, on the same
-512 held-out problems for all; on `short` and `long` lengths are forced, by the same law, and only speed is measured.
+256 held-out problems for all; on `short` and `long` lengths are forced, by the same law, and only speed is measured.
 TRL comes into an environment of its own on top of .venv, so that torch, transformers and vLLM are the same ones.
 
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
@@ -47,10 +47,10 @@ PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
 TIMEOUT_S = 900.0
 MEMORY_POLL_S = 2.0
-STEPS = {"natural": 80, "short": 60, "long": 12}
+STEPS = {"natural": 64, "short": 60, "long": 12}
 SNAPSHOT_EVERY = 4
 TINY_STEPS = 5
-EVAL_PROBLEMS = 512
+EVAL_PROBLEMS = 256
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,7 @@ def server_command(work: Work, model: str, port: int) -> list[str]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
         "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192",
+        "--no-enable-prefix-caching",  # a prefix would outlive the weights it was computed with
         "--max-model-len", str(MAX_PROMPT_TOKENS + work.max_response_tokens), "--max-num-seqs", "128",
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
         "--kv-cache-memory-bytes", str(1 << 30), "--disable-log-stats", "--disable-uvicorn-access-log",
