@@ -140,8 +140,6 @@ def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Record
     bench_peers_cpu.use_no_gpu()
     if work.forced:
         bench_peers_cpu.force_async()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = PLAIN_TEMPLATE
     transfer = bench_peers_cpu.ShmWeightTransfer(url)
     arguments = AsyncGRPOConfig(
         **options, vllm_server_base_url=url, token_budget=-1, max_staleness=max_staleness, weight_sync_steps=1
@@ -151,12 +149,19 @@ def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Record
         addition_reward,
         args=arguments,
         train_dataset=problems(conversational=True),
-        processing_class=tokenizer,
+        processing_class=plain_tokenizer(model),
         callbacks=[recorder],
         weight_transfer=transfer,
     )
     transfer.named_parameters = trainer.model.named_parameters
     return trainer
+
+
+def plain_tokenizer(model: str):
+    """The model's tokenizer with a chat template that adds nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    return tokenizer
 
 
 @contextlib.contextmanager
