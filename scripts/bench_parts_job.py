@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 import batch
@@ -108,10 +109,11 @@ class Job:
         with quiet():
             for _ in range(math.ceil(self.config.async_ratio) + 1):
                 self.run_step(train)
-            start = time.monotonic()
+            start, cpu_s = time.monotonic(), self.cpu_seconds()
             for _ in range(steps):
                 self.run_step(train)
             seconds = time.monotonic() - start
+            used = {name: (now - cpu_s[name]) / steps for name, now in self.cpu_seconds().items()}
         lines = (self.node.run.path / "metrics.jsonl").read_text().splitlines()[-steps:]
         metrics = [json.loads(line) for line in lines]
         self.wait_until_idle()
@@ -119,8 +121,19 @@ class Job:
             "step_s": seconds / steps,
             "tokens_per_step": float(np.mean([group_tokens(groups) for groups in self.batches])),
             "pause_s": float(np.mean([m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m])),
+            "cpu_s": used,
             **{f"{name}_s": float(np.median([m[f"time/{name}_s"] for m in metrics])) for name in _PHASES},
         }
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far of this process, of the workers, of their engines, and of what scores for them."""
+        used = {"trainer": time.process_time(), "worker": 0.0, "engine": 0.0, "rewards": 0.0}
+        for worker in self.node.controller.workers:
+            process = psutil.Process(worker.process.process.pid)
+            used["worker"] += _cpu_s(process)
+            for child in process.children(recursive=True):
+                used["engine" if "EngineCore" in " ".join(child.cmdline()) else "rewards"] += _cpu_s(child)
+        return used
 
     def measure_training(self, steps: int) -> float:
         """Seconds per step of training alone, on the newest batches in turn."""
@@ -136,6 +149,11 @@ class Job:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not idle after {timeout_s:g} s: {self.node.controller.describe()}")
             time.sleep(0.01)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def group_tokens(groups: list[Group]) -> int:

@@ -104,6 +104,17 @@ def spread(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} [{min(values):{form}}–{max(values):{form}}]"
 
 
+def cpu_lines(records: list[dict]) -> list[str]:
+    """Where the CPU time of a whole step goes, for each part that recorded it."""
+    lines = []
+    for name in dict.fromkeys(r["part"] for r in records if "cpu_s" in r):
+        found = [r for r in records if r["part"] == name]
+        used = {who: statistics.median(r["cpu_s"][who] for r in found) * 1e3 for who in found[0]["cpu_s"]}
+        shares = ", ".join(f"{who} {ms:.0f}" for who, ms in used.items())
+        lines.append(f"CPU time per step, ms, {name}: {shares}; sum {sum(used.values()):.0f}")
+    return lines
+
+
 def write(out: Path) -> None:
     """Write table.md from parts.jsonl in the folder `out`. Raises ValueError if it has no records."""
     records = load(out / "parts.jsonl")
@@ -113,5 +124,6 @@ def write(out: Path) -> None:
         "What is measured, and how, is on top of `scripts/bench_parts.py`. Numbers are medians [minimum–maximum]; "
         "ratios are of measurements that were made one after the other.",
         "\n".join(table(records)),
+        "\n\n".join(cpu_lines(records)),
     ]
-    (out / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    (out / "table.md").write_text("\n\n".join(filter(None, text)) + "\n", encoding="utf-8")

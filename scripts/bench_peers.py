@@ -3,7 +3,7 @@
 Model, task, reward, batch (32 groups of 8), token limits, optimizer (AdamW, 1e-3 after 5 steps of warm-up, clipped at
 norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in bench_work.py: on `natural` the
 policy ends its responses, learning is real, and weights are kept every few steps and scored afterwards, on the same
-512 held-out problems for all; on `short` and `long` lengths are forced, by the same law, and only speed is measured.
+256 held-out problems for all; on `short` and `long` lengths are forced, by the same law, and only speed is measured.
 TRL comes into an environment of its own on top of .venv, so that torch, transformers and vLLM are the same ones.
 
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
@@ -43,13 +43,14 @@ from scripts import bench_peers_report as report  # noqa: E402
 from scripts.bench_rollout_report import append, provenance  # noqa: E402
 from scripts.bench_work import MODEL_TASK, WORKS  # noqa: E402
 
-TRL = "trl==1.16.0"
+PINS = ("trl==1.16.0", "accelerate==1.15.0")
+"""What .venv lacks of TRL."""
 TIMEOUT_S = 900.0
 MEMORY_POLL_S = 2.0
-STEPS = {"natural": 80, "short": 60, "long": 12}
+STEPS = {"natural": 64, "short": 60, "long": 12}
 SNAPSHOT_EVERY = 4
 TINY_STEPS = 5
-EVAL_PROBLEMS = 512
+EVAL_PROBLEMS = 256
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,15 @@ ARMS = {
 def install(env: Path) -> None:
     """Make an environment that sees .venv's packages, and install TRL into it. Raises RuntimeError if that fails."""
     python = env / "bin" / "python"
-    stamp = env / f"installed-{TRL}"
+    stamp = env / "-".join(["installed", *PINS])
     if stamp.exists():
         return
-    print(f"installing {TRL} into {env}", flush=True)
+    print(f"installing {', '.join(PINS)} into {env}", flush=True)
     _succeed([sys.executable, "-m", "venv", "--clear", "--without-pip", str(env)])
     where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     ours, theirs = (_succeed([p, "-c", where]).strip() for p in (sys.executable, str(python)))
     Path(theirs, "base.pth").write_text(ours + "\n", encoding="utf-8")
-    _succeed([sys.executable, "-m", "pip", "--python", str(python), "install", TRL])
+    _succeed([sys.executable, "-m", "pip", "--python", str(python), "install", *PINS])
     stamp.touch()
 
 
@@ -297,7 +298,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
                 found = measure(arm, work, steps, model_path, python, arguments.keep)
                 if repeat == 0:
                     report.forget(arm.name, work, path)
-                append({"arm": arm.name, "work": work, "repeat": repeat, "steps": steps, **found, **made_by}, path)
+                what = {"arm": arm.name, "work": work, "repeat": repeat, "steps": steps, "peer": PINS[0]}
+                append({**what, **found, **made_by}, path)
                 rates = f"{found['samples_per_s']:.0f} samples/s, {found['tokens_per_s']:.0f} tokens/s"
                 print(f"{work}: {arm.name} {repeat + 1}/{arguments.repeats}  {rates}", flush=True)
 

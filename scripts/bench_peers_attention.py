@@ -15,7 +15,7 @@ def varlen_attention(
     Args: query [N, H, D], key and value [K, H, D]; starts [S + 1] int32. Returns [N, H, D].
     """
     lengths_q, lengths_k = starts_q.diff().long(), starts_k.diff().long()
-    out = torch.empty_like(query)
+    computed, positions = [], []
     for segments in lengths_k.argsort().split(SEGMENTS_AT_ONCE):
         rows = _rows(starts_q, lengths_q, segments)
         columns = _rows(starts_k, lengths_k, segments)
@@ -29,8 +29,9 @@ def varlen_attention(
             scale=softmax_scale,
         )
         valid = torch.arange(rows.shape[1]) < lengths_q[segments, None]
-        out = out.index_put((rows[valid],), attended.transpose(1, 2)[valid])
-    return out
+        computed.append(attended.transpose(1, 2)[valid])
+        positions.append(rows[valid])
+    return torch.cat(computed)[torch.cat(positions).argsort()]
 
 
 def _rows(starts: Tensor, lengths: Tensor, segments: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""One run of ours for bench_peers.py: train_async.py with a work's lengths, or one half of it alone on both cores."""
+"""One run of ours for bench_peers.py: train_async.py with a work's lengths, or one half of it alone on both cores.
+
+Heavy imports are inside functions, as in train_async.py: every process that is spawned imports this file.
+"""
 
 import argparse
 import functools
@@ -11,10 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import node  # noqa: E402
-import train_async  # noqa: E402
 from config import Config  # noqa: E402
-from controller import Controller  # noqa: E402
 from rollout import run_worker  # noqa: E402
 from scripts.bench_work import SAMPLES_PER_STEP, WORKS, WorkRolloutWorker  # noqa: E402
 
@@ -23,6 +23,10 @@ KINDS = ("train", "generate", "learn")
 
 def train(config: Config) -> None:
     """The whole job, with responses of the work's lengths."""
+    import node
+    import train_async
+    from controller import Controller
+
     worker_main = functools.partial(run_worker, kind=WorkRolloutWorker)
     node.Controller = functools.partial(Controller, worker_main=worker_main)
     train_async.train(config)

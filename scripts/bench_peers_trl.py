@@ -140,8 +140,6 @@ def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Record
     bench_peers_cpu.use_no_gpu()
     if work.forced:
         bench_peers_cpu.force_async()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = PLAIN_TEMPLATE
     transfer = bench_peers_cpu.ShmWeightTransfer(url)
     arguments = AsyncGRPOConfig(
         **options, vllm_server_base_url=url, token_budget=-1, max_staleness=max_staleness, weight_sync_steps=1
@@ -151,12 +149,20 @@ def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Record
         addition_reward,
         args=arguments,
         train_dataset=problems(conversational=True),
-        processing_class=tokenizer,
+        processing_class=plain_tokenizer(model),
         callbacks=[recorder],
         weight_transfer=transfer,
     )
     transfer.named_parameters = trainer.model.named_parameters
     return trainer
+
+
+def plain_tokenizer(model: str):
+    """The model's tokenizer with a chat template that adds nothing, and an answer that is all content."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {}}}
+    return tokenizer
 
 
 @contextlib.contextmanager
@@ -178,10 +184,12 @@ def server(work: Work, model: str, out: Path) -> Iterator[str]:
 
 
 def server_command(work: Work, model: str, port: int) -> list[str]:
-    """`vllm serve` with the engine options of llm_proxy.py."""
+    """vLLM's server with the engine options of llm_proxy.py."""
     return [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+        "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192",
+        "--no-enable-prefix-caching",  # a prefix would outlive the weights it was computed with
         "--max-model-len", str(MAX_PROMPT_TOKENS + work.max_response_tokens), "--max-num-seqs", "128",
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
         "--kv-cache-memory-bytes", str(1 << 30), "--disable-log-stats", "--disable-uvicorn-access-log",

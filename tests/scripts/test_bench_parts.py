@@ -110,6 +110,13 @@ def test_the_table_has_medians_spread_and_which_targets_are_reached(tmp_path):
     assert "µs: 80 [80–80], n = 3 | – | – |" in text and "commit c0ffee" in text
 
 
+def test_cpu_time_of_a_step_is_given_by_process():
+    records = [report.record("overlap α=1", i, 0.4, 0.4, cpu_s={"trainer": 0.1 * i, "engine": 0.3}) for i in range(3)]
+    assert report.cpu_lines([*records, report.record("rollout long", 0, 1.0, 1.0)]) == [
+        "CPU time per step, ms, overlap α=1: trainer 100, engine 300; sum 400"
+    ]
+
+
 def test_a_part_that_is_measured_again_replaces_its_own_lines_alone(tmp_path, monkeypatch):
     def measure(size, repeats, folder):
         yield from (report.record("trainer long", repeat, float(repeat), 1.0) for repeat in range(repeats))

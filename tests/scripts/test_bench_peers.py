@@ -100,9 +100,9 @@ def test_trl_is_asked_and_rewarded_as_the_task_says():
     assert bench_peers_trl.addition_reward(completions, [problem.answer] * 2) == [1.0, 0.0]
 
 
-def test_the_template_of_a_conversation_is_the_text_as_it_is():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = bench_peers_trl.PLAIN_TEMPLATE
+def test_the_template_of_a_conversation_is_the_text_as_it_is(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = bench_peers_trl.plain_tokenizer(str(tmp_path))
     prompt = load_task("addition", 0).train_problem(0).prompt
     messages = [{"role": "user", "content": prompt}]
     talk = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
