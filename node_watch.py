@@ -10,6 +10,7 @@ import datetime
 import faulthandler
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -95,7 +96,7 @@ class NodeWatch:
         try:
             dist.irecv(message, self.cluster.leaders[node], group=self._group).wait(LONGEST_RUN)
         except RuntimeError as error:
-            how = str(error).strip().splitlines()[0]
+            how = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]  # gloo begins with its source file
             self._end(f"{self.cluster.name(node)} is gone without a word, killed or cut off: {how}", lost=True)
             return
         reason = bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")
