@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from cluster import Cluster
 
-CONNECT_TIMEOUT = datetime.timedelta(seconds=60)
+CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
 LONGEST_RUN = datetime.timedelta(days=365)
 MESSAGE_BYTES = 1024
 FINISH_TIMEOUT_S = 60.0
