@@ -10,6 +10,7 @@ import datetime
 import faulthandler
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from cluster import Cluster
 
-CONNECT_TIMEOUT = datetime.timedelta(seconds=60)
+CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
 LONGEST_RUN = datetime.timedelta(days=365)
 MESSAGE_BYTES = 1024
 FINISH_TIMEOUT_S = 60.0
@@ -95,7 +96,7 @@ class NodeWatch:
         try:
             dist.irecv(message, self.cluster.leaders[node], group=self._group).wait(LONGEST_RUN)
         except RuntimeError as error:
-            how = str(error).strip().splitlines()[0]
+            how = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]  # gloo begins with its source file
             self._end(f"{self.cluster.name(node)} is gone without a word, killed or cut off: {how}", lost=True)
             return
         reason = bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from tiny_policy import error_of, first_gradient, load, random_sequences
 
 import batch
+import node_watch
 from cluster import form_cluster, join
 from config import Config
 from data.records import Group, Trajectory
@@ -74,28 +75,37 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
     watch = NodeWatch(cluster)
     watch.finish()
     notes.append(f"finished: {watch.reason}")
+    node_watch.GRACE_S = 300  # this process goes on
+    watching = [os.path.join(folder, name) for name in ("watching_failing", "watching_killed")]
     failing, killed = NodeWatch(cluster), NodeWatch(cluster)
     if rank == 1:
-        time.sleep(0.5)
+        wait_for(lambda: os.path.exists(watching[0]))
         assert isinstance(failing.explain(ValueError("no\nsuch dataset")), ValueError)
-        time.sleep(0.5)
+        wait_for(lambda: os.path.exists(watching[1]))
         os.kill(os.getpid(), signal.SIGKILL)
-    for watch in (failing, killed):
-        notes.append(note_of_the_end(watch, os.path.join(folder, "stacks")))
+    for watch, path in zip((failing, killed), watching, strict=True):
+        notes.append(note_of_the_end(watch, path, os.path.join(folder, "stacks")))
     with open(os.path.join(folder, "notes"), "w") as file:
         file.write("\n".join(notes))
 
 
-def note_of_the_end(watch: NodeWatch, dump_path: str) -> str:
+def note_of_the_end(watch: NodeWatch, watching_path: str, dump_path: str) -> str:
     """What a leader that waits for something else hears of another's end."""
     watch.dump_stacks = lambda: open(dump_path, "a").close()
-    signalled = []
-    signal.signal(signal.SIGTERM, lambda *_: signalled.append(time.monotonic()))
-    deadline = time.monotonic() + 20
-    while not signalled and time.monotonic() < deadline:
-        time.sleep(0.01)
+    signals = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    open(watching_path, "w").close()
+    wait_for(lambda: signals)
     error = watch.explain(InterruptedError("stopped by SIGTERM"))
     return f"{type(error).__name__}: {error}; stacks: {os.path.exists(dump_path)}"
+
+
+def wait_for(condition: Callable) -> None:
+    """Poll until the condition holds, a minute at most."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
