@@ -7,6 +7,8 @@ D = R + S; L is the longest response of a step in seconds, α the async_ratio.
                     and there are 1 + α batches of places
     proposition 2   max(g/R + L/(1+α), t/S), and g/R + L + t/S at α = 0: an upper bound (ROLL Flash, arXiv 2510.11345)
 
+The step that was measured lies somewhere between the two, and other settings are expected to lie there too.
+
 The paper's worker serves one sample at a time and takes μ_gen for it, so that N·μ_gen is its g; an engine decodes many
 at once, and its share of one sample takes the place of μ_gen. E·N·μ_train is t.
 """
@@ -22,7 +24,7 @@ FIRST_STEPS = 20
 MIN_STEPS = 8
 ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
 NEAR = 1.1
-"""A bound within this factor of the best is as good: bounds are loose, and the rest is not worth staler samples."""
+"""A step within this factor of the best is as good: the rest is within the arithmetic's error, and costs staleness."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,10 @@ class Measured:
     step_s: float
 
 
-def measure(steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement) -> Measured:
-    """Means over the steps but their first quarter, `samples` trained in each."""
+def measure(
+    steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement, num_nodes: int = 1
+) -> Measured:
+    """Means over the steps but their first quarter, `samples` trained in each; all nodes have the same placement."""
     rollout, training, unit, is_shared = _devices(placement)
     steps = steps[len(steps) // 4 :]
     sampled = sum(step.sampled for step in steps)
@@ -75,13 +79,13 @@ def measure(steps: list[StepTimes], async_ratio: float, samples: int, placement:
     decoding_s = statistics.fmean(step.decoding_s for step in steps) * for_training
     return Measured(
         async_ratio=async_ratio,
-        rollout_devices=rollout,
-        training_devices=training,
+        rollout_devices=rollout * num_nodes,
+        training_devices=training * num_nodes,
         unit=unit,
         is_shared=is_shared,
         samples=samples,
         decoding_s=decoding_s * rollout / len(placement.workers),
-        training_s=statistics.fmean(step.busy_s for step in steps) * training,
+        training_s=statistics.fmean(step.busy_s for step in steps) * training * num_nodes,
         response_mean_s=statistics.fmean(step.response_mean_s for step in steps),
         response_max_s=statistics.fmean(step.response_max_s for step in steps),
         step_s=statistics.fmean(step.step_s for step in steps),
@@ -114,6 +118,19 @@ def step_by_proposition_2(m: Measured, alpha: float, rollout: float, training: f
     return overlapped if alpha >= 1 else max(synchronous, overlapped)
 
 
+def tail_share(m: Measured) -> float:
+    """Where the measured step lies between both predictions, 0–1: how much of the bound's L is really waited for."""
+    now = (m.async_ratio, m.rollout_devices, m.training_devices)
+    low, high = step_by_rates(m, *now), step_by_proposition_2(m, *now)
+    return min(1.0, max(0.0, (m.step_s - low) / (high - low))) if high > low else 1.0
+
+
+def expected_step(m: Measured, alpha: float, rollout: int, training: int) -> float:
+    """Seconds per step, as far between both predictions as the measured step is."""
+    low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
+    return low + tail_share(m) * (high - low)
+
+
 def training_share_by_rates(m: Measured) -> float:
     """Share of the devices with which training is as fast as decoding: t / (g + t)."""
     return m.training_s / (m.decoding_s + m.training_s)
@@ -126,18 +143,18 @@ def training_share_by_proposition_2(m: Measured, alpha: float) -> float:
 
 
 def best_split(m: Measured, alpha: float) -> tuple[int, int]:
-    """Devices for rollout and for training with the least proposition 2; the present split where nothing is better."""
+    """Devices for rollout and for training with the least expected step; the present ones where nothing is better."""
     now = (m.rollout_devices, m.training_devices)
     if m.is_shared and m.unit == "GPU":
         return now
     total = sum(now)
     splits = [now, *((total - training, training) for training in range(1, total))]
-    return min(splits, key=lambda split: step_by_proposition_2(m, alpha, *split))
+    return min(splits, key=lambda split: expected_step(m, alpha, *split))
 
 
 def best_alpha(m: Measured) -> float:
     """The least α that is NEAR as good as any, each with its best split."""
-    seconds = {alpha: step_by_proposition_2(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}}
+    seconds = {alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}}
     return min(alpha for alpha, s in seconds.items() if s <= NEAR * min(seconds.values()))
 
 
@@ -186,10 +203,14 @@ def _advice(m: Measured) -> Iterator[str]:
     if not changes:
         yield "  advice: leave both as they are"
         return
-    rates, bound = (
-        step(m, m.async_ratio, *before) / step(m, alpha, *split) for step in (step_by_rates, step_by_proposition_2)
+    rates, bound, expected = (
+        step(m, m.async_ratio, *before) / step(m, alpha, *split)
+        for step in (step_by_rates, step_by_proposition_2, expected_step)
     )
-    yield f"  advice: {', '.join(changes)}: predicted {rates:.2f}× by the rates, {bound:.2f}× by proposition 2"
+    yield (
+        f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
+        f"proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
+    )
 
 
 def _caveats(m: Measured) -> Iterator[str]:

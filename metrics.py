@@ -123,7 +123,7 @@ def rollout_metrics(measured: dict, previous_tokens: int, step_s: float) -> dict
     return metrics
 
 
-def time_metrics(trainer: Counter[str], workers: Counter[str]) -> dict[str, float]:
+def time_metrics(trainer: Counter[str], workers: dict[str, int]) -> dict[str, float]:
     """Seconds of the step and of its main phases, and the shares of all states: nanoseconds per state in.
 
     `workers` is of all workers together, so their shares are means weighted by how long each is known.
@@ -134,7 +134,7 @@ def time_metrics(trainer: Counter[str], workers: Counter[str]) -> dict[str, floa
     return {
         **times,
         **{f"trainer_time/{state}": share for state, share in shares(trainer, in_steps).items()},
-        **{f"worker_time/{state}": share for state, share in shares(workers, WORKER_STATES).items()},
+        **{f"worker_time/{state}": share for state, share in shares(Counter(workers), WORKER_STATES).items()},
     }
 
 
@@ -144,7 +144,7 @@ def step_times(groups: list[Group], metrics: dict[str, float], measured: dict, p
     return StepTimes(
         step_s=metrics["time/step_s"],
         busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
-        decoding_s=measured["worker_time"]["decoding"] / 1e9,
+        decoding_s=measured["worker_time"].get("decoding", 0) / 1e9,
         sampled=measured["sampled"].new,
         generated=metrics["tokens/generated"] - previous_tokens,
         response_mean_s=float(np.mean(responses)),

@@ -10,9 +10,11 @@ from advisor import (
     advise,
     best_alpha,
     best_split,
+    expected_step,
     measure,
     step_by_proposition_2,
     step_by_rates,
+    tail_share,
     training_share_by_proposition_2,
     training_share_by_rates,
 )
@@ -20,7 +22,10 @@ from placement import Placement, WorkerPlacement
 
 
 def measured(**changes):
-    """6 GPUs of which 2 train; a step needs 12 GPU-seconds of decoding and 4 of training, its longest response 3 s."""
+    """6 GPUs of which 2 train; a step needs 12 GPU-seconds of decoding and 4 of training, its longest response 3 s.
+
+    A step takes as long as proposition 2 allows.
+    """
     defaults = {
         "async_ratio": 1.0,
         "rollout_devices": 4,
@@ -32,7 +37,7 @@ def measured(**changes):
         "training_s": 4.0,
         "response_mean_s": 1.0,
         "response_max_s": 3.0,
-        "step_s": 5.0,
+        "step_s": 4.5,
     }
     return Measured(**{**defaults, **changes})
 
@@ -112,20 +117,28 @@ def test_the_best_split_is_the_best_of_all_and_the_present_one_unless_another_is
 def test_the_advised_alpha_is_the_least_that_is_nearly_as_good_as_any():
     assert best_alpha(measured(response_max_s=0.0)) == 1.0, "with equal lengths one batch ahead is all there is to gain"
     assert best_alpha(measured()) == 4.0, "4, 4, 12/4 + 3/5 = 3.6, and 12/4 + 3/9 = 3.33 s, which is 8 % less"
-    one_each = measured(rollout_devices=1, training_devices=1, training_s=12.0, response_max_s=6.0)
+    one_each = measured(rollout_devices=1, training_devices=1, training_s=12.0, response_max_s=6.0, step_s=15.0)
     assert best_alpha(one_each) == 4.0, "12 + 6/5 = 13.2 s is within 10 % of 12 + 6/9 = 12.67 s, 12 + 6/3 = 14 s is not"
+
+
+def test_what_is_expected_lies_between_both_predictions_where_the_measured_step_does():
+    third = measured(step_s=3.5)
+    assert tail_share(third) == pytest.approx(1 / 3), "3.5 s between 12/4 and 12/4 + 3/2"
+    assert expected_step(third, 0, 4, 2) == pytest.approx(5 + 3 / 3)
+    assert (tail_share(measured(step_s=2.0)), tail_share(measured(step_s=9.0))) == (0.0, 1.0)
+    assert best_alpha(measured(step_s=3.0)) == 1.0, "nothing is waited for that more overlap would hide"
 
 
 def test_the_advice_shows_its_arithmetic():
     text = advise(measured())
     assert (
-        "advice on α (now 1) and on the split of 6 GPUs (now 4 for rollout + 2 for training); a step took 5.000 s"
+        "advice on α (now 1) and on the split of 6 GPUs (now 4 for rollout + 2 for training); a step took 4.500 s"
         in text
     )
     assert "t/(g+t) = 4.000/(12.000+4.000) = 25%" in text
     assert "t/(g+D·L/(α+1)+t) = 4.000/(12.000+6·3.000/2+4.000) = 16%; now 33%" in text
     assert "α = 1    3.000 … 4.500 (now); with 5 for rollout + 1 for training 4.000 … 4.000" in text
-    assert "advice: --async-ratio 4: predicted 1.00× by the rates, 1.25× by proposition 2" in text
+    assert "advice: --async-ratio 4: predicted 1.25× (1.00× by the rates, 1.25× by proposition 2" in text
     assert "share these" not in text
 
 
@@ -168,6 +181,9 @@ def test_measurements_are_means_without_the_first_quarter_and_without_evaluation
     )
     assert m.training_s == pytest.approx(0.4 * 4) and m.response_max_s == pytest.approx(0.55, abs=0.01)
     assert m.step_s == pytest.approx((5 * 2 + 10 * 1) / 15)
+    two = measure(steps(20), 1.0, 64, Placement((None, None), 2, workers, "shm"), num_nodes=2)
+    assert (two.rollout_devices, two.training_devices) == (12, 8) and two.training_s == 2 * m.training_s
+    assert two.decoding_s == m.decoding_s, "worker-seconds are of all nodes already"
 
 
 def test_a_gpu_is_a_device_whether_shared_or_not():

@@ -35,13 +35,14 @@ def assert_ledger_balances(metrics):
 
 
 def assert_time_is_accounted_for(job):
-    """Every step's shares sum to 1; so do the seconds of the run, and both have the workers decoding."""
+    """Every step's shares sum to 1, and the seconds of the run to its length; in both the workers decode."""
     metrics = job.metrics()
-    for line in metrics:
-        for who in ("trainer", "worker"):
+    reported = [line for line in metrics if "worker_time/decoding" in line]  # a short step may end without a report
+    for who, lines in (("trainer", metrics), ("worker", reported)):
+        for line in lines:
             shares = [share for name, share in line.items() if name.startswith(f"{who}_time/")]
             assert sum(shares) == pytest.approx(1, abs=1e-6) and min(shares) >= 0
-    assert sum(line["worker_time/decoding"] for line in metrics) > 0
+    assert len(reported) > len(metrics) / 2 and sum(line["worker_time/decoding"] for line in reported) > 0
     assert min(line["trainer_time/forward_backward"] for line in metrics) > 0
     (trainer,) = job.events("trainer_time")
     in_steps = sum(line["time/step_s"] for line in metrics)
