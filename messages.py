@@ -47,6 +47,11 @@ class Suspend:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """Stop sampling and give up the GPU's memory until the next update."""
+
+
+@dataclass(frozen=True)
 class Proceed:
     """All tickets wait at the barrier: go on."""
 
@@ -64,6 +69,16 @@ class Ready:
     """The engine is up and waits for its first weights."""
 
     startup_s: float
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """The engine stands still and is about to receive the weights of the update it was sent."""
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """The engine has given up its memory."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,11 @@ from config import Config
 from controller import Controller
 from data.records import Group
 from data.tasks import load_task
+from gpus import Gpu, visible_gpus
 from model_path import resolve_model
-from placement import Placement, available_cores, place, visible_gpus
+from model_shape import read_shape
+from nccl_sync import NcclTransport
+from placement import Placement, available_cores, place, plan_memory
 from policy import Policy
 from processes import exit_with_parent
 from rollout import load_tokenizer
@@ -44,17 +47,27 @@ class Node:
         """Whether this is rank 0."""
         return self.controller is not None
 
-    def connect(self, policy: Policy) -> ShmTransport | IpcTransport | None:
+    def connect(self, policy: Policy) -> ShmTransport | IpcTransport | NcclTransport | None:
         """Join trainer and workers by the placement's transport, and wait until all engines are up."""
         if not self.is_leader:
             return None
         print(f"attention of the trainer: {policy.attention}", flush=True)
         sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in policy.module.model.named_parameters()]
-        kind = {"shm": ShmTransport, "ipc": IpcTransport}[self.placement.transport]
-        transport = kind(specs)
+        transport = self._make_transport(specs)
         self.controller.connect(transport)
         return transport
+
+    def _make_transport(self, specs: list[ParameterSpec]) -> ShmTransport | IpcTransport | NcclTransport:
+        config = self.config
+        match self.placement.transport:
+            case "shm":
+                return ShmTransport(specs)
+            case "ipc":
+                return IpcTransport(specs)
+            case "nccl":
+                timeouts_s = config.startup_timeout_s, config.rollout_timeout_s
+                return NcclTransport(specs, self.device, config.rollout_tp, *timeouts_s)
 
     def checkpoint_path(self, step: int) -> str:
         """Where rank 0 writes the checkpoint of a step; the others need no path."""
@@ -81,7 +94,8 @@ def start_node(config: Config) -> Iterator[Node]:
     rank, local_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     _check_one_node(local_ranks)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    placement = place(config, visible_gpus(), available_cores(), local_ranks)
+    gpus = visible_gpus()
+    placement = place(config, len(gpus), available_cores(), local_ranks, dist.is_nccl_available())
     torch.set_num_threads(placement.trainer_threads)
     gpu = placement.trainer_gpus[int(os.environ.get("LOCAL_RANK", "0"))]
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
@@ -92,7 +106,7 @@ def start_node(config: Config) -> Iterator[Node]:
     node = Node(config, placement, device, "", None, None, None)
     try:
         if rank == 0:
-            _start_leading(node)
+            _start_leading(node, gpus)
         _join_process_group(config, device)
         node.model_path = _from_rank_0(node.model_path)
         yield node
@@ -109,12 +123,15 @@ def _check_one_node(local_ranks: int) -> None:
         )
 
 
-def _start_leading(node: Node) -> None:
+def _start_leading(node: Node, gpus: list[Gpu]) -> None:
     config = node.config
-    print(node.placement.table(), flush=True)
     task = load_task(config.task, config.seed, config.data_path)
     node.model_path = resolve_model(config.model, config.task)
     _check_window(config, node.model_path)
+    if gpus:
+        node.placement, arithmetic = plan_memory(config, node.placement, read_shape(node.model_path), gpus)
+        print(arithmetic, flush=True)
+    print(node.placement.table(), flush=True)
     node.tokenizer = load_tokenizer(node.model_path)
     prompts = PromptSource(
         train_problem=task.train_problem,
@@ -127,7 +144,7 @@ def _start_leading(node: Node) -> None:
     print(f"run directory: {node.run.path}", flush=True)
     node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
     node.controller.launch()
-    if node.placement.transport == "ipc":
+    if node.placement.workers[0].shared_with_rank is not None:
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         node.controller.wait_until_ready()
 

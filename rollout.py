@@ -22,7 +22,23 @@ from data.records import Ticket, Trajectory
 from data.rewards import RewardPool
 from env_manager import Delayed, Environment, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
 from llm_proxy import LLMProxy, WorkerSpec
-from messages import Abort, Connect, Finished, Probed, Proceed, Ready, Stop, Suspend, Tickets, Update, Updated, Waiting
+from messages import (
+    Abort,
+    Asleep,
+    Connect,
+    Finished,
+    Probed,
+    Proceed,
+    Ready,
+    Receiving,
+    Sleep,
+    Stop,
+    Suspend,
+    Tickets,
+    Update,
+    Updated,
+    Waiting,
+)
 from placement import WorkerPlacement
 from processes import exit_with_parent, without_torchrun
 from tickets import EVALUATION_GROUP
@@ -106,6 +122,10 @@ class RolloutWorker:
                 case Suspend():
                     await self._finish_probing()  # frozen, it could not end, and the update waits for it
                     await self.proxy.suspend()
+                case Sleep():
+                    await self._finish_probing()
+                    await self.proxy.sleep()
+                    self.connection.send(Asleep())
                 case Proceed():
                     self._barrier.open()
                 case Abort(ticket_ids):
@@ -234,7 +254,8 @@ class RolloutWorker:
     async def update(self, update: Update) -> None:
         """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
         await self._finish_probing()
-        pause_s = await self.proxy.update(update.version, update.update_infos)
+        receiving = functools.partial(self.connection.send, Receiving())
+        pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
         self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled()))
         self._probing = asyncio.create_task(self._score_probe(update)) if update.probe else None
 
@@ -301,5 +322,6 @@ def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
             "CUDA_VISIBLE_DEVICES": "",
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(placement.gpu + 1)]
-    return environment | {"CUDA_VISIBLE_DEVICES": devices[placement.gpu]}
+    end = placement.gpu + placement.num_gpus
+    devices = visible.split(",") if visible else [str(i) for i in range(end)]
+    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
