@@ -19,7 +19,6 @@ from config import Config
 from data.records import FinishReason
 from placement import WorkerPlacement
 from processes import dump_stacks
-from weight_sync import split_wire_options
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCHED_TOKENS = 8192  # per engine step
@@ -116,6 +115,8 @@ class LLMProxy:
         Raises TimeoutError if it takes longer than the startup timeout.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        from weight_sync import split_wire_options
 
         init_info, self._wire_options = split_wire_options(init_info)
         async with _limited(self.config.startup_timeout_s, "connecting the engine to the trainer"):

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fake_link import SocketLink
 from tiny_policy import VOCAB, load, save_tiny_model
 
 from config import Config
 from llm_proxy import LLMProxy, WorkerSpec
+from nccl_sync import CHUNK_BYTES, NcclTransport
 from packing import TrainSequence
 from placement import WorkerPlacement
 from rollout import worker_environment
-from weight_sync import ParameterSpec, ShmTransport
+from weight_sync import ParameterSpec, ShmTransport, split_wire_options
 
 PROMPT = tuple(range(3, 13))
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
@@ -277,3 +279,19 @@ def test_weights_that_are_not_whole_are_refused(pair):
     (message,) = pair.stage(9).messages
     with pytest.raises(Exception, match="checksum"):
         pair.run(pair.proxy.update(9, [message | {"checksum": message["checksum"] + 1}]))
+
+
+def test_vllms_nccl_engine_understands_what_the_transport_tells_it():
+    """With this vLLM; 0.26, which wants the wire options with each update, is told so by the same function."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+    specs = [ParameterSpec("w", torch.bfloat16, (2, 3))]
+    transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, 1.0, SocketLink)
+    at_start, with_each = split_wire_options(transport.init_info())
+    transport.close()
+    (message,) = transport.stage(0, [("w", torch.zeros(2, 3))]).messages
+    told = NCCLWeightTransferInitInfo(**at_start)
+    NCCLWeightTransferUpdateInfo(**message, **with_each)
+    assert (told.rank_offset, told.world_size) == (1, 3)
+    options = dataclasses.asdict(told) | with_each
+    assert options["packed"] is True and options["packed_buffer_size_bytes"] == CHUNK_BYTES
