@@ -52,7 +52,8 @@ def resident_items(config: Config, shape: ModelShape, num_ranks: int, stages_wei
     """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers."""
     million = f"{shape.num_parameters / 1e6:.0f} M"
     share = f"{million} parameters / {num_ranks} ranks"
-    items = [Item("CUDA context", CONTEXT_BYTES, "usual")]
+    gathered = _item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
+    items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
     if not config.optimizer_offload:
         items.append(_item("weights and AdamW", 12 * shape.num_parameters / num_ranks, f"{share} × (4 + 8) B"))
         if config.kl_coef > 0:

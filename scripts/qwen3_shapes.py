@@ -42,3 +42,6 @@ def save_random_qwen3(path: Path, size: str, device: str = "cpu", **changes) -> 
         model = Qwen3ForCausalLM(qwen3_config(size, **ends, **changes)).to(torch.bfloat16)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    del model
+    if device != "cpu":
+        torch.cuda.empty_cache()  # for whoever uses the GPU next
