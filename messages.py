@@ -73,7 +73,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Receiving:
-    """The engine stands still and is about to receive the weights of the update it was sent."""
+    """The engine stands still and waits for the weights of its update: the trainer is to send them (`nccl`)."""
 
 
 @dataclass(frozen=True)

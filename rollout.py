@@ -254,7 +254,8 @@ class RolloutWorker:
     async def update(self, update: Update) -> None:
         """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
         await self._finish_probing()
-        receiving = functools.partial(self.connection.send, Receiving())
+        is_sent = self.spec.transport == "nccl"  # by the others an engine reads by itself
+        receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
         pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
         self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled()))
         self._probing = asyncio.create_task(self._score_probe(update)) if update.probe else None

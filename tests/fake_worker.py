@@ -55,7 +55,8 @@ def run_fake_worker(spec, connection):
                 dies = version == 2 and not os.path.exists(spec.log_path + ".died")
                 if spec.model_path == "dies at version 2" and dies:
                     die_once(spec)
-                send(Receiving())
+                if engine is not None:
+                    send(Receiving())
                 if spec.model_path == "dies while it receives version 2" and dies:
                     time.sleep(0.1)
                     die_once(spec)
