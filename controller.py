@@ -413,9 +413,11 @@ class Controller:
         """End all workers and their engines; none is left when this returns."""
         with self._changed:
             self._stopping = True
-        if self.transport is not None:
-            self.transport.close()
-        self.workers.stop()
+        try:
+            self.workers.stop()
+        finally:
+            if self.transport is not None:
+                self.transport.close()
 
 
 def _summary(trajectory: Trajectory) -> dict:

@@ -39,7 +39,7 @@ def read_shape(model_path: str) -> ModelShape:
 
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    files = sorted(Path(model_path).glob("*.safetensors"))
+    files = _weight_files(Path(model_path))
     sizes = parameter_sizes(files, tied) if files else _sizes_of_empty_model(config)
     layers: dict[str, int] = {}
     for name, size in sizes.items():
@@ -59,6 +59,15 @@ def read_shape(model_path: str) -> ModelShape:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
     )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads: those of the index, or the single one. Others may lie beside them."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else []
 
 
 def parameter_sizes(files: list[Path], tied: bool) -> dict[str, int]:

@@ -66,6 +66,9 @@ class Node:
             case "ipc":
                 return IpcTransport(specs)
             case "nccl":
+                # Here, and not by a thread of the transport in the middle of a step: it takes seconds.
+                import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
+
                 timeouts_s = config.startup_timeout_s, config.rollout_timeout_s
                 return NcclTransport(specs, self.device, config.rollout_tp, *timeouts_s)
 

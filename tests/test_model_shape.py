@@ -30,6 +30,17 @@ def test_a_tied_head_that_a_file_holds_all_the_same_is_counted_once(tmp_path):
     assert sum(parameter_sizes(files, tied=False).values()) == 30
 
 
+def test_of_several_files_those_in_the_index_count_and_no_copy_beside_them(tmp_path):
+    qwen3_config("tiny").save_pretrained(tmp_path)
+    names = {"model.layers.0.w": "a.safetensors", "model.layers.1.w": "b.safetensors"}
+    for name, file in names.items():
+        save_file({name: torch.zeros(3, 4)}, tmp_path / file)
+    save_file({name: torch.zeros(3, 4) for name in ("layers.0.w", "layers.1.w")}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    shape = read_shape(tmp_path)
+    assert (shape.num_parameters, shape.layer_parameters, shape.root_parameters) == (24, 12, 0)
+
+
 @pytest.mark.parametrize(("size", "millions"), [("0.6b", 596), ("8b", 8191)])
 def test_without_weights_the_config_is_enough(tmp_path, size, millions):
     qwen3_config(size).save_pretrained(tmp_path)

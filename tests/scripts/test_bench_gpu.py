@@ -48,6 +48,7 @@ def test_a_jobs_numbers_leave_the_warm_up_out_but_not_its_disagreement():
     found = job_numbers([*lines[:-1], lines[-1] | {"memory/peak_gib": 7.5}])
     assert (found["step_s"], found["tokens_per_s"], found["spread_s"], found["steps"]) == (3.0, 30.0, 2.0, 3)
     assert (found["gap_mean"], found["peak_gib"]) == (0.003, 7.5)
+    assert "peak_gib" not in job_numbers(lines), "on the CPU"
 
 
 def record(part, **numbers):
