@@ -6,6 +6,7 @@ several GPUs  one per trainer rank, the rest to rollout workers, `rollout_tp` ea
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -164,11 +165,18 @@ def plan_memory(config: Config, placement: Placement, shape: ModelShape, gpus: l
     check_tp(shape, config.rollout_tp)
     (worker, *others), stages = placement.workers, placement.transport != "shm"
     if worker.shared_with_rank is None:
-        ranks = len(placement.trainer_gpus)
-        return placement, check_own(config, shape, gpus[0], gpus[worker.gpu], ranks, stages)
-    plan = plan_shared(config, shape, gpus[worker.gpu])
+        trainer = _fullest(gpus, placement.trainer_gpus)
+        engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
+        return placement, check_own(config, shape, trainer, engine, len(placement.trainer_gpus), stages)
+    plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]))
     worker = replace(worker, gpu_memory_utilization=plan.utilization)
     return replace(placement, workers=(worker, *others)), plan.text
+
+
+def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:
+    """The one of these GPUs of which others hold most, its number in its name."""
+    index = max(indices, key=lambda i: gpus[i].used_bytes)
+    return replace(gpus[index], name=f"gpu {index} ({gpus[index].name})")
 
 
 def available_cores() -> int:

@@ -119,6 +119,9 @@ def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model()
 def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
     placed = place(Config(), 4, 16, 2)
     assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4)[0] == placed
+    full = [gpu(141), gpu(141), gpu(141), gpu(141, used_gib=139)]
+    with pytest.raises(ValueError, match=r"139\.0 of 141\.0 GiB are used by other processes.*gpu 3 \(H200\)"):
+        plan_memory(Config(), placed, shape("0.6b"), full)
     with pytest.raises(ValueError, match="does not divide 16 attention heads"):
         plan_memory(Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4)
 
