@@ -20,6 +20,8 @@ GRAPH_BYTES = GIB
 """CUDA graphs of an engine."""
 ENGINE_STEP_TOKENS = 8192
 """Tokens that an engine computes in one step at most, vLLM's default."""
+SPARE = 0.05
+"""Share of the GPU that an engine gets beyond what it needs, where that much is left: its overheads are estimates."""
 USED_BYTES_WORTH_MENTION = GIB
 
 
@@ -161,35 +163,38 @@ class SharedPlan:
     """The arithmetic, a line each."""
 
 
-def plan_shared(config: Config, shape: ModelShape, gpu: Gpu) -> SharedPlan:
-    """Divide a GPU between a trainer rank and an engine.
+def plan_shared(config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True) -> SharedPlan:
+    """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU.
 
     The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
     Raises ValueError, with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it.
     """
-    resident, step = resident_items(config, shape, 1, stages_weights=True), step_items(config, shape, 1)
-    engine = engine_items(config, shape, 1)
-    sleeps = config.colocate == "sleep"
-    trainer_bytes = total(resident) if sleeps else total(resident) + total(step)
-    room = _available(gpu) - trainer_bytes
-    kv_all = config.max_running_requests * config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
-    kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
-    kv = max(kv_one, min(kv_all, room - total(engine)))
-    needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine}
-    kv_how = f"{kv // kv_one} of {config.max_running_requests} sequences of {config.max_sequence_tokens} tokens"
-    lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items()), f"  engine, KV cache: "
-             f"{kv / GIB:.2f} GiB ({kv_how})"]  # fmt: skip
+    resident, step = resident_items(config, shape, 1, stages), step_items(config, shape, 1)
+    engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
+    room = _available(gpu) - total(resident) - (0 if sleeps else total(step))
+    kv = _kv_cache(config, shape, room - total(engine))
+    needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine, "KV cache": [kv]}
+    lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
+    short = total([*engine, kv]) - room
     if sleeps:
         lines.append("  the engine sleeps in a step and gives up all but its context and graphs")
-    asleep = CONTEXT_BYTES + GRAPH_BYTES
-    short = max(total(engine) + kv - room, total(resident) + total(step) + asleep - _available(gpu) if sleeps else 0)
-    chosen = config.gpu_memory_utilization
-    if short > 0 and chosen is None:
+        short = max(short, total([*resident, *step]) + CONTEXT_BYTES + GRAPH_BYTES - _available(gpu))
+    if config.gpu_memory_utilization is not None:
+        if short > 0 or config.gpu_memory_utilization * gpu.total_bytes > room:
+            lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
+        return SharedPlan(config.gpu_memory_utilization, "\n".join(lines))
+    if short > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
-    utilization = chosen if chosen is not None else _rounded((total(engine) + kv) / gpu.total_bytes)
-    if chosen is not None and (short > 0 or chosen * gpu.total_bytes > room):
-        lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
-    return SharedPlan(utilization, "\n".join(lines))
+    given = total([*engine, kv]) + min(-short, SPARE * gpu.total_bytes)
+    return SharedPlan(_rounded(given / gpu.total_bytes), "\n".join(lines))
+
+
+def _kv_cache(config: Config, shape: ModelShape, room: int) -> Item:
+    """For all running requests at full length, or for as many as there is room for; at least for one."""
+    one = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
+    sequences = max(1, min(config.max_running_requests, room // one))
+    how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
+    return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
 
 
 def check_own(config: Config, shape: ModelShape, trainer: Gpu, worker: Gpu, num_ranks: int, stages: bool) -> str:
@@ -271,4 +276,6 @@ def _ways_out(config: Config) -> str:
     ways += ["a lower --max-tokens-per-microbatch", "a lower --max-running-requests", "a smaller model"]
     if config.colocate == "share" and config.async_ratio == 0:
         ways.insert(0, "--colocate sleep where a GPU is shared")
+    if config.weight_sync != "shm":
+        ways.append("--weight-sync shm, which stages in host memory")
     return "try " + ", ".join(ways)

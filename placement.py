@@ -168,7 +168,7 @@ def plan_memory(config: Config, placement: Placement, shape: ModelShape, gpus: l
         trainer = _fullest(gpus, placement.trainer_gpus)
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
         return placement, check_own(config, shape, trainer, engine, len(placement.trainer_gpus), stages)
-    plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]))
+    plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]), stages)
     worker = replace(worker, gpu_memory_utilization=plan.utilization)
     return replace(placement, workers=(worker, *others)), plan.text
 

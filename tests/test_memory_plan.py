@@ -104,6 +104,13 @@ def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_l
     assert plan.utilization == 0.5 and "warning" in plan.text
 
 
+def test_host_memory_takes_the_staging_buffers_where_the_gpu_has_no_room():
+    config = Config(**LONG, **LEAST)
+    with pytest.raises(ValueError, match="--weight-sync shm"):
+        plan_shared(config, shape("8b"), gpu(76))
+    assert "staging" not in plan_shared(config, shape("8b"), gpu(76), stages=False).text
+
+
 def test_more_ranks_make_a_model_fit_and_a_step_that_may_not_is_only_warned_of():
     config = Config(**LONG)
     with pytest.raises(ValueError, match="AdamW"):
