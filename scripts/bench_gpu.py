@@ -116,11 +116,16 @@ def measure(part: str, device: str, size: str, models: Path, result: Path) -> No
     """Body of a part's process."""
     from scripts.bench_gpu_parts import FUNCTIONS, Setup
 
-    setup = Setup(device, size, models, "keep" if vllm_version() >= VERSION_STAMPS_SINCE else "resume")
+    setup = Setup(device, size, models, on_update())
     numbers = FUNCTIONS[part](setup)
     result.write_text(json.dumps(numbers))
     sys.stdout.flush()
     os._exit(0)  # all that is left is the end of engines, which must not fail what has been measured
+
+
+def on_update() -> str:
+    """What becomes of running requests at an update, as far as this vLLM can: keep them, or abort and resume."""
+    return "keep" if vllm_version() >= VERSION_STAMPS_SINCE else "resume"
 
 
 def vllm_version() -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Real jobs on one GPU, and the table of what they measured. Without a GPU all tests here are skipped."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench_gpu import on_update
 from scripts.qwen3_shapes import save_random_qwen3
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +77,7 @@ def random_qwen3_of_8_layers(tmp_path_factory) -> Path:
 
 def run_job(name: str, folder: Path, options: dict, num_gpus: int = 1, num_ranks: int = 1) -> Job:
     """Run `torchrun train_async.py` on the first visible GPUs, without network, to its end."""
-    if "weight_versions" not in {field.name for field in dataclasses.fields(completion_output())}:
-        options = {"on-update": "resume"} | options  # vLLM before it reported token versions
+    options = {"on-update": on_update()} | options
     arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [*torchrun, "train_async.py", *arguments]
@@ -97,13 +96,6 @@ def run_job(name: str, folder: Path, options: dict, num_gpus: int = 1, num_ranks
     if result.returncode == 0:
         _finished[name] = metrics
     return Job(result.returncode, result.stdout, metrics)
-
-
-def completion_output():
-    """vLLM's record of a response."""
-    from vllm.outputs import CompletionOutput
-
-    return CompletionOutput
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -1,6 +1,5 @@
 """Trainer and engine on one GPU, in this test's hands: they agree, through updates and through sleep."""
 
-import dataclasses
 import gc
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from memory_plan import GIB, kv_bytes_per_token
 from model_shape import read_shape
+from scripts.bench_gpu import on_update
 from scripts.bench_gpu_parts import Pair
 from scripts.bench_gpu_setup import Setup, one_rank
 
@@ -32,10 +32,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def session(needs_gpu, tmp_path_factory):
-    from vllm.outputs import CompletionOutput
-
-    stamps = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
-    setup = Setup("cuda", "0.6b", tmp_path_factory.mktemp("models"), "keep" if stamps else "resume")
+    setup = Setup("cuda", "0.6b", tmp_path_factory.mktemp("models"), on_update())
     with one_rank("cuda"):
         pair = Pair(setup, async_ratio=0.0, colocate="sleep")
         yield Session(pair)
