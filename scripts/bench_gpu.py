@@ -154,45 +154,48 @@ def table(records: list[dict]) -> str:
 
 def _rows(name: str, found: dict) -> list[tuple[str, str]]:
     kind, _, size = name.partition(" ")
-    match kind:
-        case "sync":
-            seconds = f"{found['stage_s']:.3f} + {found['load_s']:.3f} s (trainer + engine)"
-            spread = f"n = {found['rounds']}, spread {found['spread_s']:.3f} s"
-            agree = f"mean {found['gap_mean']:.2e}, max {found['gap_max']:.2e} over {found['gap_tokens']} tokens"
-            return [
-                (f"weight sync {size}, {found['transport']}",
-                 f"{found['gb']:.2f} GB in {seconds}, {found['gb_per_s']:.1f} GB/s; {spread}"),
-                (f"|engine − trainer| {size}, nats", agree),
-                *_memory(f"memory at weight sync {size}", found),
-            ]  # fmt: skip
-        case "trainer":
-            rate = f"{found['tflops']:.1f} of {found['matmul_tflops']:.1f} TFLOP/s = {found['mfu']:.1%}"
-            spread = f"n = {found['steps']}, step {found['step_s']:.2f} s, spread {found['spread_s']:.2f} s"
-            return [
-                (f"trainer {size}, {found['attention']}", f"{found['tokens_per_s']:.0f} tokens/s; {spread}"),
-                (f"MFU of the trainer {size}", rate),
-                *_memory(f"memory of the trainer {size}", found),
-            ]
-        case "rollout" | "bare":
-            what = f"rollout {size}" if kind == "rollout" else f"bare vLLM {size}"
-            detail = f"n = {found['steps']} batches of {found['tokens']} tokens, spread {found['spread']:.0f}"
-            return [(what, f"{found['tokens_per_s']:.0f} tokens/s; {detail}")]
-        case "tests":
-            return [("tests/gpu", found["summary"])]
-        case _:
-            step = f"{found['step_s']:.2f} s per step (n = {found['steps']}, spread {found['spread_s']:.2f})"
-            rest = f"publish {found['publish_s']:.3f} s, {found['tokens_per_s']:.0f} tokens/s"
-            if "peak_gib" in found:
-                rest += f", peak of the trainer {found['peak_gib']:.1f} GiB"
-            if "gap_mean" in found:
-                rest += f", |engine − trainer| {found['gap_mean']:.1e} nats"
-            return [(f"{kind.replace('-', ' ')} {size}", f"{step}; {rest}")]
+    if kind == "tests":
+        return [("tests/gpu", found["summary"])]
+    if kind.startswith("job"):
+        return [_job_row(f"{kind.replace('-', ' ')} {size}", found)]
+    if kind in ("rollout", "bare"):
+        detail = f"n = {found['steps']} batches of {found['tokens']} tokens, spread {found['spread']:.0f}"
+        what = f"rollout {size}" if kind == "rollout" else f"bare vLLM {size}"
+        return [(what, f"{found['tokens_per_s']:.0f} tokens/s; {detail}")]
+    rows = _sync_rows(size, found) if kind == "sync" else _trainer_rows(size, found)
+    if "trainer_peak_gib" in found:
+        memory = f"{found['trainer_peak_gib']:.1f} GiB peak of tensors, {found['gpu_used_gib']:.1f} GiB used in all"
+        rows.append((f"memory, {kind} {size}", memory))
+    return rows
 
 
-def _memory(what: str, found: dict) -> list[tuple[str, str]]:
-    if "trainer_peak_gib" not in found:
-        return []
-    return [(what, f"{found['trainer_peak_gib']:.1f} GiB peak of tensors, {found['gpu_used_gib']:.1f} GiB used in all")]
+def _sync_rows(size: str, found: dict) -> list[tuple[str, str]]:
+    seconds = f"{found['stage_s']:.3f} + {found['load_s']:.3f} s (trainer + engine), {found['gb_per_s']:.1f} GB/s"
+    spread = f"n = {found['rounds']}, spread {found['spread_s']:.3f} s"
+    agree = f"mean {found['gap_mean']:.2e}, max {found['gap_max']:.2e} over {found['gap_tokens']} tokens"
+    return [
+        (f"weight sync {size}, {found['transport']}", f"{found['gb']:.2f} GB in {seconds}; {spread}"),
+        (f"|engine − trainer| {size}, nats", agree),
+    ]
+
+
+def _trainer_rows(size: str, found: dict) -> list[tuple[str, str]]:
+    spread = f"n = {found['steps']}, step {found['step_s']:.2f} s, spread {found['spread_s']:.2f} s"
+    rate = f"{found['tflops']:.1f} of {found['matmul_tflops']:.1f} TFLOP/s = {found['mfu']:.1%}"
+    return [
+        (f"trainer {size}, {found['attention']}", f"{found['tokens_per_s']:.0f} tokens/s; {spread}"),
+        (f"MFU of the trainer {size}", rate),
+    ]
+
+
+def _job_row(what: str, found: dict) -> tuple[str, str]:
+    step = f"{found['step_s']:.2f} s per step (n = {found['steps']}, spread {found['spread_s']:.2f})"
+    rest = f"publish {found['publish_s']:.3f} s, {found['tokens_per_s']:.0f} tokens/s"
+    if "peak_gib" in found:
+        rest += f", peak of the trainer {found['peak_gib']:.1f} GiB"
+    if "gap_mean" in found:
+        rest += f", |engine − trainer| {found['gap_mean']:.1e} nats"
+    return what, f"{step}; {rest}"
 
 
 def _comparisons(by_kind: dict[str, dict]) -> list[tuple[str, str]]:

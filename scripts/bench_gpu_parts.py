@@ -136,7 +136,7 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
 
 def rollout(setup: Setup) -> dict:
     """A real worker and controller, synchronous, without a trainer: generated tokens/s."""
-    from controller import Announcement, Controller
+    from controller import Controller
     from data.tasks import load_task
     from rollout import load_tokenizer
     from tickets import PromptSource, TicketSource
@@ -152,17 +152,22 @@ def rollout(setup: Setup) -> dict:
         controller.wait_until_ready()
         transport, weights = _transport_of(placement, config.model, setup.device)
         controller.connect(transport)
-        steps = []
-        for version in range(ROLLOUT_STEPS):
-            start = time.perf_counter()
-            controller.wait_for_buffer()
-            staged = transport.stage(version, weights)
-            controller.publish(Announcement(version, version, staged, (), False))
-            groups = controller.take_batch()
-            steps.append((time.perf_counter() - start, sum(t.num_generated for g in groups for t in g.trajectories)))
+        steps = [_rollout_step(controller, transport, weights, version) for version in range(ROLLOUT_STEPS)]
     finally:
         controller.stop()
     return _rates(steps[1:])
+
+
+def _rollout_step(controller, transport, weights: list, version: int) -> tuple[float, int]:
+    """Publish and take a batch. Returns seconds, and tokens generated."""
+    from controller import Announcement
+
+    start = time.perf_counter()
+    controller.wait_for_buffer()
+    staged = transport.stage(version, weights)
+    controller.publish(Announcement(version, version, staged, (), False))
+    groups = controller.take_batch()
+    return time.perf_counter() - start, sum(t.num_generated for group in groups for t in group.trajectories)
 
 
 def _transport_of(placement: Placement, model_path: str, device: str):
@@ -176,7 +181,7 @@ def _transport_of(placement: Placement, model_path: str, device: str):
     loaded = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         loaded |= load_file(file, device=device)
-    weights = [(name, tensor.to(dtype)) for name, tensor in loaded.items() if name != "lm_head.weight"]
+    weights = [(name, tensor.to(dtype)) for name, tensor in loaded.items()]
     specs = [ParameterSpec(name, dtype, tuple(tensor.shape)) for name, tensor in weights]
     return {"ipc": IpcTransport, "shm": ShmTransport}[placement.transport](specs), weights
 
@@ -199,19 +204,17 @@ def bare(setup: Setup) -> dict:
 
     from data.tasks import load_task
 
-    options = engine_options(WorkerSpec(config, placement.workers[0], config.model, "nccl", ""))
+    options = engine_options(WorkerSpec(config, placement.workers[0], config.model, placement.transport, ""))
     ours = ("weight_transfer_config", "worker_extension_cls", "logprobs_mode", "disable_log_stats")
     llm = LLM(**{name: value for name, value in options.items() if name not in ours})
     task, tokenizer = load_task(config.task, 0), load_tokenizer(config.model)
     params = SamplingParams(temperature=1.0, max_tokens=config.max_response_tokens, detokenize=False)
     steps = []
     for step in range(ROLLOUT_STEPS):
-        indices = range(step * config.groups_per_step, (step + 1) * config.groups_per_step)
-        encoded = [task.encode_prompt(task.train_problem(index), tokenizer) for index in indices]
-        prompts = [{"prompt_token_ids": tokens} for tokens in encoded for _ in range(config.group_size)]
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
+        problems = [task.train_problem(step * config.groups_per_step + i) for i in range(config.groups_per_step)]
+        encoded = [{"prompt_token_ids": task.encode_prompt(problem, tokenizer)} for problem in problems]
+        prompts = [prompt for prompt in encoded for _ in range(config.group_size)]
+        seconds, outputs = timed(lambda prompts=prompts: llm.generate(prompts, params, use_tqdm=False), "cpu")
         steps.append((seconds, sum(len(output.outputs[0].token_ids) for output in outputs)))
     return _rates(steps[1:])
 
