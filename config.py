@@ -129,9 +129,15 @@ class Config:
     replicas: int = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
     num_rollout_workers: int | None = None
-    """Rollout workers on this node; unset takes one per GPU that trains nothing, and at least one."""
-    gpu_memory_utilization: float = 0.4
-    """Share of a GPU's memory that an engine may use where it shares the GPU with a trainer rank; 0.9 on its own."""
+    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one."""
+    rollout_tp: int = 1
+    """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
+    weight_sync: Literal["auto", "shm", "ipc", "nccl"] = "auto"
+    """How weights travel to rollout workers: host memory, CUDA IPC on a GPU that both share, NCCL between GPUs."""
+    colocate: Literal["share", "sleep"] = "share"
+    """Where trainer and engine share a GPU: both keep their memory, or the engine gives its own up while training."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that an engine may use; unset computes it where the GPU is shared, and takes 0.9 else."""
 
     # Evaluation, records
     eval_every: int = 10
@@ -169,6 +175,7 @@ class Config:
         _check_ranges(self)
         _check_cross_fields(self)
         _check_rollout(self)
+        _check_colocation(self)
         return self
 
     @property
@@ -209,7 +216,7 @@ _AT_LEAST = {
     "max_response_tokens": 1, "max_running_requests": 1, "warmup": 0, "weight_decay": 0, "minibatches": 1,
     "kl_coef": 0, "eval_every": 0, "eval_problems": 1, "save_every": 0, "max_worker_restarts": 0, "seed": 0,
     "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
-    "replicas": 1,
+    "replicas": 1, "rollout_tp": 1,
 }  # fmt: skip
 _ABOVE_ZERO = (
     "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",
@@ -226,7 +233,7 @@ def _check_ranges(config: Config) -> None:
         if not getattr(config, name) > 0:
             raise ValueError(f"--{_flag(name)} must be above 0, got {getattr(config, name)}")
     for name in _SHARES:
-        if not 0 < getattr(config, name) <= 1:
+        if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
             raise ValueError(f"--{_flag(name)} must be in (0, 1], got {getattr(config, name)}")
     if config.clip_low is not None and not 0 <= config.clip_low <= 1:
         raise ValueError(f"--clip-low must be in [0, 1], got {config.clip_low}")
@@ -311,6 +318,22 @@ def _conflicts_of_over_sampling(config: Config) -> Iterator[tuple[str, str]]:
         yield one, "--scheduling batch, which leaves nothing running"
     if config.admission == "gate":
         yield one, "--admission gate, under which max_resumes would not hold"
+
+
+def _check_colocation(config: Config) -> None:
+    """An engine may sleep only while nobody waits for it, and its KV cache is lost."""
+    if config.colocate == "share":
+        return
+    if config.async_ratio:
+        raise ValueError(
+            f"--colocate sleep stops generation while the trainer computes, --async-ratio {config.async_ratio:g} lets "
+            "it run ahead; use --async-ratio 0 or --colocate share"
+        )
+    if config.over_sampling > 1 and config.on_update not in ("resume", "restart"):
+        raise ValueError(
+            f"--colocate sleep loses the KV cache that --on-update {config.on_update} keeps suspended responses in; "
+            "use --on-update resume or restart"
+        )
 
 
 def _flag(name: str) -> str:

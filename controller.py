@@ -16,7 +16,21 @@ from config import Config
 from data.records import Group, Ticket, Trajectory
 from evaluation import Evaluations
 from gathering import Gatherer
-from messages import Connect, Finished, HoldReason, Probed, Ready, Stopped, Suspend, Update, Updated, Waiting
+from messages import (
+    Asleep,
+    Connect,
+    Finished,
+    HoldReason,
+    Probed,
+    Ready,
+    Receiving,
+    Sleep,
+    Stopped,
+    Suspend,
+    Update,
+    Updated,
+    Waiting,
+)
 from placement import Placement
 from rollout import run_worker
 from rollout_records import RolloutRecords
@@ -87,7 +101,7 @@ class Controller:
         with self._changed:
             self.transport = transport
             for worker in self.workers:
-                worker.process.send(Connect(transport.init_info()))
+                worker.process.send(Connect(transport.init_info(worker.index)))
 
     def _on_thread_ended(self, _) -> None:
         with self._changed:
@@ -111,7 +125,7 @@ class Controller:
                 worker.ready = True
                 self.records.ready(worker.index, startup_s)
                 if self.transport is not None:  # a restart: the first ones are connected all together
-                    worker.process.send(Connect(self.transport.init_info()))
+                    worker.process.send(Connect(self.transport.init_info(worker.index)))
                 if self._announced is not None:
                     self._send_update(worker)
             case Finished(trajectories, activity):
@@ -124,6 +138,10 @@ class Controller:
                 self.gatherer.drop_expired()
             case Waiting(ticket_ids):
                 self.dispatcher.arrive_at_barrier(ticket_ids)
+            case Receiving():
+                self.transport.send(worker.index, worker.updating)
+            case Asleep():
+                worker.asleep = True
             case Probed(version, logprobs):
                 self.records.probed(version, logprobs)
             case Updated():
@@ -132,7 +150,8 @@ class Controller:
                 self.records.active(worker.index, activity)
 
     def _on_updated(self, worker: Worker, message: Updated) -> None:
-        self.records.active(worker.index, message.activity)
+        if message.activity is not None:
+            self.records.active(worker.index, message.activity)
         self.records.updated(worker.index, message)
         self.buffer.count_discarded(message.sampled.discarded)
         self.transport.release(worker.updating)
@@ -145,6 +164,8 @@ class Controller:
         if self._stopping:
             return
         self.records.lost(worker.index)
+        if self.transport is not None:
+            self.transport.drop(worker.index)
         if worker.updating is not None:
             self.transport.release(worker.updating)
         self.workers.replace(worker)
@@ -209,6 +230,8 @@ class Controller:
             self.gatherer.drop_expired()
             self._suspend_rest()
             self._fill()
+            if self.config.colocate == "sleep":
+                self._put_to_sleep()
             return batch
 
     def _suspend_rest(self) -> None:
@@ -218,6 +241,20 @@ class Controller:
                 if worker.ready:
                     worker.process.send(Suspend())
 
+    def _put_to_sleep(self) -> None:
+        """Have all engines give up their memory until the next update; an evaluation ends first."""
+        timeout_s = self.config.rollout_timeout_s
+        self._wait(lambda: self.evaluations.running is None, timeout_s, "an evaluation")
+
+        def asleep() -> bool:
+            for worker in self.workers:  # one that was started again in between is told when it is up
+                if worker.ready and not worker.told_to_sleep:
+                    worker.told_to_sleep = True
+                    worker.process.send(Sleep())
+            return all(worker.asleep for worker in self.workers)
+
+        self._wait(asleep, timeout_s, "engines to fall asleep")
+
     def _wait(self, done: Callable[[], Any], timeout_s: float, what: str) -> Any:
         """Wait until `done()`, which is asked after every change, and return what it gives; the caller holds the lock.
 
@@ -226,6 +263,7 @@ class Controller:
         deadline = time.monotonic() + timeout_s
         while True:
             self.workers.check()
+            self._check_transport()
             if result := done():
                 return result
             self._changed.wait(timeout=1.0)
@@ -235,6 +273,16 @@ class Controller:
                     f"waited {timeout_s:.0f} s for {what}; stacks of the workers are in their logs, worker_*.log; "
                     f"state: {self.describe()}"
                 )
+
+    def _check_transport(self) -> None:
+        """Raise what went wrong in the background; with all stacks dumped if something takes too long."""
+        if self.transport is None:
+            return
+        try:
+            self.transport.check()
+        except TimeoutError as error:
+            self.workers.dump_stacks()
+            raise RuntimeError(f"{error}; stacks of the workers are in their logs; state: {self.describe()}") from None
 
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
@@ -294,6 +342,7 @@ class Controller:
         probe = self._announced.probe if worker.index == 0 else ()
         worker.updating = self._announced.staged
         worker.sent_version = self._announced.version
+        worker.told_to_sleep = worker.asleep = False
         self.transport.acquire(worker.updating)
         worker.process.send(Update(worker.sent_version, worker.updating.messages, probe))
 
@@ -323,5 +372,9 @@ class Controller:
         """End all workers and their engines; none is left when this returns."""
         with self._changed:
             self._stopping = True
-        self.workers.stop()
-        self.records.close()
+        try:
+            self.workers.stop()
+        finally:
+            self.records.close()
+            if self.transport is not None:
+                self.transport.close()

@@ -7,7 +7,10 @@ response gets one response, whatever happened on the way. Imports vllm inside fu
 import asyncio
 import contextlib
 import dataclasses
+import inspect
+import os
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,11 +18,14 @@ import numpy as np
 from config import Config
 from data.records import FinishReason
 from placement import WorkerPlacement
+from processes import dump_stacks
 from time_ledger import Activity
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCHED_TOKENS = 8192  # per engine step
 ABORT_AGAIN_S = 0.02
+DUMP_S = 1.0
+"""Time that the engine's processes have to write their stacks."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ class LLMProxy:
         self._returned = asyncio.Event()  # an engine request ended
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self._asleep = False
+        self._wire_options: dict = {}  # that this vLLM wants with each update
 
     @classmethod
     async def start(cls, spec: WorkerSpec, stop_token_ids: list[int]) -> "LLMProxy":
@@ -105,10 +113,17 @@ class LLMProxy:
         return cls(spec.config, engine, stop_token_ids)
 
     async def connect(self, init_info: dict) -> None:
-        """Connect the engine to the trainer's weight transport."""
+        """Connect the engine to the trainer's weight transport.
+
+        Raises TimeoutError if it takes longer than the startup timeout.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        from weight_sync import split_wire_options
+
+        init_info, self._wire_options = split_wire_options(init_info)
+        async with _limited(self.config.startup_timeout_s, "connecting the engine to the trainer"):
+            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     # Sampling
 
@@ -261,33 +276,63 @@ class LLMProxy:
             with contextlib.suppress(TimeoutError):  # the engine does not know yet one that has just been sent to it
                 await asyncio.wait_for(self._returned.wait(), ABORT_AGAIN_S)
 
+    async def sleep(self) -> None:
+        """Stop sampling and give up the GPU's memory, weights included: the next update wakes the engine.
+
+        No request may be running in the engine, as its keys and values would be lost. Raises TimeoutError if it takes
+        longer than the rollout timeout.
+        """
+        async with _limited(self.config.rollout_timeout_s, "falling asleep"):
+            await self.suspend()
+            await self.engine.sleep(level=2, mode="keep")
+        self._asleep = True
+
     async def resume(self) -> None:
         """Go on sampling."""
         await self.engine.resume_generation()
         self.activity.go_on()
         self._resumed.set()
 
-    async def update(self, version: int, update_infos: list[dict]) -> float:
+    async def update(
+        self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None = None
+    ) -> float:
         """Load new weights and go on sampling. Returns the pause seen by generation, seconds; 0 if it stood before.
 
-        Raises TimeoutError if it takes longer than the rollout timeout.
+        `receiving` is called when the engine is ready for the weights. Raises TimeoutError if it takes longer than the
+        rollout timeout.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         was_running = self._resumed.is_set()
-        async with asyncio.timeout(self.config.rollout_timeout_s):
+        async with _limited(self.config.rollout_timeout_s, f"loading version {version}"):
             if self.config.on_update == "wait":
                 await self.suspend()
             start = time.monotonic()
             self.activity.stand("update")
             await self.suspend()
+            await self._wake_up()
             await self.engine.start_weight_update()
-            for update_info in update_infos:
-                await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
-            await self.engine.finish_weight_update(str(version))
-            self.version = version
+            if receiving is not None:
+                receiving()
+            await self._load(update_infos)
+            await self._finish_update(version)
             await self.resume()
         return time.monotonic() - start if was_running else 0.0
+
+    async def _wake_up(self) -> None:
+        if self._asleep:
+            await self.engine.wake_up()  # its scheduler goes on as well, but has no request: see sleep
+            self._asleep = False
+
+    async def _load(self, update_infos: list[dict]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        for update_info in update_infos:
+            update_info = update_info | self._wire_options
+            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def _finish_update(self, version: int) -> None:
+        stamps = "weight_version" in inspect.signature(self.engine.finish_weight_update).parameters
+        await self.engine.finish_weight_update(*([str(version)] if stamps else []))  # vLLM 0.26 stamps no versions
+        self.version = version
 
     def shutdown(self) -> None:
         """End the engine process."""
@@ -316,6 +361,18 @@ def _join(segments: list[Completion], finish_reason: FinishReason) -> Completion
         np.concatenate([np.zeros(0, np.int32), *(segment.versions for segment in segments)]),
         finish_reason,
     )
+
+
+@contextlib.asynccontextmanager
+async def _limited(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Raise TimeoutError after a time, with the stacks of this process and its engine in the log."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        dump_stacks(os.getpid())
+        await asyncio.sleep(DUMP_S)
+        raise TimeoutError(f"{what} took more than {timeout_s:.0f} s") from None
 
 
 def engine_options(spec: WorkerSpec) -> dict:
@@ -349,4 +406,8 @@ def engine_options(spec: WorkerSpec) -> dict:
             # which worker_environment sets; a process less is a third faster.
             "distributed_executor_backend": UniProcExecutor,
         }
-    return options | {"gpu_memory_utilization": spec.placement.gpu_memory_utilization}
+    return options | {
+        "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
+        "tensor_parallel_size": spec.placement.num_gpus,
+        "enable_sleep_mode": config.colocate == "sleep",
+    }

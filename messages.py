@@ -60,6 +60,11 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """Stop sampling and give up the GPU's memory until the next update."""
+
+
+@dataclass(frozen=True)
 class Proceed:
     """All tickets wait at the barrier: go on."""
 
@@ -80,6 +85,16 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Receiving:
+    """The engine stands still and waits for the weights of its update: the trainer is to send them (`nccl`)."""
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """The engine has given up its memory."""
+
+
+@dataclass(frozen=True)
 class Updated:
     """The engine samples with `version` now."""
 
@@ -88,7 +103,8 @@ class Updated:
     """Time during which no request could make progress, seconds."""
     sampled: SampledTokens
     """Tokens returned by the engine since the update before."""
-    activity: ActivityReport
+    activity: ActivityReport | None
+    """None from a worker that keeps no time ledger."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,12 @@ from config import Config
 from controller import Controller
 from data.records import Group
 from data.tasks import load_task
+from gpus import visible_gpus
 from model_path import resolve_model
+from model_shape import read_shape
+from nccl_sync import NcclTransport
 from node_watch import NodeWatch
-from placement import Placement, available_cores, place, visible_gpus
+from placement import Placement, available_cores, place, plan_memory
 from policy import Policy
 from processes import exit_with_parent
 from recorded_batches import batch_path, weights_sha256, write_batch
@@ -53,7 +56,7 @@ class Node:
         """Whether this is local rank 0."""
         return self.run is not None
 
-    def connect(self, policy: Policy) -> ShmTransport | IpcTransport | None:
+    def connect(self, policy: Policy) -> ShmTransport | IpcTransport | NcclTransport | None:
         """Join trainer and workers by the placement's transport, and wait until all engines are up."""
         if not self.is_leader:
             return None
@@ -61,10 +64,23 @@ class Node:
             print(f"attention of the trainer: {policy.attention}", flush=True)
         sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in policy.module.model.named_parameters()]
-        kind = {"shm": ShmTransport, "ipc": IpcTransport}[self.placement.transport]
-        transport = kind(specs)
+        transport = self._make_transport(specs)
         self.controller.connect(transport)
         return transport
+
+    def _make_transport(self, specs: list[ParameterSpec]) -> ShmTransport | IpcTransport | NcclTransport:
+        config = self.config
+        match self.placement.transport:
+            case "shm":
+                return ShmTransport(specs)
+            case "ipc":
+                return IpcTransport(specs)
+            case "nccl":
+                # Here, and not by a thread of the transport in the middle of a step: it takes seconds.
+                import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
+
+                timeouts_s = config.startup_timeout_s, config.rollout_timeout_s
+                return NcclTransport(specs, self.device, config.rollout_tp, *timeouts_s)
 
     def checkpoint_path(self, step: int) -> str:
         """Where rank 0 writes the checkpoint of a step; the others need no path."""
@@ -124,7 +140,8 @@ def start_node(config: Config, lead: Callable[[Node], None] | None = None) -> It
 
 def _make_node(config: Config, cluster: Cluster) -> Node:
     """Give this rank its device."""
-    placement = place(config, visible_gpus(), available_cores(), len(cluster.local_ranks))
+    nccl = dist.is_nccl_available()
+    placement = place(config, len(visible_gpus()), available_cores(), len(cluster.local_ranks), nccl)
     torch.set_num_threads(placement.trainer_threads)
     gpu = placement.trainer_gpus[cluster.local_ranks.index(cluster.rank)]
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
@@ -136,12 +153,15 @@ def _make_node(config: Config, cluster: Cluster) -> Node:
 
 def start_rollout(node: Node) -> None:
     """A leader's part: resolve the model, open the records and start the rollout workers for the node's share."""
-    cluster, config = node.cluster, node.share
-    where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
-    print(where + node.placement.table(), flush=True)
+    cluster, config, gpus = node.cluster, node.share, visible_gpus()
     task = load_task(config.task, config.seed, config.data_path)
     node.model_path = resolve_model(config.model, config.task)
     _check_window(config, node.model_path)
+    if gpus:
+        node.placement, arithmetic = plan_memory(config, node.placement, read_shape(node.model_path), gpus)
+        print(arithmetic, flush=True)
+    where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
+    print(where + node.placement.table(), flush=True)
     node.tokenizer = load_tokenizer(node.model_path)
     prompts = PromptSource(
         train_problem=task.train_problem,
@@ -153,7 +173,7 @@ def start_rollout(node: Node) -> None:
     node.run = _open_records(node)
     node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
     node.controller.launch()
-    if node.placement.transport == "ipc":
+    if node.placement.workers[0].shared_with_rank is not None:
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         node.controller.wait_until_ready()
 

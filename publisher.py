@@ -3,6 +3,7 @@
 import collections
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cluster import Cluster
@@ -54,6 +55,8 @@ class Publisher:
         evaluate |= self.controller.withdraw()
         self.controller.wait_for_buffer()
         staged = self.transport.stage(version, parameters)
+        if self.config.colocate == "sleep":
+            torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         probe = tuple(tuple(p.tokens.tolist()) for p in self._probes)
         self.controller.publish(Announcement(version, trainer_version, staged, probe, evaluate))
 

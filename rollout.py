@@ -24,12 +24,15 @@ from env_manager import Delayed, Environment, EnvironmentPool, EnvManager, Multi
 from llm_proxy import LLMProxy, WorkerSpec
 from messages import (
     Abort,
+    Asleep,
     Connect,
     Finished,
     Hold,
     Probed,
     Proceed,
     Ready,
+    Receiving,
+    Sleep,
     Stop,
     Stopped,
     Suspend,
@@ -125,6 +128,11 @@ class RolloutWorker:
                     await self._finish_probing()  # frozen, it could not end, and the update waits for it
                     self.proxy.activity.stand("suspended")
                     await self.proxy.suspend()
+                case Sleep():
+                    await self._finish_probing()
+                    self.proxy.activity.stand("suspended")
+                    await self.proxy.sleep()
+                    self.connection.send(Asleep())
                 case Proceed():
                     self._barrier.open()
                 case Abort(ticket_ids):
@@ -262,7 +270,9 @@ class RolloutWorker:
     async def update(self, update: Update) -> None:
         """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
         await self._finish_probing()
-        pause_s = await self.proxy.update(update.version, update.update_infos)
+        is_sent = self.spec.transport == "nccl"  # by the others an engine reads by itself
+        receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
+        pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
         self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()))
         self._probing = asyncio.create_task(self._score_probe(update)) if update.probe else None
 
@@ -329,5 +339,6 @@ def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
             "CUDA_VISIBLE_DEVICES": "",
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(placement.gpu + 1)]
-    return environment | {"CUDA_VISIBLE_DEVICES": devices[placement.gpu]}
+    end = placement.gpu + placement.num_gpus
+    devices = visible.split(",") if visible else [str(i) for i in range(end)]
+    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}

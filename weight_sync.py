@@ -2,17 +2,22 @@
 
 A transport has the trainer's end here and a `WeightTransferEngine` on vLLM's side. To the rest of the program it is
 
-    transport.init_info()                 handed once to every engine
+    transport.init_info(worker)           handed to a worker's engine when it starts, or has been started again
     transport.free_buffer()               whether stage may be called now
     transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
     transport.announce(staged)            these are the weights for any worker that starts or falls behind
     transport.acquire(staged)             one worker is about to read them; release(staged): it has, or has died
+    transport.send(worker, staged)        a worker waits to receive them; nothing to do where it reads by itself
+    transport.drop(worker)                it has died
+    transport.check()                     raises what went wrong in the background
+    transport.close()                     the run ends
 
 `shm`: two buffers of host memory, made by memfd_create: the kernel frees them with the trainer's last process, so
 nothing can be left behind. `ipc`: the same two buffers in the memory of the GPU that trainer and engine share, sent as
-CUDA IPC handles to vLLM's own engine. `nccl` (separate GPUs) will have the same methods.
+CUDA IPC handles to vLLM's own engine. `nccl`, for separate GPUs, is in nccl_sync.py.
 """
 
+import dataclasses
 import math
 import mmap
 import os
@@ -27,6 +32,8 @@ CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked ever
 CHECKSUM_INTERVAL = 10
 NO_CHECKSUM = 0
 IPC_CHUNK_BYTES = 1 << 29
+WIRE_OPTIONS = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
+"""How weights are packed, in an engine's init_info."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Announcement:
     evaluate: bool
 
 
-class _TwoBuffers:
+class TwoBuffers:
     """Which of two buffers may be written: not the announced one, and not one that a worker is reading.
 
     With one worker that is at once true of one of them, so the trainer does not wait, unless the worker is still
@@ -167,14 +174,30 @@ class _TwoBuffers:
         """Note that one worker has read, or has died."""
         self._readers[staged.buffer] -= 1
 
-    def _take_buffer(self) -> int:
+    def send(self, worker: int, staged: Staged) -> None:
+        """Send staged weights to a worker that waits for them."""
+
+    def drop(self, worker: int) -> None:
+        """Give up whatever joins this process to a worker that has died."""
+
+    def check(self) -> None:
+        """Raise RuntimeError for a transfer that failed, TimeoutError for one that takes too long."""
+
+    def close(self) -> None:
+        """Give up all connections."""
+
+    def take_buffer(self) -> int:
+        """Index of a buffer that may be written.
+
+        Raises RuntimeError if there is none.
+        """
         index = self.free_buffer()
         if index is None:
             raise RuntimeError(f"no weight buffer is free: readers {self._readers}, announced {self._announced}")
         return index
 
 
-class ShmTransport(_TwoBuffers):
+class ShmTransport(TwoBuffers):
     """Weights through host memory: for CPU workers, and for any worker whose GPU the trainer does not share."""
 
     def __init__(self, specs: list[ParameterSpec]):
@@ -188,7 +211,7 @@ class ShmTransport(_TwoBuffers):
             self._files.append(file)
             self._buffers.append(SharedBuffer(mmap.mmap(file, size), specs))
 
-    def init_info(self) -> dict:
+    def init_info(self, worker: int = 0) -> dict:
         """What an engine needs once: the buffers' paths and how parameters lie in them."""
         return {
             "paths": [f"/proc/{os.getpid()}/fd/{file}" for file in self._files],
@@ -202,18 +225,20 @@ class ShmTransport(_TwoBuffers):
 
         Raises RuntimeError if there is none.
         """
-        index = self._take_buffer()
+        index = self.take_buffer()
         buffer = self._buffers[index]
         buffer.header[0] = -1  # a reader that is not meant to be here must not take half a payload for a version
         copy_parameters(parameters, self.specs, buffer.views)
         return Staged(index, [{"buffer": index, "version": version, "checksum": buffer.seal(version)}])
 
 
-class IpcTransport(_TwoBuffers):
+class IpcTransport(TwoBuffers):
     """Weights through the memory of the GPU that trainer and engine share, by vLLM's own CUDA IPC engine.
 
     Two packed buffers stay allocated, and nothing goes through the host. They are sent in chunks, because vLLM's engine
-    copies a whole chunk before it loads it; and exported anew for each version, as torch counts readers per export.
+    copies a whole chunk before it loads it. Each chunk is exported once and for all: every export wraps the buffer's
+    memory once more, which would never be undone while the buffer lives. The readers that torch counts per export only
+    say when memory may be freed, and this is not.
     """
 
     def __init__(self, specs: list[ParameterSpec]):
@@ -222,8 +247,9 @@ class IpcTransport(_TwoBuffers):
         self._sizes = [spec.num_bytes for spec in specs]
         self._chunks = chunks_of(self._sizes, IPC_CHUNK_BYTES)
         self._buffers = [torch.empty(sum(self._sizes), dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self._messages = [[self._message(index, chunk) for chunk in self._chunks] for index in range(2)]
 
-    def init_info(self) -> dict:
+    def init_info(self, worker: int = 0) -> dict:
         """vLLM's engine needs to know only that parameters come packed."""
         return {"packed": True}
 
@@ -232,14 +258,14 @@ class IpcTransport(_TwoBuffers):
 
         Raises RuntimeError if there is none.
         """
-        index = self._take_buffer()
+        index = self.take_buffer()
         views = [
             part.view(spec.dtype).view(spec.shape)
             for part, spec in zip(self._buffers[index].split(self._sizes), self.specs, strict=True)
         ]
         copy_parameters(parameters, self.specs, views)
         torch.cuda.synchronize()  # the engine's stream knows nothing of ours
-        return Staged(index, [self._message(index, chunk) for chunk in self._chunks])
+        return Staged(index, self._messages[index])
 
     def _message(self, index: int, chunk: range) -> dict:
         import base64
@@ -286,3 +312,16 @@ def copy_parameters(
                 f"parameter {name!r} arrived where {spec.name!r} was expected: the order must not change"
             )
         view.copy_(tensor)
+
+
+def split_wire_options(init_info: dict) -> tuple[dict, dict]:
+    """How weights are packed: newer versions of vLLM are told once, 0.26 with each update.
+
+    Returns what the engine is told when it connects, and what goes with each update.
+    """
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
+    if "packed" not in {field.name for field in dataclasses.fields(NCCLWeightTransferUpdateInfo)}:
+        return init_info, {}
+    per_update = {name: value for name, value in init_info.items() if name in WIRE_OPTIONS}
+    return {name: value for name, value in init_info.items() if name not in WIRE_OPTIONS}, per_update

@@ -133,6 +133,9 @@ class Worker:
     """Newest version sent; messages are acted on in order, so tickets sent now are sampled under it."""
     updating: Staged | None = None
     """Weights that it is loading now."""
+    told_to_sleep: bool = False
+    """Whether it was, since the last update; `asleep` when it has said that it is."""
+    asleep: bool = False
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
     num_running: int = 0

@@ -5,10 +5,28 @@ import threading
 import time
 
 import numpy as np
+from fake_link import FakeEngine
 
 from data.records import Trajectory
 from llm_proxy import SampledTokens
-from messages import Abort, Finished, Hold, Proceed, Ready, Stop, Stopped, Suspend, Tickets, Update, Updated, Waiting
+from messages import (
+    Abort,
+    Asleep,
+    Connect,
+    Finished,
+    Hold,
+    Proceed,
+    Ready,
+    Receiving,
+    Sleep,
+    Stop,
+    Stopped,
+    Suspend,
+    Tickets,
+    Update,
+    Updated,
+    Waiting,
+)
 from time_ledger import Activity
 
 
@@ -24,6 +42,7 @@ def run_fake_worker(spec, connection):
             log.write("RuntimeError: this model is broken\nand more\n")
         os._exit(7)
     version, hanging, at_barrier, lock, activity = -1, {}, [], threading.Lock(), Activity()
+    engine = None
 
     def send(message):
         with lock:
@@ -36,11 +55,21 @@ def run_fake_worker(spec, connection):
     send(Ready(0.0))
     while True:
         match connection.recv():
-            case Update(version, _, _):
-                died = os.path.exists(spec.log_path + ".died")
-                if spec.model_path == "dies at version 2" and version == 2 and not died:
-                    open(spec.log_path + ".died", "w").close()
-                    os._exit(5)
+            case Connect(init_info) if spec.transport == "nccl":
+                engine = FakeEngine()
+                engine.init_weight_transfer_engine(init_info)
+            case Update(version, messages, _):
+                dies = version == 2 and not os.path.exists(spec.log_path + ".died")
+                if spec.model_path == "dies at version 2" and dies:
+                    die_once(spec)
+                if engine is not None:
+                    send(Receiving())
+                if spec.model_path == "dies while it receives version 2" and dies:
+                    time.sleep(0.1)
+                    die_once(spec)
+                if engine is not None:
+                    engine.update(messages)
+                    assert (engine.floats("w") == version).all()
                 send(Updated(version, 0.001, SampledTokens(), activity.report()))
             case Tickets(tickets):
                 num_members = sum(ticket.num_members for ticket in tickets)
@@ -67,9 +96,18 @@ def run_fake_worker(spec, connection):
                     log.write(f"{version}\n")
             case Hold(reason):
                 activity.hold(reason)
+            case Sleep():
+                with open(spec.log_path + ".slept", "a") as log:
+                    log.write(f"{version}\n")
+                send(Asleep())
             case Stop():
                 send(Stopped(activity.report()))
                 return
+
+
+def die_once(spec):
+    open(spec.log_path + ".died", "w").close()
+    os._exit(5)
 
 
 def answer(ticket, version, spec, member=None):

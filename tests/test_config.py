@@ -46,6 +46,13 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--no-replicate-prompts", "--group-size", "200"], "--max-running-requests 128 below --group-size 200"),
         (["--scheduling", "batch", "--extra-members", "1"], "--extra-members 1 gives up the slowest responses"),
         (["--env-latency", "sometimes"], "--env-latency"),
+        (["--colocate", "sleep"], "--async-ratio 1 lets it run ahead; use --async-ratio 0"),
+        (
+            ["--colocate", "sleep", "--async-ratio", "0", "--over-sampling", "2"],
+            "loses the KV cache that --on-update keep keeps",
+        ),
+        (["--rollout-tp", "0"], "--rollout-tp must be at least 1, got 0"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be in (0, 1], got 1.5"),
         (["--run-name", "a/b"], "--run-name may hold letters"),
         (["--num-rollout-workers", "0"], "--num-rollout-workers must be at least 1"),
     ],

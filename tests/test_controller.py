@@ -6,11 +6,13 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
+from fake_link import SocketLink
 from fake_worker import run_fake_worker
 
 from config import Config
 from controller import Controller
 from data.tasks import Problem
+from nccl_sync import NcclTransport
 from placement import Placement, WorkerPlacement
 from tickets import PromptSource, TicketSource
 from weight_sync import Announcement, ParameterSpec, ShmTransport
@@ -22,9 +24,10 @@ SPECS = [ParameterSpec("w", torch.float32, (4,))]
 class Session:
     """A controller that has been started, and the trainer's part of its protocol."""
 
-    def __init__(self, controller):
+    def __init__(self, controller, kind):
         self.controller = controller
-        self.transport = ShmTransport(SPECS)
+        nccl = (SPECS, torch.device("cpu"), 1, 20.0, 20.0, SocketLink)
+        self.transport = ShmTransport(SPECS) if kind == "shm" else NcclTransport(*nccl)
         self.events = []
 
     def publish(self, version, evaluate=False):
@@ -35,7 +38,9 @@ class Session:
 
 
 @contextmanager
-def session(tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1, model="fine", **options):
+def session(
+    tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1, model="fine", transport="shm", **options
+):
     defaults = {"groups_per_step": 2, "group_size": 2, "rollout_timeout_s": 20.0, "startup_timeout_s": 30.0}
     config = Config(**{**defaults, **options})
     workers = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers))
@@ -47,14 +52,14 @@ def session(tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1
     events = []
     controller = Controller(
         config,
-        Placement((None,), 1, workers, "shm"),
+        Placement((None,), 1, workers, transport),
         model,
         TicketSource(config, prompts),
         tmp_path,
         lambda event, **fields: events.append({"event": event, **fields}),
         worker_main=run_fake_worker,
     )
-    started = Session(controller)
+    started = Session(controller, transport)
     started.events = events
     try:
         controller.launch()
@@ -355,3 +360,28 @@ def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_p
         (spent,) = [e for e in s.events if e["event"] == "worker_time" and e["worker"] == worker]
         assert sum(spent["seconds"].values()) == pytest.approx((ledger.until - ledger.start) / 1e9)
         assert spent["seconds"]["gated"] > 0 and spent["until"] == ledger.until / 1e9
+
+
+@pytest.mark.parametrize("model", ["fine", "dies at version 2", "dies while it receives version 2"])
+def test_weights_are_sent_to_each_worker_when_it_is_ready_for_them(tmp_path, model):
+    """A fake worker compares what it receives with the version, so one that is wrong dies for good."""
+    with session(tmp_path, num_workers=2, model=model, transport="nccl", max_worker_restarts=2) as s:
+        s.publish(0)
+        for step in range(1, 5):
+            s.controller.take_batch()
+            s.publish(step)
+        wait_until(lambda: all(worker.ready and not worker.updating for worker in s.controller.workers))
+        s.transport.check()
+        restarts = s.controller.drain()["num_restarts"]
+    assert restarts == (0 if model == "fine" else 2)
+
+
+def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_evaluation(tmp_path):
+    with session(tmp_path, eval_answers=["slow"], async_ratio=0.0, colocate="sleep") as s:
+        s.publish(0, evaluate=True)
+        s.controller.take_batch()
+        assert s.controller.drain()["evaluations"], "it ended before the engine slept"
+        assert s.controller.workers[0].asleep
+        s.publish(1)
+        s.controller.take_batch()
+    assert (tmp_path / "worker_0.log.slept").read_text().split() == ["0", "1"]

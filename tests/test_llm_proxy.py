@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fake_link import SocketLink
 from tiny_policy import VOCAB, load, save_tiny_model
 
 from config import Config
 from llm_proxy import LLMProxy, WorkerSpec
+from nccl_sync import CHUNK_BYTES, NcclTransport
 from packing import TrainSequence
 from placement import WorkerPlacement
 from rollout import worker_environment
-from weight_sync import ParameterSpec, ShmTransport
+from weight_sync import ParameterSpec, ShmTransport, split_wire_options
 
 PROMPT = tuple(range(3, 13))
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
@@ -277,3 +279,69 @@ def test_weights_that_are_not_whole_are_refused(pair):
     (message,) = pair.stage(9).messages
     with pytest.raises(Exception, match="checksum"):
         pair.run(pair.proxy.update(9, [message | {"checksum": message["checksum"] + 1}]))
+
+
+def test_vllms_nccl_engine_understands_what_the_transport_tells_it():
+    """With this vLLM; 0.26, which wants the wire options with each update, is told so by the same function."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+    specs = [ParameterSpec("w", torch.bfloat16, (2, 3))]
+    transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, 1.0, SocketLink)
+    at_start, with_each = split_wire_options(transport.init_info())
+    transport.close()
+    (message,) = transport.stage(0, [("w", torch.zeros(2, 3))]).messages
+    told = NCCLWeightTransferInitInfo(**at_start)
+    NCCLWeightTransferUpdateInfo(**message, **with_each)
+    assert (told.rank_offset, told.world_size) == (1, 3)
+    options = dataclasses.asdict(told) | with_each
+    assert options["packed"] is True and options["packed_buffer_size_bytes"] == CHUNK_BYTES
+
+
+class OlderEngine:
+    """The control calls of vLLM 0.26, which stamps no versions; writes down what it is asked, in order."""
+
+    def __init__(self, stuck=False):
+        self.engine_core, self.asked, self.stuck = self, [], stuck
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        self.asked.append("pause")
+
+    async def sleep(self, level, mode):
+        self.asked.append(f"sleep {level}")
+
+    async def wake_up(self):
+        self.asked.append("wake up")
+
+    async def start_weight_update(self):
+        self.asked.append("start")
+        await asyncio.sleep(60 if self.stuck else 0)
+
+    async def update_weights(self, request):
+        self.asked.append(request.update_info)
+
+    async def finish_weight_update(self):
+        self.asked.append("finish")
+
+    async def resume_generation(self):
+        self.asked.append("resume")
+
+
+def test_an_engine_that_sleeps_is_woken_before_it_is_told_to_receive_and_only_then():
+    engine = OlderEngine()
+    proxy = LLMProxy(Config(on_update="resume"), engine, [])
+
+    async def updates():
+        await proxy.update(0, [{"a": 1}])
+        await proxy.sleep()
+        return await proxy.update(1, [{"a": 2}, {"a": 3}], lambda: engine.asked.append("receiving"))
+
+    assert asyncio.run(updates()) == 0.0, "nobody sampled meanwhile"
+    first = ["pause", "start", {"a": 1}, "finish", "resume"]
+    second = ["pause", "sleep 2", "wake up", "start", "receiving", {"a": 2}, {"a": 3}, "finish", "resume"]
+    assert engine.asked == first + second and proxy.version == 1
+
+
+def test_an_update_that_does_not_end_is_an_error_that_names_it():
+    proxy = LLMProxy(Config(rollout_timeout_s=0.1), OlderEngine(stuck=True), [])
+    with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
+        asyncio.run(proxy.update(3, [{}]))

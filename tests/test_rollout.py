@@ -17,7 +17,7 @@ from llm_proxy import WorkerSpec
 from messages import Abort, Connect, Finished, Proceed, Ready, Stop, Tickets, Update, Updated, Waiting
 from placement import WorkerPlacement
 from processes import kill_session
-from rollout import load_tokenizer, run_worker
+from rollout import load_tokenizer, run_worker, worker_environment
 from tickets import PromptSource, TicketSource
 from weight_sync import ParameterSpec, ShmTransport
 
@@ -210,3 +210,15 @@ def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):
     driver.pipe.send(Tickets([dataclasses.replace(ticket, min_version=driver.version + 1)]))
     driver.process.join(30)
     assert driver.process.exitcode == 1 and "needs version" in driver.log_path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu", "num_gpus", "expected"),
+    [(None, 1, 1, "1"), (None, 2, 2, "2,3"), ("4,5,6,7", 2, 2, "6,7"), ("GPU-a,GPU-b", 1, 1, "GPU-b")],
+)
+def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num_gpus, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    environment = worker_environment(WorkerPlacement(0, gpu, None, 1, 0.9, num_gpus))
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected

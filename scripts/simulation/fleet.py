@@ -22,7 +22,7 @@ from scripts.simulation.workload import Workload
 from workers import Worker
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SimulatedTrajectory(Trajectory):
     """A trajectory without content: its arrays have one entry for all tokens of one version, [S] instead of [T]."""
 
@@ -106,7 +106,7 @@ class SimulatedProcess:
     def _updated(self, version: int, was_running: bool) -> None:
         self._is_updating = self._is_suspended = False
         self.engine.resume(version, recompute=self.config.on_update != "keep")
-        self.reply(Updated(version, self.sync_s if was_running else 0.0, SampledTokens()))
+        self.reply(Updated(version, self.sync_s if was_running else 0.0, SampledTokens(), None))
         self._read()
 
     # A trajectory, from turn to turn
@@ -190,7 +190,7 @@ class SimulatedProcess:
         self._unfinished.setdefault(ticket_id, []).append(self._trajectory(episode, finish_reason))
         if len(self._unfinished[ticket_id]) == episode.ticket.num_members:
             del self._episodes[ticket_id], self._generating[ticket_id]
-            self.reply(Finished(self._unfinished.pop(ticket_id)))
+            self.reply(Finished(self._unfinished.pop(ticket_id), None))
 
     def _trajectory(self, episode: Episode, finish_reason: FinishReason) -> SimulatedTrajectory:
         count = len(episode.segments)

@@ -131,7 +131,7 @@ def time_reading(num_tokens: int) -> float:
         0, 0, 0, np.zeros(num_tokens, np.int64), mask, np.zeros(num_tokens, np.float32),
         np.zeros(num_tokens, np.int32), 0.0, "stop", "", 1, started_at=0.0, ended_at=0.0, worker=0,
     )  # fmt: skip
-    message = pickle.dumps(Finished([trajectory]))
+    message = pickle.dumps(Finished([trajectory], None))
     start = time.thread_time()
     for _ in range(NUM_PICKLES):
         pickle.loads(message)

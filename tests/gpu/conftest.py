@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench_gpu import on_update
+from scripts.qwen3_shapes import save_random_qwen3
+
 ROOT = Path(__file__).parents[2]
 JOB_TIMEOUT_S = 500
 STEPS = 4
@@ -38,9 +41,9 @@ class Job:
 
 @pytest.fixture(scope="session", autouse=True)
 def needs_gpu():
-    from placement import visible_gpus
+    import torch
 
-    if not visible_gpus():
+    if not torch.cuda.device_count():
         pytest.skip("needs an NVIDIA GPU: torch sees none")
 
 
@@ -52,7 +55,7 @@ def large_vocabulary_job(needs_gpu, tmp_path_factory) -> Job:
     a step, which bfloat16 resolves and which makes one version's log-probs differ from the next one's.
     """
     folder = tmp_path_factory.mktemp("qwen3-0.6b")
-    save_random_qwen3(folder / "model")
+    save_random_qwen3(folder / "model", "0.6b", "cuda")
     return run_job(
         "random 0.6 B", folder, {"model": folder / "model", "max-response-tokens": 64, "lr": 1e-3, "weight-decay": 50}
     )
@@ -68,49 +71,21 @@ def tiny_job(needs_gpu, tmp_path_factory) -> Job:
 def random_qwen3_of_8_layers(tmp_path_factory) -> Path:
     """0.29 B parameters, more than half of them the embedding, for what needs no engine."""
     path = tmp_path_factory.mktemp("qwen3-8-layers")
-    save_random_qwen3(path, num_layers=8)
+    save_random_qwen3(path, "0.6b", num_hidden_layers=8)
     return path
 
 
-def save_random_qwen3(path: Path, hidden_size: int = 1024, num_layers: int = 28, vocab_size: int = 151936) -> None:
-    """Write a random Qwen3, by default of the 0.6 B shape, in bfloat16, with the tiny task's tokenizer.
-
-    The vocabulary is larger than the tokenizer's, as in the real model: what is sampled has no text.
-    """
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from data.tiny import build_tokenizer
-
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 64,
-        num_key_value_heads=hidden_size // 128,
-        head_dim=128,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
-def run_job(name: str, folder: Path, options: dict) -> Job:
-    """Run `torchrun train_async.py` on the first visible GPU, without network, to its end."""
+def run_job(name: str, folder: Path, options: dict, num_gpus: int = 1, num_ranks: int = 1) -> Job:
+    """Run `torchrun train_async.py` on the first visible GPUs, without network, to its end."""
+    options = {"on-update": on_update()} | options
     arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
-    first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [*torchrun, "train_async.py", *arguments]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
     result = subprocess.run(
         [*command, f"--runs-dir={folder}", "--run-name=run"],
         cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": first_gpu, "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible[:num_gpus]), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
