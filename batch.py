@@ -20,7 +20,9 @@ def make_updates(groups: list[Group], config: Config) -> list[list[TrainSequence
     group_ids = torch.tensor([t.group_id for t in trajectories])
     advantages = ADVANTAGES[config.advantage](rewards, group_ids)
     sequences = [
-        TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, float(advantage), t.reward)
+        TrainSequence(
+            t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, float(advantage), t.reward, t.group_id
+        )
         for t, advantage in zip(trajectories, advantages, strict=True)
     ]
     size = len(sequences) // config.minibatches
@@ -35,7 +37,9 @@ def share(groups: list[Group] | None, config: Config) -> list[list[list[TrainSeq
     num_ranks = dist.get_world_size()
     shares = [None] * num_ranks
     if dist.get_rank() == 0:
-        shares = distribute(make_updates(groups, config), num_ranks, config.max_tokens_per_microbatch)
+        shares = distribute(
+            make_updates(groups, config), num_ranks, config.max_tokens_per_microbatch, config.share_prefix
+        )
     mine: list = [None]
     dist.scatter_object_list(mine, shares, src=0)
     return mine[0]

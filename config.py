@@ -116,6 +116,9 @@ class Config:
     """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
+    share_prefix: bool = False
+    """Read a group's prompt once for all its responses in the trainer: G·(P + R) tokens become P + G·R; never the
+    gradient."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass and compute the rest again: memory for about 1/3 more
     computation, never the gradient."""
@@ -254,6 +257,11 @@ def _check_cross_fields(config: Config) -> None:
         raise ValueError(
             f"--advantage {config.advantage} compares responses of one prompt, and --group-size 1 leaves nothing to "
             "compare: every advantage would be 0; use --group-size 2 or more, or --advantage reinforce"
+        )
+    if config.group_size == 1 and config.share_prefix:
+        raise ValueError(
+            "--share-prefix reads the prompt of a group once, and --group-size 1 leaves nothing to share; "
+            "change one of the two"
         )
     if config.algo == "tis" and None not in (config.clip_low, config.clip_high) and config.clip_low > config.clip_high:
         raise ValueError(

@@ -1,13 +1,12 @@
 """The trained model: load, FSDP2, loss of packed tokens, optimizer update, checkpoint.
 
-Weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction) with
-flash-attn where it is installed and torch's own attention otherwise; the CPU computes in float32 with torch's own.
+Weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the CPU in
+float32; attention.py says with which attention.
 Methods marked «collective» must be called by all ranks with the same number of micro-batches.
 """
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import shutil
@@ -27,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
 from algos.kl import k3
 from algos.proximal import loglinear
+from attention import check_shares_prefix, choose_attention
 from config import Config
 from packing import MicroBatch, TrainSequence, pack, token_weights
 from token_logprobs import TokenLogprobs
@@ -80,7 +80,8 @@ class Policy:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → sequences; collective.
 
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss` and `grad_norm` (before
-        clipping), means over the updates; `lr` of the last; and the means of TokenStats over all trained tokens.
+        clipping), means over the updates; `lr` of the last; `tokens/forward` and `tokens/saved_share`; and the means of
+        TokenStats over all trained tokens.
         Raises RuntimeError for a non-finite loss or gradient, for an update without a trained token, and for a token
         from the future.
         """
@@ -95,7 +96,14 @@ class Policy:
             for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
         ]
         mean = {name: sum(r[name] for r in results) / len(results) for name in ("loss", "grad_norm")}
-        return {**mean, "lr": results[-1]["lr"], **stats.reduce(), **self._memory()}
+        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
+
+    def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
+        """Tokens that one pass over the step reads, on all ranks, and the share that shared prompts saved."""
+        batches = [batch for update in packed for batch in update]
+        counts = [float(sum(b.num_read for b in batches)), float(sum(b.num_unshared for b in batches))]
+        read, unshared = self._sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
+        return {"tokens/forward": read, "tokens/saved_share": 1 - read / unshared}
 
     def _memory(self) -> dict[str, float]:
         """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""
@@ -107,8 +115,8 @@ class Policy:
 
         Token order is that of the sequences given. `raw` leaves the sampling transform out (temperature 1, top_p 1).
         """
-        batches = [pack(sequences, self.module.one_row).to(self.device) for sequences in microbatches]
-        return [self._forward(self.module, batch, raw)[0].cpu() for batch in batches]
+        packed = [pack(sequences, self.module.one_row, self.config.share_prefix) for sequences in microbatches]
+        return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
 
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full float32 tensor) one at a time, tied weights once, in fixed order; collective.
@@ -134,7 +142,7 @@ class Policy:
             raise OSError(failure[0])
 
     def _pack(self, sequences: list[TrainSequence], policy_version: int) -> MicroBatch:
-        batch = pack(sequences, self.module.one_row)
+        batch = pack(sequences, self.module.one_row, self.config.share_prefix)
         newest = max(batch.policy_versions.tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(
@@ -146,7 +154,8 @@ class Policy:
     def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy [N] of the trained tokens."""
         temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
-        scored = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, temperature, top_p)
+        inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
+        scored = module(*inputs, temperature, top_p, batch.segment_ids, batch.prefix_ids)
         if not torch.is_grad_enabled():
             module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
         return scored
@@ -258,21 +267,17 @@ def load_policy(config: Config, model_path: str, device: torch.device) -> Policy
     return Policy(config, model_path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
 
 
-def attention_implementation(device: torch.device) -> str:
-    """Return flash_attention_2 on a GPU with flash-attn installed, else sdpa (torch's own)."""
-    has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if has_flash else "sdpa"
-
-
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
 
 
 def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
     """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights."""
     hf_config = _read_config(path)
+    if config.share_prefix:
+        check_shares_prefix(hf_config, path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, attn_implementation=attention_implementation(device)
+            hf_config, dtype=torch.float32, attn_implementation=choose_attention(device, config.share_prefix)
         )
     module = TokenLogprobs(model.eval())
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]

@@ -2,9 +2,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_policy import random_sequences
+from tiny_policy import grouped_sequences, random_sequences
 
-from packing import TrainSequence, distribute, first_fit_decreasing, pack, split_into_microbatches, token_weights
+from attention import dense_mask
+from packing import (
+    TrainSequence,
+    bundle,
+    choose_bundles,
+    common_prefix,
+    distribute,
+    first_fit_decreasing,
+    pack,
+    split_into_microbatches,
+    token_weights,
+)
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
@@ -102,3 +113,89 @@ def test_token_weights_are_those_of_each_aggregation():
     assert token_weights(lengths, "constant", 10, 5, 8) == [1 / 40, 1 / 40]
     with pytest.raises(ValueError, match="got 'median'"):
         token_weights(lengths, "median", 10, 5, 8)
+
+
+# Shared prompts
+
+
+def make_group(group_id, prompt, responses):
+    """A sequence per response, of the lengths given, all tokens trained, to one prompt of `prompt` tokens."""
+    return [
+        TrainSequence(
+            tokens=np.concatenate([np.arange(prompt), np.full(length, 1000 + i)]),
+            loss_mask=np.arange(prompt + length) >= prompt,
+            behavior_logprobs=np.zeros(prompt + length, np.float32),
+            policy_versions=np.zeros(prompt + length, np.int32),
+            advantage=1.0,
+            reward=1.0,
+            group_id=group_id,
+        )
+        for i, length in enumerate(responses)
+    ]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 12))
+def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, response, group_size):
+    batch = pack(make_group(0, prompt, [response] * group_size), one_row=True, share_prefix=True)
+    assert batch.num_unshared == group_size * (prompt + response)
+    assert batch.num_read == prompt + group_size * response == batch.input_ids.numel()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.booleans(), st.integers(0, 1000))
+def test_what_predicts_a_token_of_a_shared_row_sees_exactly_the_tokens_before_it(groups, size, one_row, seed):
+    sequences = grouped_sequences(groups, size, seed)
+    batch = pack(sequences, one_row, share_prefix=True)
+    mask = dense_mask(batch.segment_ids, batch.prefix_ids)[:, 0].numpy()
+    found = 0
+    for s, sequence in enumerate(sequences):
+        for t in np.flatnonzero(sequence.loss_mask):
+            row, column = divmod(int(batch.sources[found]), batch.input_ids.shape[1])
+            seen = mask[row, column]
+            assert batch.sequence_ids[found] == s and batch.targets[found] == sequence.tokens[t]
+            assert batch.input_ids[row].numpy()[seen].tolist() == sequence.tokens[:t].tolist()
+            assert batch.position_ids[row].numpy()[seen].tolist() == list(range(t))
+            found += 1
+    assert found == len(batch.targets)
+
+
+def test_the_common_prefix_ends_where_members_differ_or_one_is_trained():
+    a, b, c = make_group(0, 5, [2, 2, 2])
+    other = TrainSequence(np.array([0, 1, 2, 9, 9, 9, 9]), *[getattr(a, f) for f in ("loss_mask", "behavior_logprobs")],
+                          a.policy_versions, 1.0, 1.0, 0)  # fmt: skip
+    silent = TrainSequence(b.tokens, np.zeros(7, bool), b.behavior_logprobs, b.policy_versions, 1.0, 1.0, 0)
+    assert common_prefix([a, b, c]) == 5 and common_prefix([a, other]) == 3
+    assert common_prefix([a, a]) == 5, "equal responses are two samples, not a prefix"
+    assert common_prefix([silent, silent]) == 7
+
+
+def test_sequences_without_a_group_or_a_common_first_token_pack_as_without_sharing():
+    no_group = random_sequences(9)
+    no_prefix = [TrainSequence(s.tokens, *list(vars(s).values())[1:6], group_id=0) for s in no_group]
+    assert len({s.tokens[0] for s in no_prefix}) > 1
+    plain = pack(no_group, one_row=False)
+    for sequences in (no_group, no_prefix):
+        shared = pack(sequences, one_row=False, share_prefix=True)
+        for name in ("input_ids", "position_ids", "sources", "targets", "sequence_ids"):
+            assert getattr(shared, name).equal(getattr(plain, name)), name
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 5), st.integers(40, 120), st.integers(0, 1000))
+def test_shared_groups_are_dealt_whole_or_cut_and_every_microbatch_keeps_the_budget(groups, size, ranks, budget, seed):
+    sequences = grouped_sequences(groups, size, seed)
+    shares = distribute([sequences], ranks, budget, share_prefix=True)
+    held = [id(s) for rank in shares for microbatch in rank[0] for s in microbatch]
+    assert sorted(held) == sorted(map(id, sequences))
+    assert len({len(rank[0]) for rank in shares}) == 1
+    assert all(pack(m, True, share_prefix=True).num_read <= budget for rank in shares for m in rank[0])
+
+
+def test_a_group_is_cut_only_as_far_as_the_budget_and_the_ranks_ask():
+    two_groups = [*make_group(0, 10, [5] * 8), *make_group(1, 10, [5] * 8)]
+    sizes = {ranks: [len(b.members) for b in choose_bundles(two_groups, ranks, 1000, True)] for ranks in (1, 2, 4)}
+    assert sizes == {1: [8, 8], 2: [8, 8], 4: [4, 4, 4, 4]}
+    assert [len(b.members) for b in bundle(two_groups, True, max_tokens=26)] == [3, 3, 2] * 2
+    assert [b.num_tokens for b in bundle(two_groups[:8], True, max_tokens=26)] == [25, 25, 20]
+    assert [b.num_tokens for b in bundle(two_groups[:2], True, max_tokens=3)] == [15, 15]
