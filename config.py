@@ -98,6 +98,9 @@ class Config:
     """Optimizer updates of linear warm-up."""
     weight_decay: float = 0.0
     """AdamW weight decay."""
+    lora_rank: int = 0
+    """Rank of trained adapters on all linear layers of the decoder, the model itself frozen (LoRA, alpha = 2·rank); 0
+    trains the model."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
     clip_low: float | None = None
@@ -207,7 +210,7 @@ _AT_LEAST = {
     "steps": 1, "groups_per_step": 1, "group_size": 1, "async_ratio": 0, "publish_delay": 0, "max_prompt_tokens": 1,
     "max_response_tokens": 1, "max_running_requests": 1, "warmup": 0, "weight_decay": 0, "minibatches": 1,
     "kl_coef": 0, "eval_every": 0, "eval_problems": 1, "save_every": 0, "max_worker_restarts": 0, "seed": 0,
-    "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
+    "lora_rank": 0, "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
 }  # fmt: skip
 _ABOVE_ZERO = (
     "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",

@@ -17,6 +17,7 @@ from config import Config
 from controller import Controller
 from data.records import Group
 from data.tasks import load_task
+from lora import named_base_parameters
 from model_path import resolve_model
 from placement import Placement, available_cores, place, visible_gpus
 from policy import Policy
@@ -50,7 +51,8 @@ class Node:
             return None
         print(f"attention of the trainer: {policy.attention}", flush=True)
         sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in policy.module.model.named_parameters()]
+        parameters = named_base_parameters(policy.module.model)
+        specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in parameters]
         kind = {"shm": ShmTransport, "ipc": IpcTransport}[self.placement.transport]
         transport = kind(specs)
         self.controller.connect(transport)
