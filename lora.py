@@ -92,7 +92,7 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     if not (isinstance(owner, LoraLinear) and name.endswith(".weight")):
         return weight.float()
     lora_a, lora_b = owner.lora_A.detach().full_tensor(), owner.lora_B.detach().full_tensor()
-    return torch.addmm(weight.float(), lora_b.to(weight.device), lora_a.to(weight.device), alpha=SCALE)
+    return torch.addmm(weight.float(), lora_b, lora_a, alpha=SCALE)
 
 
 @contextmanager

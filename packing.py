@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ATTENTION_BLOCK = 128
+"""Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
@@ -181,16 +183,15 @@ def choose_bundles(sequences: list[TrainSequence], num_ranks: int, max_tokens: i
     Whole groups save the most, but a few of them cannot be dealt evenly; so groups are cut at half the limit, and half
     of that, while this takes tokens from the fullest rank.
     """
-    best, fewest = [], None
-    limit, longest = max_tokens, max((len(s.tokens) for s in sequences), default=1)
-    while fewest is None or limit >= longest:
-        bundles = bundle(sequences, share_prefix, limit)
+    longest, limits = max((len(s.tokens) for s in sequences), default=1), [max_tokens]
+    while share_prefix and limits[-1] // 2 >= longest:
+        limits.append(limits[-1] // 2)
+
+    def fullest_rank(bundles: list[Bundle]) -> int:
         lengths = [b.num_tokens for b in bundles]
-        fullest = max(sum(lengths[i] for i in items) for items in balance(lengths, num_ranks))
-        if fewest is None or fullest < fewest:
-            best, fewest = bundles, fullest
-        limit //= 2
-    return best
+        return max(sum(lengths[i] for i in items) for items in balance(lengths, num_ranks))
+
+    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=fullest_rank)
 
 
 def distribute(
@@ -253,13 +254,16 @@ class _Rows:
 def pack(sequences: list[TrainSequence], one_row: bool, share_prefix: bool = False) -> MicroBatch:
     """Pack sequences into rows as long as the longest bundle of them, or all into one row.
 
-    One row is for variable-length attention kernels. Others pay for the square of the row, so short rows cost less.
-    Without any sequence: one token to read and N = 0, for a rank that only keeps the others company.
-    Raises RuntimeError for a sequence whose first token is marked as trained.
+    One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prompts are shared.
+    Others pay for the square of the row, so short rows cost less. Without any sequence: one token to read and N = 0,
+    for a rank that only keeps the others company. Raises RuntimeError for a sequence whose first token is
+    marked as trained.
     """
     bundles = bundle(sequences, share_prefix)
     lengths = [b.num_tokens for b in bundles] or [1]
     width = sum(lengths) if one_row else max(lengths)
+    if one_row and share_prefix:
+        width = -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
     bins = first_fit_decreasing(lengths, width)
     rows = _Rows(len(bins), width)
     sources: list[np.ndarray] = [np.zeros(0, np.int64)] * len(sequences)

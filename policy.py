@@ -1,7 +1,7 @@
 """The trained model: load, FSDP2, loss of packed tokens, optimizer update.
 
-Weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the CPU in
-float32; attention.py says with which attention.
+Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
+CPU in float32; what is frozen beside adapters is kept in that dtype. attention.py says with which attention.
 Methods marked «collective» must be called by all ranks with the same number of micro-batches.
 """
 
@@ -288,7 +288,7 @@ def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.dev
     if config.share_prefix:
         check_shares_prefix(hf_config, path)
     compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = compute_dtype if config.lora_rank else torch.float32  # what is frozen needs no more digits than are used
+    dtype = compute_dtype if config.lora_rank else torch.float32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=choose_attention(device, config.share_prefix)

@@ -74,16 +74,20 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
         kl_coef=0.01,
         scheduling="batch",
         replicate_prompts=False,
+        share_prefix=True,
     )
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0] * 4
+    assert all(line["tokens/saved_share"] > 0.2 for line in metrics)
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
     assert 0 < metrics[0]["drift/k3"] < 1e-2, "only the second minibatch meets a policy that has moved"
     assert_ledger_balances(metrics)
 
 
-def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3(tmp_path):
-    metrics = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3, on_update="wait").metrics()
+def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3_and_so_are_adapters(tmp_path):
+    job = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3, on_update="wait", lora_rank=4, lr=1e-2)
+    metrics = job.metrics()
+    assert (job.run_path / "checkpoints" / "step_7" / "adapter" / "adapter_model.safetensors").exists()
     assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -137,9 +139,12 @@ def make_group(group_id, prompt, responses):
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 12))
 def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, response, group_size):
-    batch = pack(make_group(0, prompt, [response] * group_size), one_row=True, share_prefix=True)
+    sequences = make_group(0, prompt, [response] * group_size)
+    batch = pack(sequences, one_row=False, share_prefix=True)
     assert batch.num_unshared == group_size * (prompt + response)
     assert batch.num_read == prompt + group_size * response == batch.input_ids.numel()
+    in_blocks = pack(sequences, one_row=True, share_prefix=True).input_ids.shape
+    assert in_blocks == (1, math.ceil(batch.num_read / 128) * 128)
 
 
 @settings(max_examples=30, deadline=None)
