@@ -29,17 +29,16 @@ def make_updates(groups: list[Group], config: Config) -> list[list[TrainSequence
     return [sequences[i * size : (i + 1) * size] for i in range(config.minibatches)]
 
 
-def share(groups: list[Group] | None, config: Config) -> list[list[list[TrainSequence]]]:
+def share(groups: list[Group] | None, config: Config, one_row: bool) -> list[list[list[TrainSequence]]]:
     """This rank's [update][micro-batch] → sequences, balanced over ranks by tokens; collective.
 
-    `groups` is the batch on rank 0 and None on the others.
+    `groups` is the batch on rank 0 and None on the others; `one_row` says how the model wants micro-batches packed.
     """
     num_ranks = dist.get_world_size()
     shares = [None] * num_ranks
     if dist.get_rank() == 0:
-        shares = distribute(
-            make_updates(groups, config), num_ranks, config.max_tokens_per_microbatch, config.share_prefix
-        )
+        updates = make_updates(groups, config)
+        shares = distribute(updates, num_ranks, config.max_tokens_per_microbatch, config.share_prefix, one_row)
     mine: list = [None]
     dist.scatter_object_list(mine, shares, src=0)
     return mine[0]

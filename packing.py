@@ -8,13 +8,16 @@ Numpy and torch only, no model and no process group: everything here can be chec
 """
 
 import itertools
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+COLUMNS_PER_TOKEN = 256
+"""What all else costs for a token, in columns of a dense attention mask: 235 and 329 in the tiny model on a CPU, from
+steps with short and long rows. By operations it is 6 times the hidden size, so a larger model could share more."""
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -36,8 +39,8 @@ class TrainSequence:
     """Of the whole sequence."""
     reward: float
     """Task reward."""
-    group_id: int | None = None
-    """Sequences with the same one may share their prompt; None shares with none."""
+    prefix_group: int | None = None
+    """Sequences of one update with the same one share the tokens they begin with; None shares with none."""
 
     @property
     def num_trained(self) -> int:
@@ -52,7 +55,7 @@ class Bundle:
     members: tuple[int, ...]
     """Indices of the sequences."""
     prefix: int
-    """Tokens that all of them begin with, none of them trained, read once; 0 for a sequence by itself."""
+    """Tokens that all of them begin with, none of them trained, read once."""
     num_tokens: int
     """Tokens to read: the prefix, and what follows it in each."""
 
@@ -120,30 +123,27 @@ def common_prefix(sequences: list[TrainSequence]) -> int:
 
 
 def bundle(sequences: list[TrainSequence], share_prefix: bool, max_tokens: int | None = None) -> list[Bundle]:
-    """Join the sequences of each group whose common prefix is to be shared, every other sequence by itself.
+    """Join the sequences of each prefix_group, where prefixes are shared, and leave every other one by itself.
 
     A group that is longer than `max_tokens` is cut into several bundles, and its prefix read in each of them; a
     bundle is above the limit only where it is one sequence.
     """
     members: dict[tuple, list[int]] = {}
     for i, sequence in enumerate(sequences):
-        alone = not share_prefix or sequence.group_id is None
-        members.setdefault(("alone", i) if alone else ("group", sequence.group_id), []).append(i)
+        alone = not share_prefix or sequence.prefix_group is None
+        members.setdefault(("alone", i) if alone else ("group", sequence.prefix_group), []).append(i)
     return list(itertools.chain.from_iterable(_cut(sequences, of, max_tokens) for of in members.values()))
 
 
 def _cut(sequences: list[TrainSequence], members: list[int], max_tokens: int | None) -> list[Bundle]:
     """Bundles of the sequences of one group."""
     prefix = common_prefix([sequences[i] for i in members]) if len(members) > 1 else 0
-    rests = [len(sequences[i].tokens) - prefix for i in members]
     if not prefix:
-        return [Bundle((i,), 0, rest) for i, rest in zip(members, rests, strict=True)]
+        return [Bundle((i,), 0, len(sequences[i].tokens)) for i in members]
+    rests = [len(sequences[i].tokens) - prefix for i in members]
     room = sum(rests) if max_tokens is None else max(max_tokens - prefix, *rests)
     parts = [sorted(part) for part in first_fit_decreasing(rests, room)]
-    return [
-        Bundle(tuple(members[j] for j in part), prefix if len(part) > 1 else 0, prefix + sum(rests[j] for j in part))
-        for part in parts
-    ]
+    return [Bundle(tuple(members[j] for j in part), prefix, prefix + sum(rests[j] for j in part)) for part in parts]
 
 
 def balance(lengths: list[int], num_ranks: int) -> list[list[int]]:
@@ -177,36 +177,54 @@ def split_into_microbatches(lengths: list[int], num_ranks: int, max_tokens: int)
     return [microbatches + [[] for _ in range(num_microbatches - len(microbatches))] for microbatches in packed]
 
 
-def choose_bundles(sequences: list[TrainSequence], num_ranks: int, max_tokens: int, share_prefix: bool) -> list[Bundle]:
-    """Bundle the sequences of an update so that the rank that reads the most tokens reads as few as may be.
+def choose_bundles(
+    sequences: list[TrainSequence], num_ranks: int, max_tokens: int, share_prefix: bool, one_row: bool
+) -> list[Bundle]:
+    """Bundle the sequences of an update so that the rank with the most to compute has as little as may be.
 
-    Whole groups save the most, but a few of them cannot be dealt evenly; so groups are cut at half the limit, and half
-    of that, while this takes tokens from the fullest rank.
+    Whole groups save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
+    for its square; so groups are cut at half the limit, and half of that, while this helps.
     """
     longest, limits = max((len(s.tokens) for s in sequences), default=1), [max_tokens]
-    while share_prefix and limits[-1] // 2 >= longest:
-        limits.append(limits[-1] // 2)
+    while share_prefix and limits[-1] > longest:
+        limits.append(max(limits[-1] // 2, longest))
 
-    def fullest_rank(bundles: list[Bundle]) -> int:
+    def cost(bundles: list[Bundle]) -> float:
         lengths = [b.num_tokens for b in bundles]
-        return max(sum(lengths[i] for i in items) for items in balance(lengths, num_ranks))
+        return max(row_cost([lengths[i] for i in items], one_row) for items in balance(lengths, num_ranks))
 
-    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=fullest_rank)
+    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=cost)
+
+
+def row_cost(lengths: list[int], one_row: bool) -> int:
+    """What a rank's bundles cost to compute, relative to other ways to pack the same sequences."""
+    if one_row or not lengths:
+        return sum(lengths)
+    width = max(lengths)
+    return len(first_fit_decreasing(lengths, width)) * width * (COLUMNS_PER_TOKEN + width)
 
 
 def distribute(
-    updates: list[list[TrainSequence]], num_ranks: int, max_tokens: int, share_prefix: bool = False
+    updates: list[list[TrainSequence]],
+    num_ranks: int,
+    max_tokens: int,
+    share_prefix: bool = False,
+    one_row: bool = False,
 ) -> list[list[list[list[TrainSequence]]]]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → sequences.
 
-    With `share_prefix` tokens are counted as they will be packed, and the members of a bundle stay together.
+    With `share_prefix` the prefix_group of what is returned is the bundle, so that it is packed as it was counted here;
+    `one_row` as in pack.
     """
     shares: list[list[list[list[TrainSequence]]]] = [[] for _ in range(num_ranks)]
     for update in updates:
-        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix)
+        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, one_row)
+        members = [[update[i] for i in b.members] for b in bundles]
+        if share_prefix:
+            members = [[replace(s, prefix_group=b) for s in of] for b, of in enumerate(members)]
         plan = split_into_microbatches([b.num_tokens for b in bundles], num_ranks, max_tokens)
         for share, microbatches in zip(shares, plan, strict=True):
-            share.append([[update[i] for b in members for i in bundles[b].members] for members in microbatches])
+            share.append([[s for b in chosen for s in members[b]] for chosen in microbatches])
     return shares
 
 

@@ -32,7 +32,7 @@ def train(config: Config) -> None:
             clock.lap("log")
             groups = node.take_batch()
             clock.lap("wait")
-            share = batch.share(groups, config)
+            share = batch.share(groups, config, policy.module.one_row)
             publisher.choose_probes(groups)
             stats = policy.train_step(share, policy_version=step - 1)
             clock.lap("train")

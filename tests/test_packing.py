@@ -130,7 +130,7 @@ def make_group(group_id, prompt, responses):
             policy_versions=np.zeros(prompt + length, np.int32),
             advantage=1.0,
             reward=1.0,
-            group_id=group_id,
+            prefix_group=group_id,
         )
         for i, length in enumerate(responses)
     ]
@@ -177,7 +177,7 @@ def test_the_common_prefix_ends_where_members_differ_or_one_is_trained():
 
 def test_sequences_without_a_group_or_a_common_first_token_pack_as_without_sharing():
     no_group = random_sequences(9)
-    no_prefix = [TrainSequence(s.tokens, *list(vars(s).values())[1:6], group_id=0) for s in no_group]
+    no_prefix = [TrainSequence(s.tokens, *list(vars(s).values())[1:6], prefix_group=0) for s in no_group]
     assert len({s.tokens[0] for s in no_prefix}) > 1
     plain = pack(no_group, one_row=False)
     for sequences in (no_group, no_prefix):
@@ -187,20 +187,39 @@ def test_sequences_without_a_group_or_a_common_first_token_pack_as_without_shari
 
 
 @settings(deadline=None)
-@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 5), st.integers(40, 120), st.integers(0, 1000))
-def test_shared_groups_are_dealt_whole_or_cut_and_every_microbatch_keeps_the_budget(groups, size, ranks, budget, seed):
+@given(
+    st.integers(1, 6), st.integers(1, 8), st.integers(1, 5), st.integers(40, 120), st.booleans(), st.integers(0, 1000)
+)
+def test_shared_groups_are_dealt_whole_or_cut_and_packed_as_they_were_counted(groups, size, ranks, budget, rows, seed):
     sequences = grouped_sequences(groups, size, seed)
-    shares = distribute([sequences], ranks, budget, share_prefix=True)
-    held = [id(s) for rank in shares for microbatch in rank[0] for s in microbatch]
-    assert sorted(held) == sorted(map(id, sequences))
+    shares = distribute([sequences], ranks, budget, share_prefix=True, one_row=rows)
+    held = [id(s.tokens) for rank in shares for microbatch in rank[0] for s in microbatch]
+    assert sorted(held) == sorted(id(s.tokens) for s in sequences)
     assert len({len(rank[0]) for rank in shares}) == 1
-    assert all(pack(m, True, share_prefix=True).num_read <= budget for rank in shares for m in rank[0])
+    read = [sum(pack(m, rows, share_prefix=True).num_read for m in rank[0]) for rank in shares]
+    bundles = choose_bundles(sequences, ranks, budget, True, rows)
+    assert sum(read) == sum(b.num_tokens for b in bundles)
+    assert max(read) - min(read) <= max(b.num_tokens for b in bundles)
+    assert all(pack(m, rows, share_prefix=True).num_read <= budget for rank in shares for m in rank[0])
 
 
 def test_a_group_is_cut_only_as_far_as_the_budget_and_the_ranks_ask():
     two_groups = [*make_group(0, 10, [5] * 8), *make_group(1, 10, [5] * 8)]
-    sizes = {ranks: [len(b.members) for b in choose_bundles(two_groups, ranks, 1000, True)] for ranks in (1, 2, 4)}
-    assert sizes == {1: [8, 8], 2: [8, 8], 4: [4, 4, 4, 4]}
+    chosen = {ranks: choose_bundles(two_groups, ranks, 1000, True, one_row=True) for ranks in (1, 2, 4)}
+    assert {ranks: [len(b.members) for b in bundles] for ranks, bundles in chosen.items()} == {
+        1: [8, 8],
+        2: [8, 8],
+        4: [4, 4, 4, 4],
+    }
     assert [len(b.members) for b in bundle(two_groups, True, max_tokens=26)] == [3, 3, 2] * 2
     assert [b.num_tokens for b in bundle(two_groups[:8], True, max_tokens=26)] == [25, 25, 20]
     assert [b.num_tokens for b in bundle(two_groups[:2], True, max_tokens=3)] == [15, 15]
+
+
+def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_of_long_responses():
+    def members_in_a_row(prompt, response, one_row):
+        bundles = choose_bundles(make_group(0, prompt, [response] * 8), 1, 16384, True, one_row)
+        return max(len(b.members) for b in bundles)
+
+    assert members_in_a_row(256, 32, one_row=False) == members_in_a_row(256, 32, one_row=True) == 8
+    assert members_in_a_row(16, 256, one_row=False) == 1 and members_in_a_row(16, 256, one_row=True) == 8

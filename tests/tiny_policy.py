@@ -126,7 +126,7 @@ def _with_prompt(s: TrainSequence, prompt: np.ndarray, cut: int, group_id: int) 
         loss_mask=np.concatenate([untrained.astype(bool), s.loss_mask[cut:]]),
         behavior_logprobs=np.concatenate([untrained.astype(np.float32), s.behavior_logprobs[cut:]]),
         policy_versions=np.concatenate([untrained.astype(np.int32) - 1, s.policy_versions[cut:]]),
-        group_id=group_id,
+        prefix_group=group_id,
     )
 
 
