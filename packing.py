@@ -274,8 +274,8 @@ def pack(sequences: list[TrainSequence], one_row: bool, share_prefix: bool = Fal
 
     One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prompts are shared.
     Others pay for the square of the row, so short rows cost less. Without any sequence: one token to read and N = 0,
-    for a rank that only keeps the others company. Raises RuntimeError for a sequence whose first token is
-    marked as trained.
+    for a rank that only keeps the others company.
+    Raises RuntimeError for a sequence whose first token is marked as trained.
     """
     bundles = bundle(sequences, share_prefix)
     lengths = [b.num_tokens for b in bundles] or [1]
@@ -300,12 +300,12 @@ def pack(sequences: list[TrainSequence], one_row: bool, share_prefix: bool = Fal
     )
 
 
-def _place(rows: _Rows, row: int, sequences: list[TrainSequence], bundle: Bundle, sources: list[np.ndarray]) -> None:
+def _place(rows: _Rows, row: int, sequences: list[TrainSequence], chosen: Bundle, sources: list[np.ndarray]) -> None:
     """Append a bundle to a row, and note in `sources` where each member's trained tokens are predicted."""
     width = rows.input_ids.shape[1]
-    prefix = bundle.prefix
-    start = rows.append(row, sequences[bundle.members[0]].tokens[:prefix], 0)
-    for i in bundle.members:
+    prefix = chosen.prefix
+    start = rows.append(row, sequences[chosen.members[0]].tokens[:prefix], 0)
+    for i in chosen.members:
         rest = rows.append(row, sequences[i].tokens[prefix:], prefix, start if prefix else None)
         before = np.flatnonzero(sequences[i].loss_mask) - 1
         sources[i] = row * width + np.where(before < prefix, start + before, rest - prefix + before)
