@@ -2,7 +2,8 @@
 
 A layer computes W·x + (alpha / r)·B·(A·x), with A random and B zero at first, so training begins at the base model.
 Adapted are all linear layers of the decoder blocks, and neither embedding nor head, nor experts that are fused into one
-parameter; alpha is 2·r, so that the factor is 2 for every rank. Engines are sent W + 2·B·A under the name of W: to them nothing is different.
+parameter; alpha is 2·r, so that the factor is 2 for every rank. Engines are sent W + 2·B·A under the name of W: to them
+nothing is different.
 
 The library `peft` has this layer too, but cannot be imported without `accelerate`. Adapters are written in its format.
 """
