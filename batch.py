@@ -22,7 +22,7 @@ def make_updates(groups: list[Group], config: Config, cluster: Cluster | None = 
     trajectories = [t for group in groups for t in group.trajectories]
     advantages = _advantages([(t.reward, t.group_id) for t in trajectories], config, cluster or Cluster())
     sequences = [
-        TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, advantage, t.reward)
+        TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, advantage, t.reward, t.group_id)
         for t, advantage in zip(trajectories, advantages, strict=True)
     ]
     size = len(sequences) // config.minibatches
@@ -38,15 +38,19 @@ def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster)
     return advantages[start : start + len(mine)].tolist()
 
 
-def share(groups: list[Group] | None, config: Config, cluster: Cluster) -> list[list[list[TrainSequence]]]:
+def share(
+    groups: list[Group] | None, config: Config, cluster: Cluster, one_row: bool
+) -> list[list[list[TrainSequence]]]:
     """This rank's [update][micro-batch] → sequences, balanced over the node's ranks by tokens; collective.
 
-    `groups` is the node's batch on its leader and None on the others.
+    `groups` is the node's batch on its leader and None on the others; `one_row` says how the model wants micro-batches
+    packed.
     """
     shares = None
     if groups is not None:
         updates = make_updates(groups, config, cluster)
-        shares = distribute(updates, len(cluster.local_ranks), config.max_tokens_per_microbatch)
+        num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
+        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, one_row)
     mine = cluster.scatter_on_node(shares)
     return mine if cluster.num_nodes == 1 else _pad(mine, cluster)
 

@@ -98,6 +98,9 @@ class Config:
     """Optimizer updates of linear warm-up."""
     weight_decay: float = 0.0
     """AdamW weight decay."""
+    lora_rank: int = 0
+    """Rank of trained adapters on all linear layers of the decoder, the model itself frozen (LoRA, alpha = 2·rank); 0
+    trains the model."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
     clip_low: float | None = None
@@ -116,6 +119,9 @@ class Config:
     """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
+    share_prefix: bool = False
+    """Read a group's prompt once for all its responses in the trainer: G·(P + R) tokens become P + G·R; never the
+    gradient."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass and compute the rest again: memory for about 1/3 more
     computation, never the gradient."""
@@ -216,7 +222,7 @@ _AT_LEAST = {
     "max_response_tokens": 1, "max_running_requests": 1, "warmup": 0, "weight_decay": 0, "minibatches": 1,
     "kl_coef": 0, "eval_every": 0, "eval_problems": 1, "save_every": 0, "max_worker_restarts": 0, "seed": 0,
     "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
-    "replicas": 1, "rollout_tp": 1,
+    "replicas": 1, "rollout_tp": 1, "lora_rank": 0,
 }  # fmt: skip
 _ABOVE_ZERO = (
     "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",
@@ -266,6 +272,11 @@ def _check_cross_fields(config: Config) -> None:
         raise ValueError(
             f"--advantage {config.advantage} compares responses of one prompt, and --group-size 1 leaves nothing to "
             "compare: every advantage would be 0; use --group-size 2 or more, or --advantage reinforce"
+        )
+    if config.group_size == 1 and config.share_prefix:
+        raise ValueError(
+            "--share-prefix reads the prompt of a group once, and --group-size 1 leaves nothing to share; "
+            "change one of the two"
         )
     if config.algo == "tis" and None not in (config.clip_low, config.clip_high) and config.clip_low > config.clip_high:
         raise ValueError(

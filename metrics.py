@@ -82,13 +82,13 @@ def _sum_over_nodes(of_nodes: tuple):
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
-    """The policy's stats under the names of the log: loss/* but for drift/* and memory/*, which are not the loss's."""
+    """The policy's stats under the names of the log: loss/*, but for drift/*, memory/* and tokens/*."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
     metrics = {}
     for name, value in stats.items():
         if name.startswith("tokens/lag_"):
             name = name.replace("tokens/", "tokens/trained_")
-        elif not name.startswith(("drift/", "memory/")):
+        elif not name.startswith(("drift/", "memory/", "tokens/")):
             name = renamed.get(name, f"loss/{name}")
         metrics[name] = value
     return metrics

@@ -20,6 +20,7 @@ from controller import Controller
 from data.records import Group
 from data.tasks import load_task
 from gpus import visible_gpus
+from lora import named_base_parameters
 from model_path import resolve_model
 from model_shape import read_shape
 from nccl_sync import NcclTransport
@@ -63,8 +64,8 @@ class Node:
         if self.cluster.is_first:
             print(f"attention of the trainer: {policy.attention}", flush=True)
         sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        specs = [ParameterSpec(name, sent, tuple(p.shape)) for name, p in policy.module.model.named_parameters()]
-        transport = self._make_transport(specs)
+        parameters = named_base_parameters(policy.module.model)
+        transport = self._make_transport([ParameterSpec(name, sent, tuple(p.shape)) for name, p in parameters])
         self.controller.connect(transport)
         return transport
 

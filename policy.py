@@ -1,33 +1,32 @@
-"""The trained model: load, FSDP2, loss of packed tokens, optimizer update, checkpoint.
+"""The trained model: load, FSDP2, loss of packed tokens, optimizer update.
 
-Weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction) with
-flash-attn where it is installed and torch's own attention otherwise; the CPU computes in float32 with torch's own.
+Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
+CPU in float32; what is frozen beside adapters is kept in that dtype. attention.py says with which attention.
 Methods marked «collective» must be called by all ranks with the same number of micro-batches.
 """
 
 import dataclasses
 import functools
-import importlib.util
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
 from algos.kl import k3
 from algos.proximal import loglinear
+from attention import check_shares_prefix, choose_attention
+from checkpoint import try_write
 from config import Config
+from lora import add_adapters, initial_adapters, merged, named_adapters, named_base_parameters, without_adapters
 from packing import MicroBatch, TrainSequence, pack, token_weights
 from token_logprobs import TokenLogprobs
 from token_stats import TokenStats
@@ -63,7 +62,8 @@ class Policy:
         self.reference = reference
         self.loss = loss
         self.device = device
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
         self.num_updates = 0
         self.enter: Callable[[str], None] = lambda state: None
         """Told when the optimizer begins, and when forward and backward passes go on: TrainerClock.enter."""
@@ -82,7 +82,8 @@ class Policy:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → sequences; collective.
 
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss` and `grad_norm` (before
-        clipping), means over the updates; `lr` of the last; and the means of TokenStats over all trained tokens.
+        clipping), means over the updates; `lr` of the last; `tokens/forward` and `tokens/saved_share`; and the means of
+        TokenStats over all trained tokens.
         Raises RuntimeError for a non-finite loss or gradient, for an update without a trained token, and for a token
         from the future.
         """
@@ -97,7 +98,14 @@ class Policy:
             for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
         ]
         mean = {name: sum(r[name] for r in results) / len(results) for name in ("loss", "grad_norm")}
-        return {**mean, "lr": results[-1]["lr"], **stats.reduce(), **self._memory()}
+        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
+
+    def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
+        """Tokens that one pass over the step reads, on all ranks, and the share that shared prompts saved."""
+        batches = [batch for update in packed for batch in update]
+        counts = [float(sum(b.num_read for b in batches)), float(sum(b.num_unshared for b in batches))]
+        read, unshared = self._sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
+        return {"tokens/forward": read, "tokens/saved_share": 1 - read / unshared}
 
     def _memory(self) -> dict[str, float]:
         """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""
@@ -109,34 +117,35 @@ class Policy:
 
         Token order is that of the sequences given. `raw` leaves the sampling transform out (temperature 1, top_p 1).
         """
-        batches = [pack(sequences, self.module.one_row).to(self.device) for sequences in microbatches]
-        return [self._forward(self.module, batch, raw)[0].cpu() for batch in batches]
+        packed = [pack(sequences, self.module.one_row, self.config.share_prefix) for sequences in microbatches]
+        return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
 
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full float32 tensor) one at a time, tied weights once, in fixed order; collective.
 
-        Copy each before taking the next: on one rank it is the live weight.
+        Adapters are merged into the weights they belong to. Copy each before taking the next: on one rank it is the
+        live weight.
         """
-        for name, parameter in self.module.model.named_parameters():
-            yield name, parameter.detach().full_tensor()
+        for name, parameter in named_base_parameters(self.module.model):
+            yield name, merged(self.module.model, name, parameter.detach().full_tensor())
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.
 
+        With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
         Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
         """
-        rank = dist.get_rank()
-        state = {}
-        for name, tensor in self.named_full_parameters():
-            if rank == 0:  # the others only help to gather
-                state[name] = tensor.to("cpu", copy=True)
-        failure = [_try_write(self.module.model, self.model_path, state, path) if rank == 0 else None]
+        model, failure = self.module.model, [None]
+        state = _copies_on_rank_0(self.named_full_parameters())
+        adapters = _copies_on_rank_0((name, p.detach().full_tensor()) for name, p in named_adapters(model))
+        if dist.get_rank() == 0:
+            failure = [try_write(model, self.model_path, state, adapters, path)]
         dist.broadcast_object_list(failure, src=0, device=self.device)
         if failure[0]:
             raise OSError(failure[0])
 
     def _pack(self, sequences: list[TrainSequence], policy_version: int) -> MicroBatch:
-        batch = pack(sequences, self.module.one_row)
+        batch = pack(sequences, self.module.one_row, self.config.share_prefix)
         newest = max(batch.policy_versions.tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(
@@ -148,7 +157,8 @@ class Policy:
     def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy [N] of the trained tokens."""
         temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
-        scored = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, temperature, top_p)
+        inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
+        scored = module(*inputs, temperature, top_p, batch.segment_ids, batch.prefix_ids)
         if not torch.is_grad_enabled():
             module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
         return scored
@@ -188,10 +198,10 @@ class Policy:
 
         `anchor`: proximal log-probs [N], or None to derive them from `logprobs`.
         """
-        logprobs, entropy = self._forward(self.module, batch)
         if self.reference is not None:
-            with torch.no_grad():
+            with torch.no_grad(), without_adapters(self.reference):
                 ref_logprobs, _ = self._forward(self.reference, batch)
+        logprobs, entropy = self._forward(self.module, batch)
         if not len(batch.targets):
             return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
         behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
@@ -236,6 +246,15 @@ class Policy:
         return values
 
 
+def _copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies in host memory by name on rank 0; the others only help to gather."""
+    copies = {}
+    for name, tensor in parameters:
+        if dist.get_rank() == 0:
+            copies[name] = tensor.to("cpu", copy=True)
+    return copies
+
+
 def _drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
     """How far the current policy is from the one that sampled, per token [N]: k1, k3 (nats) and the ratio.
 
@@ -252,13 +271,15 @@ def _drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
 def load_policy(config: Config, model_path: str, device: torch.device) -> Policy:
     """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
 
-    With kl_coef > 0 a second, frozen copy is the reference. Raises ValueError, at once, for a missing or unfit
-    model and for an option that the loss does not take.
+    With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
+    ValueError, at once, for a missing or unfit model and for an option that the loss does not take.
     """
     options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
     mesh = trainer_mesh(config.replicas, device)
     module, reference = _load_sharded(config, model_path, mesh, device), None
-    if config.kl_coef > 0:
+    if config.kl_coef > 0 and config.lora_rank:
+        reference = module
+    elif config.kl_coef > 0:
         interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
         reference = _load_sharded(interpreted, model_path, mesh, device).requires_grad_(False)
     return Policy(config, model_path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
@@ -276,33 +297,32 @@ def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def attention_implementation(device: torch.device) -> str:
-    """Return flash_attention_2 on a GPU with flash-attn installed, else sdpa (torch's own)."""
-    has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if has_flash else "sdpa"
-
-
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
 
 
 def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
     """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights."""
     hf_config = _read_config(path)
+    if config.share_prefix:
+        check_shares_prefix(hf_config, path)
+    compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = compute_dtype if config.lora_rank else torch.float32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, attn_implementation=attention_implementation(device)
+            hf_config, dtype=dtype, attn_implementation=choose_attention(device, config.share_prefix)
         )
     module = TokenLogprobs(model.eval())
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
+    if config.lora_rank:
+        add_adapters(model, layers, config.lora_rank)
     if config.activation_checkpointing:
         recompute_layers(model, layers)
     if config.compile:
         compile_layers(layers)
-    compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     shard([*layers, module], mesh, compute_dtype, config.optimizer_offload)
     module.to_empty(device="cpu" if config.optimizer_offload else device)
     _move_buffers(model, device)
-    _fill_from_rank_0(model, path)
+    _fill_from_rank_0(model, path, dtype, config.seed)
     return module
 
 
@@ -323,12 +343,16 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
             setattr(owner, name, buffer.to(device))
 
 
-def _fill_from_rank_0(model: PreTrainedModel, path: str) -> None:
-    """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole."""
+def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, seed: int) -> None:
+    """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole.
+
+    Adapters, which no checkpoint of a base model holds, are made from the seed.
+    """
     is_reader = dist.get_rank() == 0
-    full = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if is_reader else None
+    full = AutoModelForCausalLM.from_pretrained(path, dtype=dtype) if is_reader else None
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full.state_dict() if is_reader else {}, options=options)
+    state = full.state_dict() | initial_adapters(model, seed) if is_reader else {}
+    set_model_state_dict(model, state, options=options)
     for name, buffer in model.named_buffers():  # rotary frequencies and the like, which no state dict holds
         if is_reader:
             buffer.copy_(full.get_buffer(name))
@@ -363,32 +387,3 @@ def shard(modules: list[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype
     offloaded = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)
-
-
-def _try_write(model: PreTrainedModel, tokenizer_path: str, state: dict[str, Tensor], path: str) -> str | None:
-    """Write a checkpoint under a temporary name and rename it; return what went wrong, in one line, or None."""
-    partial = path + ".tmp"
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        _check_space(sum(t.nbytes for t in state.values()), folder)
-        if os.path.exists(path):
-            raise FileExistsError(f"{path} exists already")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
-        model.save_pretrained(partial, state_dict=state)
-        AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(partial)
-        os.rename(partial, path)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        return f"checkpoint {path} was not written: {' '.join(str(error).split())}"
-    return None
-
-
-def _check_space(weight_bytes: int, folder: str) -> None:
-    """Raise OSError if `folder` has no room for the weights and 32 MB beside them (tokenizer, config)."""
-    needed, free = weight_bytes + 32e6, shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            f"needs {needed / 1e9:.3f} GB ({weight_bytes / 1e9:.3f} of float32 weights + 0.032), "
-            f"{free / 1e9:.3f} GB free in {folder}; make room or change --runs-dir"
-        )

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from attention import ONE_ROW, attention_inputs
+
 CHUNK_ROWS = 1024
 """Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
 
@@ -48,7 +50,7 @@ class TokenLogprobs(nn.Module):
     @property
     def one_row(self) -> bool:
         """Whether its attention wants a micro-batch packed into one row."""
-        return self.model.config._attn_implementation == "flash_attention_2"
+        return self.model.config._attn_implementation in ONE_ROW
 
     def forward(
         self,
@@ -58,6 +60,8 @@ class TokenLogprobs(nn.Module):
         targets: Tensor,
         temperature: float,
         top_p: float,
+        segment_ids: Tensor | None = None,
+        prefix_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of the targets and the entropy (no gradient) under the sampling transform, [N] float32 nats.
 
@@ -66,9 +70,8 @@ class TokenLogprobs(nn.Module):
         (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
         int64 order). With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, for any number of tokens.
         """
-        varlen = _varlen_kwargs(position_ids) if self.one_row else {}
-        # Without a mask transformers makes a block-diagonal causal one, a block wherever position_ids restart.
-        outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **varlen)
+        seen = attention_inputs(self.model.config._attn_implementation, position_ids, segment_ids, prefix_ids)
+        outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
         parts = [
@@ -85,11 +88,3 @@ class TokenLogprobs(nn.Module):
         with torch.no_grad():
             entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
         return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
-
-
-def _varlen_kwargs(position_ids: Tensor) -> dict:
-    """Sequence boundaries of one packed row [1, L], as transformers' flash attention takes them."""
-    starts = torch.nonzero(position_ids[0] == 0).flatten().int()
-    bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
-    longest = int(bounds.diff().max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

@@ -40,7 +40,7 @@ def train(config: Config) -> None:
                 clock.enter("save")
                 node.record_batch(step, groups)
             clock.enter("gather")
-            share = batch.share(groups, config, node.cluster)
+            share = batch.share(groups, config, node.cluster, policy.module.one_row)
             publisher.choose_probes(groups)
             clock.enter("forward_backward")
             stats = policy.train_step(share, policy_version=step - 1)

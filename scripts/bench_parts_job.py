@@ -99,7 +99,7 @@ class Job:
     def train(self, groups: list[Group]) -> dict[str, float]:
         """The training part of a step."""
         self.clock.enter("gather")
-        share = batch.share(groups, self.config, self.node.cluster)
+        share = batch.share(groups, self.config, self.node.cluster, self.policy.module.one_row)
         self.publisher.choose_probes(groups)
         self.clock.enter("forward_backward")
         return self.policy.train_step(share, policy_version=self.step - 1)

@@ -185,7 +185,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
         clock.enter("wait")
         groups = recording.batch(step) if node.is_leader else None
         clock.enter("gather")
-        share = batch.share(groups, config, node.cluster)
+        share = batch.share(groups, config, node.cluster, policy.module.one_row)
         clock.enter("forward_backward")
         stats = policy.train_step(share, policy_version=step - 1)
         clock.enter("evaluate")

@@ -51,7 +51,7 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     found = []
     for config in configs:
         policy = load(config)
-        share = batch.share(groups_of_node(cluster.node) if cluster.is_leader else None, config, cluster)
+        share = batch.share(groups_of_node(cluster.node) if cluster.is_leader else None, config, cluster, False)
         metrics = policy.train_step(share, policy_version=12)
         gradient, weights = first_gradient(policy), {name: p.clone() for name, p in policy.named_full_parameters()}
         shards = [p.to_local().numel() for p in policy.module.parameters()]

@@ -99,9 +99,11 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
         kl_coef=0.01,
         scheduling="batch",
         replicate_prompts=False,
+        share_prefix=True,
     )
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0] * 4
+    assert all(line["tokens/saved_share"] > 0.2 for line in metrics)
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
     assert 0 < metrics[0]["drift/k3"] < 1e-2, "only the second minibatch meets a policy that has moved"
     assert_ledger_balances(metrics)
@@ -239,7 +241,9 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
         max_prompt_tokens=400,
         max_response_tokens=16,
         eval_every=2,
+        lora_rank=4,
     )
+    assert (job.run_path / "checkpoints" / "step_3" / "adapter" / "adapter_model.safetensors").exists()
     metrics = job.metrics()
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
     assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6

@@ -36,8 +36,9 @@ def test_rewards_are_over_the_batch_and_zero_variance_over_its_groups():
 
 def test_training_stats_get_their_names_in_the_log():
     stats = {"loss": 1.0, "tokens": 8.0, "tokens/lag_0": 8.0, "drift/k3": 0.1, "ratio": 1.0, "ratio/lag_0": 1.0}
-    assert set(training_metrics(stats)) == {
+    assert set(training_metrics(stats | {"tokens/forward": 9.0})) == {
         "loss/total", "tokens/trained", "tokens/trained_lag_0", "drift/k3", "loss/ratio", "loss/ratio/lag_0",
+        "tokens/forward",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from tiny_policy import (
     assert_same_gradient,
     first_gradient,
+    grouped_sequences,
     load,
     random_sequences,
     save_tiny_model,
@@ -30,6 +31,8 @@ OPTIONS = {
     "checkpointing": {"activation_checkpointing": True},
     "offload": {"optimizer_offload": True},
     "both": {"activation_checkpointing": True, "optimizer_offload": True},
+    "share_prefix": {"share_prefix": True},
+    "share_prefix_checkpointing": {"share_prefix": True, "activation_checkpointing": True},
 }
 
 
@@ -113,7 +116,10 @@ def two_ranks(model, tmp_path_factory):
 def test_two_sharded_ranks_with_the_head_in_chunks_give_the_gradient_of_one_at_once(two_ranks, model, name):
     metrics, gradient = two_ranks[name]
     policy = load(make_config(model))
-    expected = policy.train_step(distribute([random_sequences(17, seed=3)], 1, 100_000)[0], policy_version=12)
+    expected = policy.train_step(distribute([grouped_sequences(5, 3)], 1, 100_000)[0], policy_version=12)
+    assert (metrics.pop("tokens/saved_share") > 0.1) == ("share_prefix" in name)
+    assert (metrics.pop("tokens/forward") < expected.pop("tokens/forward")) == ("share_prefix" in name)
+    expected.pop("tokens/saved_share")
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_same_gradient(gradient, first_gradient(policy))
 

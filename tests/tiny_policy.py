@@ -103,6 +103,33 @@ def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: i
     return sequences
 
 
+def grouped_sequences(num_groups: int, group_size: int, seed: int = 0, max_prompt: int = 12) -> list[TrainSequence]:
+    """Groups of random sequences that begin with a prompt of 1 to max_prompt tokens and versions below 12.
+
+    In every other group two more untrained tokens, other ones in each member, stand before the first trained token.
+    """
+    rng = np.random.default_rng(seed)
+    groups = []
+    for group_id in range(num_groups):
+        prompt = rng.integers(0, VOCAB, int(rng.integers(1, max_prompt + 1)))
+        members = random_sequences(group_size, seed=seed + 1000 * group_id)
+        groups += [_with_prompt(s, prompt, 2 if group_id % 2 == 0 else 0, group_id) for s in members]
+    return groups
+
+
+def _with_prompt(s: TrainSequence, prompt: np.ndarray, cut: int, group_id: int) -> TrainSequence:
+    """The sequence without its first `cut` tokens, after a prompt."""
+    untrained = np.zeros(len(prompt))
+    return replace(
+        s,
+        tokens=np.concatenate([prompt, s.tokens[cut:]]),
+        loss_mask=np.concatenate([untrained.astype(bool), s.loss_mask[cut:]]),
+        behavior_logprobs=np.concatenate([untrained.astype(np.float32), s.behavior_logprobs[cut:]]),
+        policy_versions=np.concatenate([untrained.astype(np.int32) - 1, s.policy_versions[cut:]]),
+        prefix_group=group_id,
+    )
+
+
 def brute_force_nucleus(row, target, temperature, top_p):
     """Keep the likeliest tokens until they hold top_p, and the sampled one; −inf elsewhere."""
     row = row / temperature
@@ -127,6 +154,7 @@ def first_gradient(policy: Policy) -> dict[str, torch.Tensor]:
     return {
         name: policy.optimizer.state[parameter]["exp_avg"].full_tensor() / (1 - beta1)
         for name, parameter in policy.module.model.named_parameters()
+        if parameter.requires_grad
     }
 
 
@@ -166,7 +194,7 @@ def run_on_two_ranks(rank: int, folder: str, cases: list[tuple[Config, list[list
 def train_on_two_ranks(rank: int, folder: str, cases: dict[str, tuple[Config, int]]) -> None:
     """Body of a spawned rank: train one update per (config, rows per pass through the head), rank 0 writes `found.pt`.
 
-    It holds the metrics and the first gradient of each case.
+    It holds the metrics and the first gradient of each case, for 5 groups of 3 sequences.
     """
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), 2)
@@ -175,7 +203,8 @@ def train_on_two_ranks(rank: int, folder: str, cases: dict[str, tuple[Config, in
     for name, (config, chunk_rows) in cases.items():
         policy = load(config)
         policy.module.chunk_rows = chunk_rows
-        metrics = policy.train_step(distribute([random_sequences(17, seed=3)], 2, 60)[rank], policy_version=12)
+        share = distribute([grouped_sequences(5, 3)], 2, 60, config.share_prefix)[rank]
+        metrics = policy.train_step(share, policy_version=12)
         found[name] = (metrics, first_gradient(policy))
     if rank == 0:
         torch.save(found, os.path.join(folder, "found.pt"))

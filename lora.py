@@ -1,0 +1,133 @@
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): a frozen weight W and a trained B·A of rank r beside it.
+
+A layer computes W·x + (alpha / r)·B·(A·x), with A random and B zero at first, so training begins at the base model.
+Adapted are all linear layers of the decoder blocks, and neither embedding nor head, nor experts that are fused into one
+parameter; alpha is 2·r, so that the factor is 2 for every rank. Engines are sent W + 2·B·A under the name of W: to them
+nothing is different.
+
+The library `peft` has this layer too, but cannot be imported without `accelerate`. Adapters are written in its format.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+SCALE = 2
+"""alpha / r."""
+_ADAPTER_NAMES = (".lora_A", ".lora_B")
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with a frozen weight, of any floating dtype, and a float32 adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        make = {"dtype": torch.float32, "device": base.weight.device}
+        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, **make))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, **make))
+        self.is_adapted = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the base layer's output [..., out], plus that of the adapter unless it is switched off."""
+        output = super().forward(input)
+        if not self.is_adapted:
+            return output
+        return output + SCALE * functional.linear(functional.linear(input, self.lora_A), self.lora_B)
+
+
+def add_adapters(model: nn.Module, blocks: list[nn.Module], rank: int) -> None:
+    """Freeze the model and give every linear layer in `blocks` an adapter of `rank`, not yet initialised.
+
+    Raises ValueError if there is none.
+    """
+    model.requires_grad_(False)
+    found = [
+        (owner, name, child)
+        for block in blocks
+        for owner in block.modules()
+        for name, child in owner.named_children()
+        if type(child) is nn.Linear
+    ]
+    if not found:
+        raise ValueError(f"--lora-rank {rank}: no linear layer to adapt in {type(model).__name__}; use --lora-rank 0")
+    for owner, name, child in found:
+        setattr(owner, name, LoraLinear(child, rank))
+
+
+def initial_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Full float32 adapters by parameter name: A uniform in ±1/√in, as in peft, and B zero."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, parameter in named_adapters(model):
+        state[name] = torch.zeros(parameter.shape)
+        if name.endswith(".lora_A"):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            state[name].uniform_(-bound, bound, generator=generator)
+    return state
+
+
+def named_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of every A and B."""
+    return ((name, p) for name, p in model.named_parameters() if name.endswith(_ADAPTER_NAMES))
+
+
+def named_base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter) of the model without its adapters, tied ones once."""
+    return ((name, p) for name, p in model.named_parameters() if not name.endswith(_ADAPTER_NAMES))
+
+
+def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """The full parameter `name` in float32, with W + (alpha / r)·B·A where it has an adapter; collective.
+
+    `weight` is the base's, full; it and what is trained stay as they are.
+    """
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if not (isinstance(owner, LoraLinear) and name.endswith(".weight")):
+        return weight.float()
+    lora_a, lora_b = owner.lora_A.detach().full_tensor(), owner.lora_B.detach().full_tensor()
+    return torch.addmm(weight.float(), lora_b, lora_a, alpha=SCALE)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as its base does; nothing changes for a model without adapters."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for module in adapted:
+        module.is_adapted = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_adapted = True
+
+
+def write_adapter(folder: str, adapters: dict[str, Tensor], base_path: str) -> None:
+    """Write full adapters by parameter name to the new `folder`, for `peft.PeftModel.from_pretrained`."""
+    os.makedirs(folder)
+    save_file(
+        {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in adapters.items()},
+        os.path.join(folder, "adapter_model.safetensors"),
+        metadata={"format": "pt"},
+    )
+    rank = next(len(tensor) for name, tensor in adapters.items() if name.endswith(".lora_A"))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_path,
+        "r": rank,
+        "lora_alpha": SCALE * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-2] for name in adapters}),
+        "inference_mode": True,
+    }
+    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=1)
