@@ -18,7 +18,7 @@ from llm_proxy import SampledTokens
 from messages import Abort, Finished, Proceed, Suspend, Tickets, Update, Updated, Waiting
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine
-from scripts.simulation.workload import Workload
+from scripts.simulation.workload import Workload, draws_of
 from workers import Worker
 
 
@@ -164,8 +164,7 @@ class SimulatedProcess:
             self.clock.at(self._rewards_free_at, lambda: self._end(episode, "stop"))
             return
         if episode.draws is None:
-            ticket = episode.ticket
-            episode.draws = random.Random((ticket.environment_seed << 20) + (episode.member << 8) + ticket.attempt)
+            episode.draws = draws_of(episode.ticket.environment_seed, episode.ticket, episode.member)
         delay = turns.latency.draw(episode.draws)
         if delay.failure == "crash":
             self._end(episode, "failed")

@@ -4,15 +4,11 @@ Assumptions are chosen once, here and in workload.py and engine.py, from what th
 set for one row. Where a paper names neither model, GPU nor limit of length: Qwen3-8B, H800 and 8192 tokens.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from data.latency import LatencyLaw
-from scripts import bench_rollout_report as bench
-from scripts.bench_rollout_worker import MEDIAN_TOKENS, REWARD_S, SIGMA
-from scripts.bench_rollout_worker import TURN_TOKENS as BENCH_TURN_TOKENS
+from scripts.bench_rollout_worker import REWARD_S
 from scripts.simulation.cluster import Case, Cluster, Outcome, train_s_per_token
 from scripts.simulation.engine import BYTES_PER_VALUE, GPUS, MODELS, EngineCurve, roofline
 from scripts.simulation.theory import best_train_share
@@ -24,9 +20,6 @@ NEAR_BEST = 0.03
 """An async ratio is called sufficient if no larger one gains more than this."""
 NUM_TURNS, TURN_TOKENS, ENV_TIMEOUT_S, ENV_FAILURES = 20, 256, 60.0, 0.001
 """Of environments; the papers give none of the four."""
-
-BENCH_PROMPT, BENCH_SYNC_S = 16, 0.03
-"""Of bench_rollout.py: tokens of its prompts, seconds from a publication to sampling under it."""
 
 Outcomes = dict[str, Outcome]
 CaseMaker = Callable[[Outcomes], Case]
@@ -415,54 +408,6 @@ def _eta_row(name: str, longest: int, groups: int, gpus: int, paper: dict[int, f
 def with_curve(case: Case, curve: EngineCurve) -> Case:
     """The same case on other engines."""
     return replace(case, cluster=replace(case.cluster, curve=curve))
-
-
-def own(curve: EngineCurve, path: Path) -> list[Scenario]:
-    """What bench_rollout.py measured on this machine, simulated with its engine's measured curve.
-
-    Raises ValueError if the file holds no records.
-    """
-    records = bench.load(path)
-    lengths = LengthLaw(MEDIAN_TOKENS, SIGMA, 192, within_share=1.0)
-    single = Workload(lengths, prompt_tokens=BENCH_PROMPT, reward_s=REWARD_S)
-    turns = Turns(5, BENCH_TURN_TOKENS, LatencyLaw.parse("normal:0.1,0.1"), ENV_TIMEOUT_S)
-    filtered = {"drop_zero_variance": True}
-    resume = {"on_update": "resume"}
-    return [
-        _own(records, "scheduling", single, curve, 32, {
-            "batch": {**filtered, "scheduling": "batch"}, "queue": filtered,
-            "queue +16 groups": {**filtered, "extra_groups": 16},
-        }),
-        _own(records, "replication 8x8", single, curve, 16, {
-            "one request": {"replicate_prompts": False}, "replicated": {},
-        }),
-        _own(records, "environments normal(10,10)", Workload(lengths, turns, BENCH_PROMPT), curve, 128, {
-            "barrier": {"env_barrier": True}, "asynchronous": {},
-        }),
-        _own(records, "over-sampling", single, curve, 32, {
-            f"R = {ratio:g}": {**resume, "over_sampling": ratio} for ratio in (1.0, 1.5, 2.0, 3.0)
-        }),
-    ]  # fmt: skip
-
-
-def _own(records: list[dict], name: str, workload: Workload, curve: EngineCurve, slots: int, arms: dict) -> Scenario:
-    """One comparison of bench_rollout.py: 8 groups of 8 on two engines with so many slots each."""
-    measure = bench.measures_of(name)[0]
-    measured = {arm: bench.values(found, measure) for arm, found in bench.by_arm(records, name).items()}
-    first = measured[next(iter(arms))]
-    is_rate = measure.better > 0
-    cluster = Cluster(replace(curve, max_running_requests=slots), 2, 0.0, BENCH_SYNC_S)
-    return Scenario(
-        f"own bench, {name}",
-        "new_tokens_per_rollout_s" if is_rate else "step_s",
-        measure.name,
-        measure.better,
-        {arm: Case(arm, batch_of(8, 8, **differs), workload, cluster, 60, 5) for arm, differs in arms.items()},
-        {arm: bench.gain(first, measured[arm], measure) for arm in list(arms)[1:]},
-        f"measured by bench_rollout.py: {' → '.join(f'{statistics.median(measured[arm]):.4g}' for arm in arms)}",
-        "measured, n = 5, spreads in results/rollout",
-        "engines, controller and rewards share two cores there, and each has its own here",
-    )
 
 
 MECHANISMS: dict[str, Callable[[float], list[Scenario]]] = {
