@@ -26,9 +26,9 @@ from workers import Worker
 class SimulatedTrajectory(Trajectory):
     """A trajectory without content: its arrays have one entry for all tokens of one version, [S] instead of [T]."""
 
-    segment_tokens: tuple[int, ...]
+    segment_tokens: tuple[int, ...] = ()
     """Tokens that each entry stands for."""
-    slot_s: float
+    slot_s: float = 0.0
     """Seconds that it held a slot of its engine."""
 
     @property
@@ -242,6 +242,13 @@ class SimulatedWorkers:
             process = SimulatedProcess(clock, config, workload, engine, sync_s)
             process.index = index
             self._workers.append(Worker(index, process, ready=True))
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    def launch(self) -> None:
+        """They are up already."""
 
     def connect(self, on_message: Callable, on_handled: Callable[[object], None]) -> None:
         """Have what workers say go to `on_message(worker, message)`, and after each call `on_handled(message)`."""
