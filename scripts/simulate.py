@@ -129,7 +129,7 @@ def parse() -> argparse.ArgumentParser:
     engine.set_defaults(action=measure_engine)
     controller = actions.add_parser("measure-controller", help="CPU time of the real controller per trajectory")
     controller.add_argument("--workers", type=int, nargs="+", default=[8, 128, 1041], help="numbers of workers")
-    controller.add_argument("--groups", type=int, default=512, help="groups of 16 per step")
+    controller.add_argument("--groups", type=int, default=256, help="groups of 16 per step")
     controller.set_defaults(action=measure_controller)
     return parser
 
