@@ -53,13 +53,16 @@ class TicketQueue:
 
     def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
         """Each ticket to the least loaded worker that may start it; a heap, as workers and tickets can be thousands."""
-        loads = [(worker.num_running, place) for place, worker in enumerate(workers)]
+        if not self._tickets:
+            return
+        most = self.max_running_requests
+        loads = [(worker.num_running, place) for place, worker in enumerate(workers) if worker.num_running < most]
         heapq.heapify(loads)
         while self._tickets:
             ticket, passed_over = self._tickets[0], []
             while loads and not workers[loads[0][1]].can_start(ticket):
                 passed_over.append(heapq.heappop(loads))
-            if not loads or loads[0][0] + ticket.num_members > self.max_running_requests:
+            if not loads or loads[0][0] + ticket.num_members > most:
                 return
             worker = workers[loads[0][1]]
             yield worker, self._tickets.popleft()

@@ -27,9 +27,11 @@ sys.path.insert(0, str(ROOT))
 from scripts.simulation import report, scale, scenarios  # noqa: E402
 from scripts.simulation.cluster import simulate  # noqa: E402
 from scripts.simulation.engine import EngineCurve  # noqa: E402
+from scripts.simulation.own_bench import own_bench  # noqa: E402
 from scripts.simulation.scenarios import MECHANISMS, QUICK, TAILS, Scenario  # noqa: E402
 
 SCALE, OWN = "scale", "own"
+BENCH_RECORDS = ROOT / "results" / "rollout" / "rollout.jsonl"
 
 
 def provenance() -> dict:
@@ -38,7 +40,7 @@ def provenance() -> dict:
     return {
         "command": shlex.join(["python", "scripts/simulate.py", *sys.argv[1:]]),
         "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
+        "dirty": bool(_git("status", "--porcelain", "--", ".", ":!results")),
         "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
     }
 
@@ -68,9 +70,7 @@ def chosen(only: list[str] | None, tail: float, out: Path) -> list[Scenario]:
     if SCALE in picked:
         found += scale.scale(tail, scale.read_message_s(out / "controller.json"))
     if OWN in picked:
-        found += scenarios.own(
-            EngineCurve.load(out / "engine_cpu_tiny.json"), ROOT / "results" / "rollout" / "rollout.jsonl"
-        )
+        found += own_bench(EngineCurve.load(out / "engine_cpu_tiny.json"), BENCH_RECORDS)
     return found
 
 
@@ -129,7 +129,7 @@ def parse() -> argparse.ArgumentParser:
     engine.set_defaults(action=measure_engine)
     controller = actions.add_parser("measure-controller", help="CPU time of the real controller per trajectory")
     controller.add_argument("--workers", type=int, nargs="+", default=[8, 128, 1041], help="numbers of workers")
-    controller.add_argument("--groups", type=int, default=512, help="groups of 16 per step")
+    controller.add_argument("--groups", type=int, default=256, help="groups of 16 per step")
     controller.set_defaults(action=measure_controller)
     return parser
 

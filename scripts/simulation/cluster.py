@@ -166,6 +166,8 @@ class _Transport:
 
     def release(self, staged: Staged) -> None: ...
 
+    def check(self) -> None: ...
+
 
 @dataclass
 class _Totals:
@@ -207,6 +209,7 @@ class Simulation:
             record,
             make_workers=lambda *_: self.workers,
         )
+        self.controller.launch()
         self.controller.transport = _Transport()
         self.workers.connect(self.controller._on_message, self._on_handled)
         self.steps: list[Step] = []

@@ -18,7 +18,7 @@ from llm_proxy import SampledTokens
 from messages import Abort, Finished, Proceed, Suspend, Tickets, Update, Updated, Waiting
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine
-from scripts.simulation.workload import Workload
+from scripts.simulation.workload import Workload, draws_of
 from workers import Worker
 
 
@@ -26,9 +26,9 @@ from workers import Worker
 class SimulatedTrajectory(Trajectory):
     """A trajectory without content: its arrays have one entry for all tokens of one version, [S] instead of [T]."""
 
-    segment_tokens: tuple[int, ...]
+    segment_tokens: tuple[int, ...] = ()
     """Tokens that each entry stands for."""
-    slot_s: float
+    slot_s: float = 0.0
     """Seconds that it held a slot of its engine."""
 
     @property
@@ -164,8 +164,7 @@ class SimulatedProcess:
             self.clock.at(self._rewards_free_at, lambda: self._end(episode, "stop"))
             return
         if episode.draws is None:
-            ticket = episode.ticket
-            episode.draws = random.Random((ticket.environment_seed << 20) + (episode.member << 8) + ticket.attempt)
+            episode.draws = draws_of(episode.ticket.environment_seed, episode.ticket, episode.member)
         delay = turns.latency.draw(episode.draws)
         if delay.failure == "crash":
             self._end(episode, "failed")
@@ -243,6 +242,13 @@ class SimulatedWorkers:
             process = SimulatedProcess(clock, config, workload, engine, sync_s)
             process.index = index
             self._workers.append(Worker(index, process, ready=True))
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    def launch(self) -> None:
+        """They are up already."""
 
     def connect(self, on_message: Callable, on_handled: Callable[[object], None]) -> None:
         """Have what workers say go to `on_message(worker, message)`, and after each call `on_handled(message)`."""

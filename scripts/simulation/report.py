@@ -206,7 +206,8 @@ def write(out: Path) -> None:
         "# The papers' comparisons, simulated at their scale",
         "\n".join(made_by(records)),
         f"All records together: {cpu_s:.0f} s of CPU time on one core. What is real and what is simulated is on top of "
-        "`scripts/simulate.py`. Ratios are to the first arm; above 1 is better.",
+        "`scripts/simulate.py`. Ratios are to the first arm, of `scaling` to the naive arm of as many GPUs; above 1 is "
+        "better.",
         "## Assumed, once and for all rows",
         assumptions(),
         "## Comparisons",

@@ -1,6 +1,7 @@
 """What is asked of a simulated cluster: how long responses are, which groups teach nothing, how environments answer.
 
-Everything is drawn from the group, member and attempt of a ticket, so that all arms of a comparison do the same work.
+Everything is drawn from the problem, group, member and attempt of a ticket, so that all arms of a comparison do the
+same work. A problem that is issued again is as hard as before, but its responses are new.
 """
 
 import functools
@@ -35,10 +36,10 @@ class LengthLaw:
     longest: int
     within_share: float = WITHIN_SHARE
 
-    def draw(self, problem: int, member: int, attempt: int) -> int:
+    def draw(self, problem: int, ticket: Ticket, member: int) -> int:
         """Tokens of one response, at least 1."""
-        common = random.Random(problem * 2 + 1).gauss(0, 1)
-        own = random.Random((problem << 20) + (member << 8) + attempt).gauss(0, 1)
+        common = random.Random(problem).gauss(0, 1)
+        own = draws_of(problem, ticket, member).gauss(0, 1)
         z = math.sqrt(1 - self.within_share) * common + math.sqrt(self.within_share) * own
         return min(max(1, round(self.median * math.exp(self.sigma * z))), self.longest)
 
@@ -61,6 +62,11 @@ class LengthLaw:
         """Tokens, prompt included, of a request that runs at a random time: long ones are met more often."""
         mean, mean_square = self.moments
         return PROMPT_TOKENS + mean_square / (2 * mean)
+
+
+def draws_of(problem: int, ticket: Ticket, member: int) -> random.Random:
+    """Random numbers of one response or episode; the same whether its group has a ticket per member or one for all."""
+    return random.Random(f"{problem}.{ticket.group_id}.{member}.{ticket.attempt}")
 
 
 def lengths_up_to(longest: int, tail: float = LONGEST_TO_MEDIAN) -> LengthLaw:
@@ -108,7 +114,7 @@ class Workload:
         """Length of what the policy writes in a turn."""
         if self.turns is not None:
             return self.turns.tokens
-        return self.lengths.draw(ticket.prompt_tokens[0], member, ticket.attempt)
+        return self.lengths.draw(ticket.prompt_tokens[0], ticket, member)
 
     def reward(self, ticket: Ticket, member: int) -> float:
         """0 or 1, by the member where the problem's rewards vary."""
