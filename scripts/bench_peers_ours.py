@@ -26,10 +26,21 @@ def train(config: Config) -> None:
     import node
     import train_async
     from controller import Controller
+    from policy import Policy
 
+    Policy.save = save_weights
     worker_main = functools.partial(run_worker, kind=WorkRolloutWorker)
     node.Controller = functools.partial(Controller, worker_main=worker_main)
     train_async.train(config)
+
+
+def save_weights(policy, path: str, *_, **__) -> None:
+    """Write the weights and nothing else, as is done for TRL: a whole checkpoint would cost ours alone."""
+    from safetensors.torch import save_file
+
+    Path(path).mkdir(parents=True)
+    weights = {name: weight.detach().clone() for name, weight in policy.named_full_parameters()}
+    save_file(weights, Path(path) / "model.safetensors")
 
 
 def steps_of(run: Path) -> list[dict]:

@@ -1,10 +1,11 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from data.tasks import load_task
 from data.tiny import VOCABULARY, build_tokenizer, sampled_accuracy
@@ -76,6 +77,15 @@ def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkey
             parameter += 3.0
     expected = sampled_accuracy(model, load_task("addition", 0).eval_problems(8))
     assert curve == [(4, 20.0, curve[0][2]), (12, 30.0, expected)]
+
+
+def test_ours_keeps_its_weights_under_their_names(tmp_path):
+    weights = {"a": torch.ones(2), "b": torch.zeros(3)}
+    bench_peers_ours.save_weights(SimpleNamespace(named_full_parameters=weights.items), str(tmp_path / "step_4"))
+    assert {name: w.tolist() for name, w in load_file(tmp_path / "step_4/model.safetensors").items()} == {
+        "a": [1.0, 1.0],
+        "b": [0.0, 0.0, 0.0],
+    }
 
 
 def test_steps_of_ours_are_read_from_its_run(tmp_path):
