@@ -68,10 +68,8 @@ class Measured:
     step_s: float
 
 
-def measure(
-    steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement, num_nodes: int = 1
-) -> Measured:
-    """Means over the steps but their first quarter, `samples` trained in each; all nodes have the same placement."""
+def measure(steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement) -> Measured:
+    """Means over the steps but their first quarter, `samples` trained in each."""
     rollout, training, unit, is_shared = _devices(placement)
     steps = steps[len(steps) // 4 :]
     sampled = sum(step.sampled for step in steps)
@@ -79,13 +77,13 @@ def measure(
     decoding_s = statistics.fmean(step.decoding_s for step in steps) * for_training
     return Measured(
         async_ratio=async_ratio,
-        rollout_devices=rollout * num_nodes,
-        training_devices=training * num_nodes,
+        rollout_devices=rollout,
+        training_devices=training,
         unit=unit,
         is_shared=is_shared,
         samples=samples,
         decoding_s=decoding_s * rollout / len(placement.workers),
-        training_s=statistics.fmean(step.busy_s for step in steps) * training * num_nodes,
+        training_s=statistics.fmean(step.busy_s for step in steps) * training,
         response_mean_s=statistics.fmean(step.response_mean_s for step in steps),
         response_max_s=statistics.fmean(step.response_max_s for step in steps),
         step_s=statistics.fmean(step.step_s for step in steps),
