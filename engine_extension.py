@@ -92,6 +92,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def shutdown(self) -> None:
         self._buffers = []
 
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args) -> None:
+        """The trainer's end is weight_sync.ShmTransport; this is here because it is abstract in vLLM 0.26."""
+        raise NotImplementedError("weights by shm are sent by weight_sync.ShmTransport")
+
 
 class EngineExtension:
     """Mixed into vLLM's worker class; its import is what matters, it adds no method."""

@@ -236,8 +236,11 @@ def main() -> None:
         parts = chosen(given.device, given.size, given.only)
     except ValueError as error:
         parser.error(str(error))
+    gpu = gpu_name()
+    if given.device == "cuda" and gpu is None:
+        parser.error("torch sees no NVIDIA GPU; --device cpu --size tiny runs the same code without one")
     folder = ROOT / ("results/gpu" if given.device == "cuda" else "runs")
-    made_by = provenance(given.size or "full") | {"command": " ".join(["python", *sys.argv]), "gpu": gpu_name()}
+    made_by = provenance(given.size or "full") | {"command": " ".join(["python", *sys.argv]), "gpu": gpu}
     records = run_parts(parts, given.device, given.budget_s, made_by, given.out or folder / "bench.jsonl")
     print(table(records), flush=True)
     sys.exit(any("failed" in record for record in records))
