@@ -98,16 +98,10 @@ class Recording:
             )
 
 
-def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -> Config:
-    """The recorded run's options, changed by `arguments`.
-
-    Raises ValueError for one that a replay cannot change, and for more steps than were recorded. Exits with status 2
-    for what train_async.py would refuse.
-    """
-    import tyro
-
+def own_options(recording: Recording) -> Config:
+    """The recorded run's options, without those that are about its records."""
     recorded = recording.config
-    own = replace(
+    return replace(
         recorded,
         steps=min(recorded.steps, recording.num_steps),
         record=False,
@@ -117,11 +111,22 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
         wandb="disabled",
         eval_every=recorded.eval_every or recorded.steps,  # with 0 there would be no held-out problems
     )
+
+
+def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -> Config:
+    """The recorded run's options, changed by `arguments`.
+
+    Raises ValueError for one that a replay cannot change, and for more steps than were recorded. Exits with status 2
+    for what train_async.py would refuse.
+    """
+    import tyro
+
+    own = own_options(recording)
     chosen = tyro.cli(Config, default=own, args=arguments, prog=f"replay.py {recording.path}")
     allowed = OF_TRAINING + OF_THE_REPLAY + OF_EVALUATION * evaluate
     for name in (field.name for field in fields(Config)):
         if name not in allowed and getattr(chosen, name) != getattr(own, name):
-            _refuse(name, getattr(own, name))
+            _refuse(name, getattr(recording.config, name))
     if chosen.steps > recording.num_steps:
         raise ValueError(f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps")
     name = f"{recording.path.name}-replay-{chosen.algo}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

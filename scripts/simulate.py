@@ -58,20 +58,28 @@ def run(scenario: Scenario, tail: float, curve: EngineCurve | None = None) -> di
     return report.record(scenario, outcomes, tail, time.process_time() - start)
 
 
+def scenarios_of(name: str, tail: float, out: Path) -> list[Scenario]:
+    """The comparisons of one mechanism, of SCALE or of OWN. Raises ValueError if a measurement is missing."""
+    if name == SCALE:
+        return scale.scale(tail, scale.read_message_s(out / "controller.json"))
+    if name == OWN:
+        return own_bench(EngineCurve.load(out / "engine_cpu_tiny.json"), BENCH_RECORDS)
+    return MECHANISMS[name](tail)
+
+
 def chosen(only: list[str] | None, tail: float, out: Path) -> list[Scenario]:
-    """The scenarios of the mechanisms in `only`, or all. Raises ValueError for one that is not there."""
-    names = [*MECHANISMS, SCALE, OWN]
-    if unknown := set(only or ()) - set(names):
-        raise ValueError(f"--only {sorted(unknown)[0]!r} is none of {', '.join(names)}")
-    picked = [name for name in names if only is None or name in only]
-    if tail != TAILS[0]:
-        picked = [name for name in picked if name in QUICK]
-    found = [scenario for name in picked if name in MECHANISMS for scenario in MECHANISMS[name](tail)]
-    if SCALE in picked:
-        found += scale.scale(tail, scale.read_message_s(out / "controller.json"))
-    if OWN in picked:
-        found += own_bench(EngineCurve.load(out / "engine_cpu_tiny.json"), BENCH_RECORDS)
-    return found
+    """The scenarios of the mechanisms, or with the names, in `only`; all if it is None. Raises ValueError."""
+    mechanisms = [name for name in (*MECHANISMS, SCALE, OWN) if tail == TAILS[0] or name in QUICK]
+    if only is None:
+        return [scenario for name in mechanisms for scenario in scenarios_of(name, tail, out)]
+    known = {scenario.name for make in MECHANISMS.values() for scenario in make(tail)}
+    if unknown := set(only) - known - {*MECHANISMS, SCALE, OWN}:
+        raise ValueError(
+            f"--only {sorted(unknown)[0]!r} is none of {', '.join((*MECHANISMS, SCALE, OWN))}, nor a comparison's name"
+        )
+    wanted = [name for name in mechanisms if name in only or name in MECHANISMS]
+    found = [(name, scenario) for name in wanted for scenario in scenarios_of(name, tail, out)]
+    return [scenario for name, scenario in found if name in only or scenario.name in only]
 
 
 def simulate_all(arguments: argparse.Namespace) -> None:
