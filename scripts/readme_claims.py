@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import ablation_report  # noqa: E402
 import bench_bandit  # noqa: E402
 import bench_rollout_report as rollout_report  # noqa: E402
+import compare_replays  # noqa: E402
 import table as run_table  # noqa: E402
 
 README = "README.md"
@@ -140,6 +141,7 @@ TABLES = (
     Table(README, losses_by_delay, ABLATE),
     Table("results/staleness/table.md", lambda: run_table.table(staleness_runs(), "async_ratio")),
     Table("results/losses/table.md", lambda: ablation_report.table(loss_records()).splitlines()),
+    Table("results/replay/table.md", lambda: compare_replays.table(compare_replays.read_records(RESULTS / "replay"))),
     Table("results/rollout/table.md", lambda: rollout_report.table(rollout_records())),
     Table("results/bandit/README.md", lambda: bench_bandit.table(bandit_records(), 1)),
     Table("results/bandit/README.md", lambda: bench_bandit.table(bandit_records(), 4)),
