@@ -135,8 +135,8 @@ def replication(tail: float) -> list[Scenario]:
             {"replicated": ratio},
             text,
             certainty,
-            "an engine bound by memory decodes 16 responses almost as fast as one, and the longest sets the time in both "
-            "arms. On an engine whose step is dearer the more it samples there is a gain, as in «own bench, replication»",
+            "an engine bound by memory decodes 16 responses almost as fast as one, and the longest sets the time in "
+            "both arms. Where a step is dearer the more it samples there is a gain: «own bench, replication»",
         )
         for groups, (ratio, text, certainty) in paper.items()
     ]
