@@ -48,6 +48,9 @@ async def _measure_engine(model: str, repeats: int, source: str) -> EngineCurve:
     spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), resolve_model(model, config.task), "shm", "")
     proxy = await ExactLengths.start(spec, [])
     try:
+        await proxy.engine.engine_core.set_weight_version_async(
+            "0"
+        )  # tokens are stamped with it; no weights are loaded
         await _time_requests(proxy, max(REQUESTS), DECODED_TOKENS)  # warms up
         points, first_s = [], []
         for count in REQUESTS:
