@@ -105,7 +105,7 @@ def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
     assert counts == [25, 0] and ended == pytest.approx([12.55])
 
 
-def test_two_nodes_barriers_cost_the_slowest_of_each_turn():
+def test_a_barrier_costs_the_slowest_of_each_turn():
     # Without a barrier the batch takes the longest sum of turns; with one the sum of the longest turns.
     turns = Turns(4, 10, LatencyLaw.parse("normal:10,5"), 1e9)
     workload = Workload(LAW, turns, prompt_tokens=0)
