@@ -88,9 +88,14 @@ def batch_of(groups: int, group_size: int, **options) -> dict:
     return {"groups_per_step": groups, "group_size": group_size, **options}
 
 
-def asynchronous(name: str, options: dict, workload: Workload, cluster: Cluster, ratio: float, steps: int) -> Case:
-    """A case that is measured once its pipeline is full."""
-    return Case(name, {**options, "async_ratio": ratio}, workload, cluster, steps, warmup=2 + int(ratio))
+def asynchronous(name: str, options: dict, workload: Workload, cluster: Cluster, ratio: int, min_steps: int) -> Case:
+    """A case that is measured once its pipeline is full, over whole cycles.
+
+    Groups that were admitted together at the start end together, wait together and are replaced together, so that one
+    step in 1 + α is a long one.
+    """
+    steps = -(-min_steps // (1 + ratio)) * (1 + ratio)
+    return Case(name, {**options, "async_ratio": float(ratio)}, workload, cluster, steps, warmup=2 + ratio)
 
 
 # One function per mechanism; `tail` is the longest length divided by the median
