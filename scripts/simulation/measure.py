@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import pickle
 import tempfile
 import time
@@ -16,6 +17,7 @@ from llm_proxy import LLMProxy, WorkerSpec
 from messages import Finished
 from model_path import resolve_model
 from placement import WorkerPlacement
+from rollout import worker_environment
 from run_directory import RunDirectory
 from scripts.bench_rollout_worker import ForcedLengths
 from scripts.simulation.cluster import Case, Cluster, Simulation
@@ -45,9 +47,12 @@ def measure_engine(model: str, repeats: int, source: str) -> EngineCurve:
 
 async def _measure_engine(model: str, repeats: int, source: str) -> EngineCurve:
     config = Config(max_response_tokens=MAX_MODEL_TOKENS - 40, max_running_requests=max(REQUESTS))
-    spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), resolve_model(model, config.task), "shm", "")
+    placement = WorkerPlacement(0, None, None, 1, 0.0)
+    os.environ.update(worker_environment(placement))
+    spec = WorkerSpec(config, placement, resolve_model(model, config.task), "shm", "")
     proxy = await ExactLengths.start(spec, [])
     try:
+        await proxy.engine.engine_core.set_weight_version_async("0")  # tokens are stamped with it
         await _time_requests(proxy, max(REQUESTS), DECODED_TOKENS)  # warms up
         points, first_s = [], []
         for count in REQUESTS:

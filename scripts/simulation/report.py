@@ -10,7 +10,7 @@ from scripts.simulation.scenarios import Outcomes, Scenario
 from scripts.simulation.theory import check
 
 NUMBERS = (
-    "step_s", "rollout_s", "train_s", "trained_tokens_per_s", "new_tokens_per_rollout_s", "slot_share",
+    "step_s", "rollout_s", "train_s", "trained_tokens_per_s", "slot_share",
     "controller_share", "generated_tokens", "resumed_tokens", "tokens", "num_trajectories", "staleness_mean",
     "staleness_max",
 )  # fmt: skip

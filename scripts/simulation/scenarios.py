@@ -88,9 +88,14 @@ def batch_of(groups: int, group_size: int, **options) -> dict:
     return {"groups_per_step": groups, "group_size": group_size, **options}
 
 
-def asynchronous(name: str, options: dict, workload: Workload, cluster: Cluster, ratio: float, steps: int) -> Case:
-    """A case that is measured once its pipeline is full."""
-    return Case(name, {**options, "async_ratio": ratio}, workload, cluster, steps, warmup=2 + int(ratio))
+def asynchronous(name: str, options: dict, workload: Workload, cluster: Cluster, ratio: int, min_steps: int) -> Case:
+    """A case that is measured once its pipeline is full, over whole cycles.
+
+    Groups that were admitted together at the start end together, wait together and are replaced together, so that one
+    step in 1 + α is a long one.
+    """
+    steps = -(-min_steps // (1 + ratio)) * (1 + ratio)
+    return Case(name, {**options, "async_ratio": float(ratio)}, workload, cluster, steps, warmup=2 + ratio)
 
 
 # One function per mechanism; `tail` is the longest length divided by the median
@@ -110,7 +115,7 @@ def scheduling(tail: float) -> list[Scenario]:
             {arm: Case(arm, {**common, **differs}, workload, cluster, 60, 1) for arm, differs in arms.items()},
             {"queue": 125 / 58, "queue +16 groups": 125 / 37},
             "125 s → 58 s → 37 s",
-            "3.4x: two notes agree; 58 s: one note",
+            "3.4x: two secondary sources agree; 58 s: one",
             "our `batch` starts only as many groups as were filtered in its next round, not a whole batch, and waits "
             "less; share of filtered groups (0.5) and the 8 engines are assumed",
         )
@@ -119,7 +124,10 @@ def scheduling(tail: float) -> list[Scenario]:
 
 def replication(tail: float) -> list[Scenario]:
     setup = Setup(lengths_up_to(8192, tail))
-    paper = {32: (1.30, "116 s → 89 s", "one note"), 64: (1.84, "149 s → 81 s", "two notes agree on 1.84")}
+    paper = {
+        32: (1.30, "116 s → 89 s", "one secondary source"),
+        64: (1.84, "149 s → 81 s", "two secondary sources agree on 1.84"),
+    }
     return [
         Scenario(
             f"prompt replication {groups}x16",
@@ -135,8 +143,8 @@ def replication(tail: float) -> list[Scenario]:
             {"replicated": ratio},
             text,
             certainty,
-            "an engine bound by memory decodes 16 responses almost as fast as one, and the longest sets the time in both "
-            "arms. On an engine whose step is dearer the more it samples there is a gain, as in «own bench, replication»",
+            "an engine bound by memory decodes 16 responses almost as fast as one, and the longest sets the time in "
+            "both arms. Where a step is dearer the more it samples there is a gain: «own bench, replication»",
         )
         for groups, (ratio, text, certainty) in paper.items()
     ]
@@ -152,7 +160,7 @@ def environments(tail: float) -> list[Scenario]:
     paper = {
         1: (1.23, "RollArt: 1.23x", "read in RollArt"),
         5: (None, "RollArt: between 1.23x and 2.27x", "read in RollArt"),
-        10: (2.46, "892 s → 362 s, 2.46x; RollArt: 2.27x", "two notes agree; RollArt read"),
+        10: (2.46, "892 s → 362 s, 2.46x; RollArt: 2.27x", "two secondary sources agree; RollArt read"),
     }
     return [
         Scenario(
@@ -206,7 +214,7 @@ def redundancy(tail: float) -> list[Scenario]:
             },
             {"36x9": 5.40, "36x12": 5.28},
             "243 s → 45 s (36x9), 46 s (36x12); RollArt: at most 1.62x",
-            "one note, unverified: normal(10,5) alone cannot give 5x; 1.62x read in RollArt",
+            "one secondary source, unverified: normal(10,5) alone cannot give 5x; 1.62x read in RollArt",
             why,
         )
         for name, failures, why in (
@@ -259,7 +267,7 @@ def _alpha_row(name: str, groups: int, setup: Setup, best: str) -> Scenario:
         arms,
         {},
         f"best α = {best}; RollArt: α = 1 … 6 gain at most 1.22x over α = 1",
-        "one note, two others agree on 2; RollArt read",
+        "one secondary source, two others agree on 2; RollArt read",
         "24 engines and 16 training GPUs are the paper's; under so heavy a tail the longest response still sets the "
         "pace at α = 2, and a larger α goes on gaining",
         sufficient_alpha,
@@ -349,7 +357,7 @@ def split(tail: float) -> list[Scenario]:
             arms,
             {"24 + 16": 2.0},
             "best at about 24 + 16, nearly 2x over the baseline; RollArt in production: train to rollout 1 : 5",
-            "one note; RollArt read",
+            "one secondary source; RollArt read",
             "where the best split lies depends on the assumed speed of training and the longest response; the "
             "baseline of the paper is not known",
             best,
@@ -375,7 +383,7 @@ def over_sampling(tail: float) -> list[Scenario]:
                 },
                 {"R = 2": ratio},
                 f"R = 2: {text}; all models and losses +22.5 % on average, +44 % at most; resumed share 0.3–0.4",
-                "notes on two versions of the paper; settings read in its code",
+                "secondary sources on two versions of the paper; settings read in its code",
                 "the gain is that of not waiting for the longest response, and hangs on how much longer than the mean "
                 "it is: 14 times under the law assumed here; the papers' runs must have had a lighter tail",
                 _resumed,

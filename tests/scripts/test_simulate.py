@@ -105,7 +105,7 @@ def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
     assert counts == [25, 0] and ended == pytest.approx([12.55])
 
 
-def test_two_nodes_barriers_cost_the_slowest_of_each_turn():
+def test_a_barrier_costs_the_slowest_of_each_turn():
     # Without a barrier the batch takes the longest sum of turns; with one the sum of the longest turns.
     turns = Turns(4, 10, LatencyLaw.parse("normal:10,5"), 1e9)
     workload = Workload(LAW, turns, prompt_tokens=0)
@@ -318,7 +318,8 @@ def test_the_cost_of_a_trajectory_is_measured_on_the_real_controller(tmp_path):
 
 
 def tiny_scenario():
-    arms = {"sync": case(), "async": case({"async_ratio": 1.0})}
+    never_waits = case({"async_ratio": 4.0}, warmup=5, train_s_per_token=1.0)
+    arms = {"sync": case(), "async": case({"async_ratio": 1.0}), "slow trainer": never_waits}
     return Scenario("tiny", "trained_tokens_per_s", "tokens/s", 1, arms, {"async": 2.0}, "2x", "sure", "small")
 
 
@@ -333,7 +334,7 @@ def test_a_record_has_ours_and_the_papers_ratio_and_is_replaced_by_its_next_run(
     assert len((tmp_path / "simulation.jsonl").read_text().splitlines()) == 2
     report.write(tmp_path)
     text = (tmp_path / "table.md").read_text()
-    assert f"| 2.00 | {gain:.2f} | {gain / 2:.2f} |" in text and "commit c0ffee" in text
+    assert f"| 2.00 → – | {gain:.2f} → " in text and f"| {gain / 2:.2f} → – |" in text and "commit c0ffee" in text
     assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
 
 
