@@ -67,11 +67,16 @@ def read_batch(path: Path, step: int) -> list[Group]:
         if kind is np.ndarray:
             columns[name] = [arrays[name][end - n : end] for n, end in zip(num_tokens, ends, strict=True)]
         else:
-            columns[name] = arrays[name].tolist() if kind in _NUMBERS else header[name]
+            columns[name] = arrays[name].tolist() if kind in _NUMBERS else map(_as_tuple, header[name])
     rows = zip(*columns.values(), strict=True)
     trajectories = [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
     by_group = itertools.groupby(trajectories, key=lambda trajectory: trajectory.group_id)
     return [Group(group_id, tuple(members)) for group_id, members in by_group]
+
+
+def _as_tuple(value):
+    """JSON has lists only, records tuples only."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _read(path: Path) -> tuple[dict, dict[str, np.ndarray]]:

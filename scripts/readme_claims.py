@@ -73,6 +73,12 @@ def gain(comparison: str, arm: str, key: str = "seconds_per_step") -> float:
     return rollout_report.gain(_arm(comparison, first, key)[0], *_arm(comparison, arm, key))
 
 
+def gain_and_medians(comparison: str, arm: str) -> tuple[float, float, float]:
+    """Times that a rollout arm is faster than the first one of its comparison, and the seconds of both."""
+    first = next(iter(rollout_report.by_arm(rollout_records(), comparison)))
+    return gain(comparison, arm), median(comparison, first), median(comparison, arm)
+
+
 def accuracy(algo: str, publish_delay: int) -> float:
     """Final held-out accuracy of a loss of results/losses, mean over its seeds."""
     rows = [ablation_report.summarise(record) for record in loss_records()]
@@ -169,8 +175,26 @@ CLAIMS = {
             ),
         ),
         Claim(
+            r"(\d+) groups of (\d+): (\S+)× \((\S+) → (\S+) s\)",
+            lambda: (16, 16, *gain_and_medians("replication 16x16", "replicated")),
+        ),
+        Claim(
             r"K = (\d+) with filtering: (\S+)× over `batch` \((\S+) s\)",
             lambda: (16, gain("scheduling", "queue +16 groups"), median("scheduling", "queue +16 groups")),
+        ),
+        Claim(
+            r"K = (\d+) with long-tailed latency: (\S+)×, where (\d+) % of steps fail (\S+)×",
+            lambda: (4, gain("redundancy", "+4 groups"), 1, gain("redundancy failing", "+4 groups")),
+        ),
+        Claim(
+            r"r = (\d+) with long-tailed latency: (\S+)× \((\S+) → (\S+) s\), where (\d+) % of steps fail (\S+)× "
+            r"\((\S+) → (\S+) s\)",
+            lambda: (
+                2,
+                *gain_and_medians("redundancy", "+2 members"),
+                1,
+                *gain_and_medians("redundancy failing", "+2 members"),
+            ),
         ),
         Claim(
             r"R = (\d+): (\S+)× new tokens/s, (\S+)× trained; (\d+) % of trained tokens inherited",
@@ -182,22 +206,29 @@ CLAIMS = {
             ),
         ),
         Claim(
-            r"pause (\d+) \(`keep`\), (\d+), (\d+), (\d+), (\d+) ms \(`wait`, which drains (\d+) ms first\); "
+            r"pause (\d+) \(`keep`\), (\d+), (\d+), (\d+), (\d+) ms \(`wait`, under whose updates (\d+) ms pass from "
+            r"publishing to sampling, (\d+) under `keep`\); "
             r"`recompute` and `resume` rebuild (\d+) and (\d+) tokens per step, `restart` throws (\d+) away",
             lambda: (
                 *(median("updates", arm, "pause_s") for arm in UPDATES),
                 median("updates", "wait", "update_s"),
+                median("updates", "keep", "update_s"),
                 *(median("updates", arm, "recomputed_per_step") for arm in ("recompute", "resume")),
                 median("updates", "restart", "discarded_per_step"),
             ),
         ),
         Claim(
-            r"without it (\S+)× at (normal\(\d+,\d+\)) \((\S+) → (\S+) s\)",
+            r"without it (\S+)× at (normal\(10,\d+\)) \((\S+) → (\S+) s\), (\S+)× at (normal\(10,\d+\)), "
+            r"(\S+)× at (normal\(10,\d+\))",
             lambda: (
                 gain("environments normal(10,10)", "asynchronous"),
                 "normal(10,10)",
                 median("environments normal(10,10)", "barrier"),
                 median("environments normal(10,10)", "asynchronous"),
+                gain("environments normal(10,5)", "asynchronous"),
+                "normal(10,5)",
+                gain("environments normal(10,1)", "asynchronous"),
+                "normal(10,1)",
             ),
         ),
     ),

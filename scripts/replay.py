@@ -38,7 +38,7 @@ from train_async import is_due, run_job  # noqa: E402
 OF_TRAINING = (
     "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "clip_low", "clip_high",
     "minibatches", "proximal", "loss_aggregation", "kl_coef", "kl_estimator", "max_tokens_per_microbatch",
-    "activation_checkpointing", "compile", "optimizer_offload",
+    "activation_checkpointing", "compile", "optimizer_offload", "share_prefix", "lora_rank", "replicas",
 )  # fmt: skip
 """Options that a replay may change; those of sampling are part of the data."""
 OF_THE_REPLAY = ("model", "save_every", "run_name", "runs_dir", "wandb", "startup_timeout_s", "rollout_timeout_s")
