@@ -111,7 +111,8 @@ def test_after_an_error_no_other_cell_is_started_and_what_is_finished_is_kept(tm
 
 def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
     script = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 sys.path[:0] = [{str(ROOT / "scripts")!r}]
 import ablate
 from pathlib import Path
