@@ -46,10 +46,15 @@ def visible_gpus() -> list[Gpu]:
     if not count:
         return []
     gpus = _by_nvidia_smi(count) or _by_torch(count)
+    check_one_kind(gpus)
+    return gpus
+
+
+def check_one_kind(gpus: list[Gpu]) -> None:
+    """Raise ValueError for GPUs of several kinds."""
     if len({gpu.name for gpu in gpus}) > 1:
         kinds = ", ".join(f"gpu {i}: {gpu.name}" for i, gpu in enumerate(gpus))
         raise ValueError(f"GPUs of several kinds are visible ({kinds}); choose one kind by CUDA_VISIBLE_DEVICES")
-    return gpus
 
 
 def _by_nvidia_smi(count: int) -> list[Gpu] | None:

@@ -1,6 +1,6 @@
 import pytest
 
-from gpus import MIB, Gpu, choose_visible, parse_nvidia_smi
+from gpus import MIB, Gpu, check_one_kind, choose_visible, parse_nvidia_smi
 
 SMI = """\
 0, GPU-aaaa1111-0000, NVIDIA H200, 143771, 4, Disabled
@@ -34,3 +34,10 @@ def test_memory_is_read_in_bytes_and_a_gpu_without_its_own_is_left_out():
 def test_cuda_visible_devices_chooses_by_index_or_uuid_and_in_its_order(visible, expected):
     chosen = choose_visible(parse_nvidia_smi(SMI), visible)
     assert (chosen and [one.index for one in chosen]) == expected
+
+
+def test_gpus_of_several_kinds_are_refused_by_name():
+    h200, a100 = Gpu("NVIDIA H200", 141, 0), Gpu("NVIDIA A100", 80, 0)
+    check_one_kind([h200, h200])
+    with pytest.raises(ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100\); choose one kind"):
+        check_one_kind([h200, a100])
