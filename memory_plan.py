@@ -50,15 +50,28 @@ def _item(what: str, num_bytes: float, how: str) -> Item:
 # The trainer
 
 
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    """Parameters that the optimizer has: all, or with LoRA those of the adapters of every linear layer."""
+    if not config.lora_rank:
+        return shape.num_parameters
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    return config.lora_rank * shape.num_layers * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+
+
 def resident_items(config: Config, shape: ModelShape, num_ranks: int, stages_weights: bool) -> list[Item]:
     """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers."""
-    million = f"{shape.num_parameters / 1e6:.0f} M"
+    million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
     share = f"{million} parameters / {num_ranks} ranks"
     gathered = _item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
     items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
     if not config.optimizer_offload:
-        items.append(_item("weights and AdamW", 12 * shape.num_parameters / num_ranks, f"{share} × (4 + 8) B"))
-        if config.kl_coef > 0:
+        of_trained = f"{trained / 1e6:.0f} M parameters / {num_ranks} ranks × (4 + 8) B"
+        items.append(_item("weights and AdamW", 12 * trained / num_ranks, of_trained))
+        if config.lora_rank:
+            items.append(_item("frozen weights", 2 * shape.num_parameters / num_ranks, f"{share} × 2 B"))
+        elif config.kl_coef > 0:
             items.append(_item("reference model", 4 * shape.num_parameters / num_ranks, f"{share} × 4 B"))
     if stages_weights:
         items.append(_item("staging buffers", 4 * shape.num_parameters, f"2 × {million} parameters × 2 B"))
@@ -74,14 +87,17 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
     backward = [*_gradients(config, shape, num_ranks), *_pass_items(config, shape, num_ranks)]
     optimizer = _gradients(config, shape, num_ranks)
     if not config.optimizer_offload:
-        optimizer.append(_item("AdamW's temporary", 4 * shape.num_parameters / num_ranks, "4 B per weight"))
+        optimizer.append(
+            _item("AdamW's temporary", 4 * trained_parameters(config, shape) / num_ranks, "4 B per weight")
+        )
     return max(backward, optimizer, key=total)
 
 
 def _gradients(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
     if config.optimizer_offload:
         return []
-    return [_item("gradients", 4 * shape.num_parameters / num_ranks, "4 B per weight and rank")]
+    trained = trained_parameters(config, shape)
+    return [_item("gradients", 4 * trained / num_ranks, "4 B per trained weight, over the ranks")]
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:

@@ -3,11 +3,25 @@
 import dataclasses
 
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
 from config import Config
 from gpus import Gpu
-from memory_plan import GIB, check_own, check_tp, microbatch_tokens, plan_shared, resident_items, step_items, total
+from lora import add_adapters, named_adapters
+from memory_plan import (
+    GIB,
+    check_own,
+    check_tp,
+    microbatch_tokens,
+    plan_shared,
+    resident_items,
+    step_items,
+    total,
+    trained_parameters,
+)
 from model_shape import ModelShape
+from scripts.qwen3_shapes import qwen3_config
 
 LAYER_AND_ROOT = {"0.6b": (28, 15.73e6, 155.6e6), "1.7b": (28, 50.34e6, 311.2e6), "4b": (36, 100.9e6, 389e6),
                   "8b": (36, 192.9e6, 1244.7e6)}  # fmt: skip
@@ -73,6 +87,19 @@ def test_the_weights_are_counted_as_the_formulas_of_their_bytes():
     assert gradients == round(4 * parameters / 4)
     offloaded = resident_items(Config(optimizer_offload=True, kl_coef=0.1), shape("1.7b"), 4, False)
     assert [item.what for item in offloaded] == ["CUDA context", "gathering weights"]
+
+
+def test_with_adapters_the_optimizer_has_theirs_alone_and_the_frozen_weights_take_two_bytes():
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(qwen3_config("0.6b"))
+        add_adapters(model, [*model.model.layers], rank=16)
+    adapters = sum(parameter.numel() for _, parameter in named_adapters(model))
+    config, of_model = Config(lora_rank=16, kl_coef=0.1), shape("0.6b")
+    assert trained_parameters(config, of_model) == adapters
+    by_name = {item.what: item.num_bytes for item in resident_items(config, of_model, 2, True)}
+    assert by_name["weights and AdamW"] == 6 * adapters and "reference model" not in by_name
+    assert by_name["frozen weights"] == of_model.num_parameters
+    assert total(step_items(config, of_model, 2)) < total(step_items(Config(), of_model, 2))
 
 
 def test_a_pass_is_never_longer_than_what_there_is_to_train_on():
