@@ -15,8 +15,8 @@ from scripts.simulation.workload import Workload, lengths_up_to
 
 ENGINES_PER_WORKER = 8
 ASYNC_RATIO = 1.0
-SIZES = ((128, 512), (1_000, 512), (1_000, 2_048), (10_000, 512), (10_000, 2_048))
-"""GPUs, and groups of 16 per step: AReaL's batch, and four times it."""
+SIZES = ((128, 512), (1_000, 512), (10_000, 512), (10_000, 1_024))
+"""GPUs, and groups of 16 per step: AReaL's batch, and twice it."""
 
 
 def read_message_s(path: Path) -> dict[int, float]:
