@@ -278,6 +278,11 @@ def _check_cross_fields(config: Config) -> None:
             "--share-prefix reads the prompt of a group once, and --group-size 1 leaves nothing to share; "
             "change one of the two"
         )
+    if config.lora_rank and config.compile:
+        raise ValueError(
+            f"--lora-rank {config.lora_rank} does not go with --compile, which is not tested with adapters; "
+            "leave one of the two out"
+        )
     if config.algo == "tis" and None not in (config.clip_low, config.clip_high) and config.clip_low > config.clip_high:
         raise ValueError(
             f"--clip-low {config.clip_low} is above --clip-high {config.clip_high}, the range of tis is empty"

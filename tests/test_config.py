@@ -32,6 +32,8 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--group-size", "1"], "--group-size 1 leaves nothing to compare"),
         (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1 leaves nothing to compare"),
         (["--share-prefix", "--group-size", "1", "--advantage", "reinforce"], "--group-size 1 leaves nothing to share"),
+        (["--lora-rank", "8", "--compile"], "--lora-rank 8 does not go with --compile"),
+        (["--lora-rank", "-1"], "--lora-rank must be at least 0, got -1"),
         (["--clip-low", "-0.1"], "--clip-low must be in [0, 1], got -0.1"),
         (["--clip-low", "1.1"], "--clip-low must be in [0, 1], got 1.1"),
         (["--clip-high", "-1"], "--clip-high must be at least 0, got -1.0"),
