@@ -273,7 +273,8 @@ def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):
 def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, number, num_steps):
     shared_memory = set(os.listdir("/dev/shm"))
     job = start_job(tmp_path, steps=100_000, num_ranks=2)
-    job.wait_until(lambda: (job.run_path / "metrics.jsonl").exists() and job.num_steps() >= num_steps)
+    events = job.run_path / "events.jsonl"
+    job.wait_until(lambda: events.exists() and job.events("worker_started") and job.num_steps() >= num_steps)
     processes = job.descendants()
     os.killpg(job.process.pid, number)  # as a terminal does: torchrun passes it on to the ranks
     assert job.wait(timeout_s=60) != 0
