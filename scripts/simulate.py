@@ -137,7 +137,7 @@ def parse() -> argparse.ArgumentParser:
     actions = parser.add_subparsers()
     engine = actions.add_parser("measure-engine", help="time the real vLLM engine on the CPU")
     engine.add_argument("--model", default="tiny", help="path or name")
-    engine.add_argument("--repeats", type=int, default=5, help="measurements per point (n)")
+    engine.add_argument("--repeats", type=int, default=15, help="measurements per point (n)")
     engine.set_defaults(action=measure_engine)
     controller = actions.add_parser("measure-controller", help="CPU time of the real controller per trajectory")
     controller.add_argument("--workers", type=int, nargs="+", default=[8, 128, 1041], help="numbers of workers")

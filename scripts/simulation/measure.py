@@ -54,12 +54,13 @@ async def _measure_engine(model: str, repeats: int, source: str) -> EngineCurve:
     try:
         await proxy.engine.engine_core.set_weight_version_async("0")  # tokens are stamped with it
         await _time_requests(proxy, max(REQUESTS), DECODED_TOKENS)  # warms up
-        points, first_s = [], []
-        for count in REQUESTS:
-            whole = [await _time_requests(proxy, count, DECODED_TOKENS) for _ in range(repeats)]
-            first = [await _time_requests(proxy, count, 1) for _ in range(repeats)]
-            first_s.append(np.median(first))
-            points.append((count, (DECODED_TOKENS - 1) / float(np.median(whole) - np.median(first))))
+        whole, first = np.empty((2, repeats, len(REQUESTS)))
+        for repeat in range(repeats):  # alternating, so that a busy moment of the machine falls on all alike
+            for index, count in enumerate(REQUESTS):
+                whole[repeat, index] = await _time_requests(proxy, count, DECODED_TOKENS)
+                first[repeat, index] = await _time_requests(proxy, count, 1)
+        whole_s, first_s = np.median(whole, axis=0), np.median(first, axis=0)
+        points = zip(REQUESTS, ((DECODED_TOKENS - 1) / (whole_s - first_s)).tolist(), strict=True)
         prefill = PROMPT_LENGTH * (REQUESTS[-1] - REQUESTS[0]) / float(first_s[-1] - first_s[0])
         return EngineCurve(source, tuple(points), prefill, max(REQUESTS))
     finally:
