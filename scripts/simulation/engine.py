@@ -8,6 +8,7 @@ all of them: a request is done when it has grown by the request's length. A pref
 import bisect
 import heapq
 import itertools
+import dataclasses
 import json
 from collections import deque
 from collections.abc import Callable
@@ -98,15 +99,16 @@ class EngineCurve:
         seconds = 1 / rate0 + (1 / rate1 - 1 / rate0) * (num_requests - n0) / (n1 - n0)
         return 1 / seconds
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+    def save(self, path: Path, made_by: dict) -> None:
+        """Write it as JSON, with what made it."""
+        path.write_text(json.dumps({**made_by, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "EngineCurve":
         """Read what `save` wrote. Raises ValueError if the file holds no curve."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
             return cls(**{**fields, "decode": tuple(tuple(point) for point in fields["decode"])})
         except (OSError, TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} holds no engine curve ({error}); make one with measure-engine") from None

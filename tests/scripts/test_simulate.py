@@ -275,7 +275,7 @@ def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
 
 def test_a_curve_is_read_as_it_was_written_and_a_broken_one_is_refused(tmp_path):
     path = tmp_path / "curve.json"
-    slowing().save(path)
+    slowing().save(path, {"command": "by hand"})
     assert EngineCurve.load(path) == slowing()
     assert slowing().rate(1) == 10.0 and slowing().rate(64) == pytest.approx(2.0)
     assert 1 / slowing().rate(127) == pytest.approx(0.1 + 2 * 0.4)
