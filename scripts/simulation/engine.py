@@ -6,9 +6,9 @@ all of them: a request is done when it has grown by the request's length. A pref
 """
 
 import bisect
+import dataclasses
 import heapq
 import itertools
-import dataclasses
 import json
 from collections import deque
 from collections.abc import Callable
