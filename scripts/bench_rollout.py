@@ -69,6 +69,8 @@ class Comparison:
     """Options that all arms share; see Config."""
     arms: dict[str, dict]
     """Name of each arm -> the options in which it differs."""
+    num_workers: int = NUM_WORKERS
+    """Rollout workers of each arm."""
     counts_sampled: bool = False
     """Whether all tokens that the engines sample are counted. It takes a step more, after the clock has stopped, which
     is in the ledger too."""
@@ -144,7 +146,7 @@ MECHANISMS = tuple(dict.fromkeys(comparison.mechanism for comparison in COMPARIS
 def tiny(comparison: Comparison) -> Comparison:
     """The same comparison so small that it only shows whether it runs."""
     size = {"groups_per_step": 2, "group_size": 2, "max_running_requests": 8}
-    return replace(comparison, steps=1, common={**comparison.common, **size})
+    return replace(comparison, steps=1, num_workers=1, common={**comparison.common, **size})
 
 
 # One arm
@@ -153,7 +155,7 @@ def tiny(comparison: Comparison) -> Comparison:
 class Session:
     """One arm that has been started, and the trainer's part of its protocol."""
 
-    def __init__(self, config: Config, run_path: Path):
+    def __init__(self, config: Config, num_workers: int, run_path: Path):
         run_path.mkdir()
         self.config = config
         self.version = 0
@@ -165,7 +167,7 @@ class Session:
         self._weights = _weights(model_path)
         self.controller = Controller(
             config,
-            Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(NUM_WORKERS)), "shm"),
+            Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers)), "shm"),
             model_path,
             TicketSource(config, _prompts(config, load_tokenizer(model_path))),
             run_path,
@@ -309,8 +311,9 @@ def _weights(model_path: str) -> list[tuple]:
 def started(comparison: Comparison) -> Iterator[dict[str, Session]]:
     """All arms of a comparison, warmed up and idle; none is left afterwards, and their logs only after a failure."""
     logs = Path(tempfile.mkdtemp(prefix="bench-rollout-"))
-    print(f"{comparison.name}: starting {NUM_WORKERS * len(comparison.arms)} engines, logs in {logs}", flush=True)
-    sessions = {arm: Session(comparison.config(arm), logs / arm) for arm in comparison.arms}
+    num_workers = comparison.num_workers
+    print(f"{comparison.name}: starting {num_workers * len(comparison.arms)} engines, logs in {logs}", flush=True)
+    sessions = {arm: Session(comparison.config(arm), num_workers, logs / arm) for arm in comparison.arms}
     try:
         for session in sessions.values():
             session.start()
@@ -340,7 +343,7 @@ def run(comparison: Comparison, repeats: int, made_by: dict, path: Path) -> None
 
 def check_memory(comparisons: list[Comparison]) -> None:
     """Raise ValueError if the engines of the largest comparison do not fit: a machine that pages measures nothing."""
-    needed = max((NUM_WORKERS * len(c.arms) * ENGINE_BYTES for c in comparisons), default=0)
+    needed = max((c.num_workers * len(c.arms) * ENGINE_BYTES for c in comparisons), default=0)
     available = psutil.virtual_memory().available
     if needed > available:
         raise ValueError(

@@ -167,7 +167,6 @@ def test_over_sampling_trains_every_response_once_and_none_beyond_max_resumes(tm
         max_resumes=2,
         on_update="resume",
         drop_zero_variance=True,
-        num_rollout_workers=2,
     )
     metrics = job.metrics()
     assert 1 <= max(line["staleness/max"] for line in metrics) <= 2
