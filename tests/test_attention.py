@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_policy import AGGREGATIONS, make_config, plain_gradient, plain_logprobs
 from tiny_policy import (
     VOCAB,
@@ -19,13 +18,7 @@ from attention import attention_inputs, check_shares_prefix, choose_attention
 from packing import distribute, pack
 from token_logprobs import TokenLogprobs
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

@@ -32,14 +32,6 @@ def two_nodes(tmp_path_factory):
     return [torch.load(os.path.join(folder, f"rank_{rank}.pt")) for rank in range(4)], configs
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("case", range(len(CASES)), ids=CASES)
 def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_replicas(two_nodes, one_rank, case):
     found, configs = two_nodes

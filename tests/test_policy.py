@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from tiny_policy import (
@@ -35,12 +34,7 @@ ON_TWO_RANKS = ("gspo", "decoupled_ppo", "icepop")
 """Losses that look at more than one token or at the proximal policy; the aggregations are tested with tis."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    torch.set_num_threads(1)  # two threads on a busy core wait for each other, and take many times as long
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

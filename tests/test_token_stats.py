@@ -2,16 +2,10 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from token_stats import TokenStats
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_means_are_over_all_tokens_and_over_those_of_each_lag():

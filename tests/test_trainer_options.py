@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_policy import (
     assert_same_gradient,
@@ -36,12 +35,7 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_policy import load, random_sequences, save_tiny_model
 
 from config import Config
@@ -23,13 +22,6 @@ MADE_BY |= {"load_before": 0.1, "packages": {"torch": "2"}}
 @pytest.fixture
 def model_path(tmp_path):
     return save_tiny_model(str(tmp_path / "model"))
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_forced_lengths_follow_their_law():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from fake_worker import run_fake_worker
 from tiny_policy import load, random_sequences, save_tiny_model
 
@@ -35,12 +34,7 @@ CPU = torch.device("cpu")
 NUM_STEPS = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,15 @@
+"""What tests of several modules start from."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone, as a run without torchrun has."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)  # two threads on a busy core wait for each other, and take many times as long
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
