@@ -20,6 +20,7 @@ import ablation_report  # noqa: E402
 import bench_bandit  # noqa: E402
 import bench_rollout_report as rollout_report  # noqa: E402
 import compare_replays  # noqa: E402
+import plot as run_plot  # noqa: E402
 import table as run_table  # noqa: E402
 
 README = "README.md"
@@ -84,6 +85,13 @@ def accuracy(algo: str, publish_delay: int) -> float:
     rows = [ablation_report.summarise(record) for record in loss_records()]
     chosen = [row for row in rows if (row["algo"], row["publish_delay"]) == (algo, publish_delay)]
     return statistics.fmean(ablation_report.final_accuracies(chosen))
+
+
+def clipped_percent(algo: str) -> tuple[float, float]:
+    """Tokens whose gradient a clip cuts at a delay of 4, percent: mean of the first ten and of the last forty steps."""
+    metrics = run_plot.read_metrics(RESULTS / "losses" / "clipped" / f"{algo}-k4-s0")
+    clipped = run_plot.column(metrics, "loss/clipped")
+    return 100 * statistics.fmean(clipped[:10]), 100 * statistics.fmean(clipped[40:])
 
 
 def seconds_per_step(async_ratio: float) -> float:
@@ -259,6 +267,11 @@ CLAIMS = {
                 only(record["hardware"]["cpu_cores"] for record in loss_records()),
                 num_seeds((r["cell"]["algo"], r["cell"]["publish_delay"]) for r in loss_records()),
             ),
+        ),
+        Claim(
+            r"of (\d+) % of the tokens in the first ten steps and of (\d+) % in the last forty, where `grpo`'s cuts "
+            r"(\d+) % and (\d+) %",
+            lambda: (*clipped_percent("gspo"), *clipped_percent("grpo")),
         ),
         Claim(r"# (\d+) runs, two hours", lambda: (len(loss_records()),)),
         Claim(
