@@ -94,7 +94,7 @@ def _devices(placement: Placement) -> tuple[int, int, str, bool]:
     """Devices of rollout and of training, what they are, and whether both use the same ones."""
     if placement.trainer_gpus[0] is not None:
         shared = any(worker.shared_with_rank is not None for worker in placement.workers)
-        return len(placement.workers), len(placement.trainer_gpus), "GPU", shared
+        return sum(worker.num_gpus for worker in placement.workers), len(placement.trainer_gpus), "GPU", shared
     training = placement.trainer_threads * len(placement.trainer_gpus)
     return sum(worker.cpu_threads for worker in placement.workers), training, "CPU core", True
 

@@ -239,6 +239,7 @@ class Controller:
         if self.config.over_sampling > 1 and self.evaluations.running is None:
             for worker in self.workers:
                 if worker.ready:
+                    worker.stands = True
                     worker.process.send(Suspend())
 
     def _put_to_sleep(self) -> None:
@@ -249,7 +250,7 @@ class Controller:
         def asleep() -> bool:
             for worker in self.workers:  # one that was started again in between is told when it is up
                 if worker.ready and not worker.told_to_sleep:
-                    worker.told_to_sleep = True
+                    worker.stands = worker.told_to_sleep = True
                     worker.process.send(Sleep())
             return all(worker.asleep for worker in self.workers)
 
@@ -323,7 +324,8 @@ class Controller:
         self._announced = announcement
         self.transport.announce(announcement.staged)
         for worker in self.workers:
-            if worker.ready and worker.updating is None and worker.sent_version < announcement.version:
+            is_due = worker.sent_version < announcement.version or worker.stands  # a late version may come twice
+            if worker.ready and worker.updating is None and is_due:
                 self._send_update(worker)
         self.buffer.publish(announcement.trainer_version)
         self.gatherer.drop_expired()
@@ -342,7 +344,7 @@ class Controller:
         probe = self._announced.probe if worker.index == 0 else ()
         worker.updating = self._announced.staged
         worker.sent_version = self._announced.version
-        worker.told_to_sleep = worker.asleep = False
+        worker.stands = worker.told_to_sleep = worker.asleep = False
         self.transport.acquire(worker.updating)
         worker.process.send(Update(worker.sent_version, worker.updating.messages, probe))
 

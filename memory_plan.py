@@ -60,44 +60,47 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
     return config.lora_rank * shape.num_layers * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
 
 
-def resident_items(config: Config, shape: ModelShape, num_ranks: int, stages_weights: bool) -> list[Item]:
-    """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers."""
+def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_weights: bool) -> list[Item]:
+    """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers.
+
+    The model is sharded over `num_shards` ranks: those of all nodes together, or of one replica.
+    """
     million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
-    share = f"{million} parameters / {num_ranks} ranks"
+    share = f"{million} parameters / {num_shards} ranks"
     gathered = _item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
     items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
     if not config.optimizer_offload:
-        of_trained = f"{trained / 1e6:.0f} M parameters / {num_ranks} ranks × (4 + 8) B"
-        items.append(_item("weights and AdamW", 12 * trained / num_ranks, of_trained))
+        of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
+        items.append(_item("weights and AdamW", 12 * trained / num_shards, of_trained))
         if config.lora_rank:
-            items.append(_item("frozen weights", 2 * shape.num_parameters / num_ranks, f"{share} × 2 B"))
+            items.append(_item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
         elif config.kl_coef > 0:
-            items.append(_item("reference model", 4 * shape.num_parameters / num_ranks, f"{share} × 4 B"))
+            items.append(_item("reference model", 4 * shape.num_parameters / num_shards, f"{share} × 4 B"))
     if stages_weights:
         items.append(_item("staging buffers", 4 * shape.num_parameters, f"2 × {million} parameters × 2 B"))
     return items
 
 
-def step_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
+def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
     """What one trainer rank needs beside that while it makes a step, at the worse of its two peaks.
 
     One peak is the end of a forward pass. The other is AdamW, which makes a temporary of the size of the weights when
     the activations are gone; offloaded, it runs in host memory.
     """
-    backward = [*_gradients(config, shape, num_ranks), *_pass_items(config, shape, num_ranks)]
-    optimizer = _gradients(config, shape, num_ranks)
+    backward = [*_gradients(config, shape, num_shards), *_pass_items(config, shape, num_ranks)]
+    optimizer = _gradients(config, shape, num_shards)
     if not config.optimizer_offload:
         optimizer.append(
-            _item("AdamW's temporary", 4 * trained_parameters(config, shape) / num_ranks, "4 B per weight")
+            _item("AdamW's temporary", 4 * trained_parameters(config, shape) / num_shards, "4 B per weight")
         )
     return max(backward, optimizer, key=total)
 
 
-def _gradients(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
+def _gradients(config: Config, shape: ModelShape, num_shards: int) -> list[Item]:
     if config.optimizer_offload:
         return []
     trained = trained_parameters(config, shape)
-    return [_item("gradients", 4 * trained / num_ranks, "4 B per trained weight, over the ranks")]
+    return [_item("gradients", 4 * trained / num_shards, "4 B per trained weight, over the ranks")]
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
@@ -179,13 +182,14 @@ class SharedPlan:
     """The arithmetic, a line each."""
 
 
-def plan_shared(config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True) -> SharedPlan:
-    """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU.
+def plan_shared(config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True, num_shards: int = 1) -> SharedPlan:
+    """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU; `num_shards`:
+    ranks, of as many nodes, over which the model is sharded.
 
     The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
     Raises ValueError, with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it.
     """
-    resident, step = resident_items(config, shape, 1, stages), step_items(config, shape, 1)
+    resident, step = resident_items(config, shape, num_shards, stages), step_items(config, shape, 1, num_shards)
     engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
     room = _available(gpu) - total(resident) - (0 if sleeps else total(step))
     kv = _kv_cache(config, shape, room - total(engine))
@@ -213,13 +217,18 @@ def _kv_cache(config: Config, shape: ModelShape, room: int) -> Item:
     return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
 
 
-def check_own(config: Config, shape: ModelShape, trainer: Gpu, worker: Gpu, num_ranks: int, stages: bool) -> str:
-    """Check trainer ranks and engines that have GPUs of their own; return the arithmetic.
+def check_own(
+    config: Config, shape: ModelShape, trainer: Gpu, worker: Gpu, num_ranks: int, stages: bool, num_shards: int
+) -> str:
+    """Check a node's trainer ranks and its engines that have GPUs of their own; return the arithmetic.
+
+    The model is sharded over `num_shards` ranks, more than the node's where there are other nodes, fewer with replicas.
 
     Raises ValueError for what cannot fit: the trainer's state, or an engine without room for one sequence. Activations
     are an estimate, so for them there is only a warning.
     """
-    resident, step = resident_items(config, shape, num_ranks, stages), step_items(config, shape, num_ranks)
+    resident = resident_items(config, shape, num_shards, stages)
+    step = step_items(config, shape, num_ranks, num_shards)
     engine = engine_items(config, shape, config.rollout_tp)
     kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, config.rollout_tp)
     share = config.gpu_memory_utilization or OWN_GPU_UTILIZATION

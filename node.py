@@ -159,7 +159,8 @@ def start_rollout(node: Node) -> None:
     node.model_path = resolve_model(config.model, config.task)
     _check_window(config, node.model_path)
     if gpus:
-        node.placement, arithmetic = plan_memory(config, node.placement, read_shape(node.model_path), gpus)
+        num_shards = dist.get_world_size() // config.replicas
+        node.placement, arithmetic = plan_memory(config, node.placement, read_shape(node.model_path), gpus, num_shards)
         print(arithmetic, flush=True)
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + node.placement.table(), flush=True)

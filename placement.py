@@ -156,8 +156,10 @@ def _threads(num_cores: int, num_processes: int) -> int:
     return max(1, num_cores // num_processes)
 
 
-def plan_memory(config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu]) -> tuple[Placement, str]:
-    """Check that the model fits its GPUs, and give an engine that shares one its part.
+def plan_memory(
+    config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], num_shards: int
+) -> tuple[Placement, str]:
+    """Check that the model, sharded over `num_shards` ranks, fits its GPUs; give an engine that shares one its part.
 
     Returns the placement with that part, and the arithmetic as text. Raises ValueError, with the arithmetic, for what
     cannot fit.
@@ -167,8 +169,8 @@ def plan_memory(config: Config, placement: Placement, shape: ModelShape, gpus: l
     if worker.shared_with_rank is None:
         trainer = _fullest(gpus, placement.trainer_gpus)
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
-        return placement, check_own(config, shape, trainer, engine, len(placement.trainer_gpus), stages)
-    plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]), stages)
+        return placement, check_own(config, shape, trainer, engine, len(placement.trainer_gpus), stages, num_shards)
+    plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]), stages, num_shards)
     worker = replace(worker, gpu_memory_utilization=plan.utilization)
     return replace(placement, workers=(worker, *others)), plan.text
 

@@ -62,9 +62,11 @@ class Publisher:
 
     def _delayed(self, trainer_version: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
-        is_leader = self.controller is not None
-        copies = [(name, tensor.to("cpu", copy=True) if is_leader else tensor) for name, tensor in parameters]
-        self._snapshots.append((trainer_version, copies if is_leader else []))
+        copies = []
+        for name, tensor in parameters:  # gathering is collective; only leaders keep what they gather
+            if self.controller is not None:
+                copies.append((name, tensor.to("cpu", copy=True)))
+        self._snapshots.append((trainer_version, copies))
         while self._snapshots[0][0] < trainer_version - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]

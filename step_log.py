@@ -82,10 +82,12 @@ class StepLog:
         return evaluations, (of_batch, measured, publisher.mismatch(probes))
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], measured: dict) -> None:
-        """After the first steps, say how rollout and training of a node could be balanced; of several, nothing."""
+        """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with
+        partial rollouts or an engine that sleeps, and not of several nodes."""
         config = self.node.config
         last = min(FIRST_STEPS, config.steps)
-        if step > last or last < MIN_STEPS or self.node.cluster.num_nodes > 1:
+        stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
+        if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
             return
         self.step_times.append(step_times(groups, metrics, measured, self.tokens_before))
         if step == last:

@@ -133,6 +133,8 @@ class Worker:
     """Newest version sent; messages are acted on in order, so tickets sent now are sampled under it."""
     updating: Staged | None = None
     """Weights that it is loading now."""
+    stands: bool = False
+    """Whether it was told to stand still, suspended or asleep, until the next update."""
     told_to_sleep: bool = False
     """Whether it was, since the last update; `asleep` when it has said that it is."""
     asleep: bool = False

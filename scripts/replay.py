@@ -44,7 +44,7 @@ OF_TRAINING = (
 OF_THE_REPLAY = ("model", "save_every", "run_name", "runs_dir", "wandb", "startup_timeout_s", "rollout_timeout_s")
 OF_EVALUATION = (
     "eval_problems", "num_rollout_workers", "gpu_memory_utilization", "max_running_requests", "env_timeout_s",
-    "max_worker_restarts",
+    "max_worker_restarts", "rollout_tp", "weight_sync",
 )  # fmt: skip
 """Options that mean something with --evaluate only."""
 
@@ -110,6 +110,11 @@ def own_options(recording: Recording) -> Config:
         runs_dir=str(recording.path.parent),
         wandb="disabled",
         eval_every=recorded.eval_every or recorded.steps,  # with 0 there would be no held-out problems
+        num_rollout_workers=None,  # devices are those of the replay
+        rollout_tp=1,
+        weight_sync="auto",
+        colocate="share",
+        gpu_memory_utilization=None,
     )
 
 

@@ -30,11 +30,12 @@ class Session:
         self.transport = ShmTransport(SPECS) if kind == "shm" else NcclTransport(*nccl)
         self.events = []
 
-    def publish(self, version, evaluate=False):
+    def publish(self, version, evaluate=False, trainer_version=None):
+        trainer_version = version if trainer_version is None else trainer_version
         evaluate |= self.controller.withdraw()
         self.controller.wait_for_buffer()
         staged = self.transport.stage(version, [("w", torch.full((4,), float(version)))])
-        self.controller.publish(Announcement(version, version, staged, (), evaluate))
+        self.controller.publish(Announcement(version, trainer_version, staged, (), evaluate))
 
 
 @contextmanager
@@ -385,3 +386,11 @@ def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_ev
         s.publish(1)
         s.controller.take_batch()
     assert (tmp_path / "worker_0.log.slept").read_text().split() == ["0", "1"]
+
+
+@pytest.mark.parametrize("options", [{"colocate": "sleep"}, {"over_sampling": 2.0, "on_update": "resume"}])
+def test_what_stands_goes_on_although_a_late_version_is_published_again(tmp_path, options):
+    with session(tmp_path, async_ratio=0.0, publish_delay=2, rollout_timeout_s=5.0, **options) as s:
+        for step in range(5):
+            s.publish(max(0, step - 2), trainer_version=step)
+            s.controller.take_batch()

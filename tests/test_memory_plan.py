@@ -72,7 +72,7 @@ def test_what_fits_one_gpu(size, gib, options, fits):
 def test_trainer_and_engine_together_stay_below_the_whole(size):
     config, whole = Config(**LONG, **LESS), gpu(141)
     plan = plan_shared(config, shape(size), whole)
-    trainer = total(resident_items(config, shape(size), 1, True)) + total(step_items(config, shape(size), 1))
+    trainer = total(resident_items(config, shape(size), 1, True)) + total(step_items(config, shape(size), 1, 1))
     assert plan.utilization * whole.total_bytes + trainer <= whole.total_bytes
 
 
@@ -83,7 +83,7 @@ def test_the_weights_are_counted_as_the_formulas_of_their_bytes():
     assert by_name["weights and AdamW"] == round(12 * parameters / 4)
     assert by_name["reference model"] == round(4 * parameters / 4)
     assert by_name["staging buffers"] == 4 * parameters
-    gradients = {item.what: item.num_bytes for item in step_items(Config(), shape("1.7b"), 4)}["gradients"]
+    gradients = {item.what: item.num_bytes for item in step_items(Config(), shape("1.7b"), 4, 4)}["gradients"]
     assert gradients == round(4 * parameters / 4)
     offloaded = resident_items(Config(optimizer_offload=True, kl_coef=0.1), shape("1.7b"), 4, False)
     assert [item.what for item in offloaded] == ["CUDA context", "gathering weights"]
@@ -99,7 +99,7 @@ def test_with_adapters_the_optimizer_has_theirs_alone_and_the_frozen_weights_tak
     by_name = {item.what: item.num_bytes for item in resident_items(config, of_model, 2, True)}
     assert by_name["weights and AdamW"] == 6 * adapters and "reference model" not in by_name
     assert by_name["frozen weights"] == of_model.num_parameters
-    assert total(step_items(config, of_model, 2)) < total(step_items(Config(), of_model, 2))
+    assert total(step_items(config, of_model, 2, 2)) < total(step_items(Config(), of_model, 2, 2))
 
 
 def test_a_pass_is_never_longer_than_what_there_is_to_train_on():
@@ -141,18 +141,30 @@ def test_host_memory_takes_the_staging_buffers_where_the_gpu_has_no_room():
 def test_more_ranks_make_a_model_fit_and_a_step_that_may_not_is_only_warned_of():
     config = Config(**LONG)
     with pytest.raises(ValueError, match="AdamW"):
-        check_own(config, shape("8b"), gpu(80), gpu(80), num_ranks=1, stages=True)
-    assert "warning: a step may not fit" in check_own(config, shape("8b"), gpu(80), gpu(80), num_ranks=4, stages=True)
+        check_own(config, shape("8b"), gpu(80), gpu(80), num_ranks=1, stages=True, num_shards=1)
+    assert "warning: a step may not fit" in check_own(
+        config, shape("8b"), gpu(80), gpu(80), num_ranks=4, stages=True, num_shards=4
+    )
     config = Config(**LONG, **LESS)
-    assert "warning" not in check_own(config, shape("8b"), gpu(80), gpu(80), num_ranks=8, stages=True)
+    assert "warning" not in check_own(config, shape("8b"), gpu(80), gpu(80), num_ranks=8, stages=True, num_shards=8)
+
+
+def test_replicas_hold_more_and_several_nodes_less_of_the_model_per_rank():
+    config = Config(**LONG, **LESS)
+    of_node = {n: total(resident_items(config, shape("8b"), n, False)) for n in (4, 8, 16)}
+    assert of_node[4] - of_node[8] == pytest.approx(2 * (of_node[8] - of_node[16]), rel=1e-6)
+    with pytest.raises(ValueError, match="8189 M parameters / 2 ranks"):
+        check_own(config, shape("8b"), gpu(40), gpu(80), num_ranks=4, stages=False, num_shards=2)
+    text = check_own(config, shape("8b"), gpu(40), gpu(80), num_ranks=4, stages=False, num_shards=8)
+    assert "8189 M parameters / 8 ranks" in text
 
 
 def test_an_engine_without_room_for_one_sequence_is_refused_until_it_is_split():
     long = Config(max_response_tokens=2**17, max_tokens_per_microbatch=2**18)
     with pytest.raises(ValueError, match="the model does not fit"):
-        check_own(long, shape("8b"), gpu(141), gpu(32), num_ranks=8, stages=False)
+        check_own(long, shape("8b"), gpu(141), gpu(32), num_ranks=8, stages=False, num_shards=8)
     split = dataclasses.replace(long, rollout_tp=4)
-    assert "engine, 90%" in check_own(split, shape("8b"), gpu(141), gpu(32), num_ranks=8, stages=False)
+    assert "engine, 90%" in check_own(split, shape("8b"), gpu(141), gpu(32), num_ranks=8, stages=False, num_shards=8)
 
 
 @pytest.mark.parametrize(("tp", "allowed"), [(1, True), (2, True), (8, True), (16, True), (3, False), (32, False)])

@@ -111,19 +111,19 @@ def test_trainer_ranks_get_the_cores_that_workers_leave(gpus, cores, ranks, thre
 def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model():
     config = Config(activation_checkpointing=True, max_response_tokens=2048)
     placed = place(config, 1, 16, 1)
-    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)])
+    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], 1)
     assert 0.1 < planned.workers[0].gpu_memory_utilization < 0.5
     assert "KV cache" in arithmetic and "AdamW" in arithmetic
 
 
 def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
     placed = place(Config(), 4, 16, 2)
-    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4)[0] == placed
+    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, 2)[0] == placed
     full = [gpu(141), gpu(141), gpu(141), gpu(141, used_gib=139)]
     with pytest.raises(ValueError, match=r"139\.0 of 141\.0 GiB are used by other processes.*gpu 3 \(H200\)"):
-        plan_memory(Config(), placed, shape("0.6b"), full)
+        plan_memory(Config(), placed, shape("0.6b"), full, 2)
     with pytest.raises(ValueError, match="does not divide 16 attention heads"):
-        plan_memory(Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4)
+        plan_memory(Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4, 1)
 
 
 def test_the_printed_table_names_every_process_and_its_device():
