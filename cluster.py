@@ -182,6 +182,14 @@ def config_of_node(config: Config, num_nodes: int, num_ranks: int) -> Config:
             f"--extra-groups {config.extra_groups} is not a multiple of {num_nodes} nodes: {config.extra_groups} / "
             f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; change one of the two"
         )
-    return dataclasses.replace(
+    part = dataclasses.replace(
         config, groups_per_step=config.groups_per_step // num_nodes, extra_groups=config.extra_groups // num_nodes
     )
+    if part.max_outstanding_groups * num_nodes != config.max_outstanding_groups:
+        raise ValueError(
+            f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
+            f"{config.max_outstanding_groups} outstanding groups, {num_nodes} nodes with {part.groups_per_step} groups "
+            f"per step each round that down to {num_nodes} × {part.max_outstanding_groups} = "
+            f"{part.max_outstanding_groups * num_nodes}; choose a ratio that leaves whole groups per node"
+        )
+    return part

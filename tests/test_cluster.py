@@ -96,6 +96,10 @@ def test_a_node_has_its_share_of_the_groups():
         ({"groups_per_step": 30}, "--groups-per-step 30 is not a multiple of 4 nodes × --minibatches 1 = 4: 30 / 4 = "),
         ({"minibatches": 16}, "4 nodes × --minibatches 16 = 64: 32 / 64 = 0.50 groups; use 64"),
         ({"extra_groups": 3}, "--extra-groups 3 is not a multiple of 4 nodes: 3 / 4 = 0.75 per node"),
+        (
+            {"async_ratio": 0.1},
+            "allow 35 outstanding groups, 4 nodes with 8 groups per step each round that down to 4 × 8",
+        ),
         ({"replicas": 3}, "--replicas 3 does not divide 8 trainer ranks: 8 / 3 = 2.67 ranks per replica"),
     ],
 )
