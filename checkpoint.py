@@ -22,7 +22,7 @@ def try_write(
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        _check_space(sum(t.nbytes for t in state.values()), folder)
+        _check_space(sum(t.nbytes for t in [*state.values(), *adapters.values()]), folder)
         if os.path.exists(path):
             raise FileExistsError(f"{path} exists already")
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here

@@ -171,7 +171,7 @@ class Config:
     env_timeout_s: float = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed."""
     max_worker_restarts: int = 3
-    """Restarts of rollout workers in one run; one more death ends it."""
+    """Restarts of rollout workers in one run, on each node; one more death ends it."""
 
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was got, what is allowed and what to change.

@@ -231,7 +231,7 @@ class Controller:
             self._suspend_rest()
             self._fill()
             if self.config.colocate == "sleep":
-                self._put_to_sleep()
+                self._put_to_sleep(enter)
             return batch
 
     def _suspend_rest(self) -> None:
@@ -242,10 +242,13 @@ class Controller:
                     worker.stands = True
                     worker.process.send(Suspend())
 
-    def _put_to_sleep(self) -> None:
+    def _put_to_sleep(self, enter: Callable[[str], None]) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""
         timeout_s = self.config.rollout_timeout_s
-        self._wait(lambda: self.evaluations.running is None, timeout_s, "an evaluation")
+        if self.evaluations.running is not None:
+            enter("evaluate")
+            self._wait(lambda: self.evaluations.running is None, timeout_s, "an evaluation")
+            enter("wait")
 
         def asleep() -> bool:
             for worker in self.workers:  # one that was started again in between is told when it is up

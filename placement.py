@@ -3,6 +3,8 @@
 no GPU        trainer ranks and rollout workers share the CPU cores; transport `shm`
 one GPU       the rollout worker shares it with the trainer rank; transport `ipc`
 several GPUs  one per trainer rank, the rest to rollout workers, `rollout_tp` each; transport `nccl`
+
+`--weight-sync` overrides the transport; `shm` goes everywhere.
 """
 
 import os

@@ -27,7 +27,7 @@ WORKER_STATES = {
     "environment": "no request is in the engine; a trajectory is in its environment or being rewarded",
     "starved": "nothing to run, nor a reason to hold it back: a ticket is on its way, or others are waited for",
     "gated": "stands still for freshness: no place in the bound, no weights yet, weights that are still to come, "
-    "an evaluation that holds weights back, or suspended by over-sampling",
+    "an evaluation that holds weights back, suspended by over-sampling, or asleep while the trainer computes",
     "paused": "weights are being updated",
     "restarting": "from a death until the next engine is up",
 }

@@ -198,7 +198,7 @@ class TwoBuffers:
 
 
 class ShmTransport(TwoBuffers):
-    """Weights through host memory: for CPU workers, and for any worker whose GPU the trainer does not share."""
+    """Weights through host memory: for CPU workers, and where it is asked for, for any worker."""
 
     def __init__(self, specs: list[ParameterSpec]):
         super().__init__()
