@@ -46,7 +46,7 @@ def save_weights(policy, path: str, *_, **__) -> None:
 def steps_of(run: Path) -> list[dict]:
     """Each step of a run: when it ended, Unix time, and what was trained in it."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    ends = {event["step"]: event["spans"]["step"][1] for event in events if event["event"] == "step"}
+    ends = {event["step"]: event["spans"][-1][2] for event in events if event["event"] == "step"}
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {"step": m["step"], "time": ends[m["step"]], "samples": SAMPLES_PER_STEP, "tokens": m["tokens/trained"]}

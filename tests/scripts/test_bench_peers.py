@@ -89,7 +89,7 @@ def test_ours_keeps_its_weights_under_their_names(tmp_path):
 
 
 def test_steps_of_ours_are_read_from_its_run(tmp_path):
-    events = [{"event": "update"}, {"event": "step", "step": 1, "spans": {"step": [5.0, 6.5], "wait": [5.0, 6.0]}}]
+    events = [{"event": "update"}, {"event": "step", "step": 1, "spans": [["wait", 5.0, 6.0], ["other", 6.0, 6.5]]}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "tokens/trained": 700}) + "\n")
     assert bench_peers_ours.steps_of(tmp_path) == [{"step": 1, "time": 6.5, "samples": 256, "tokens": 700}]
