@@ -17,7 +17,7 @@ def make_updates(groups: list[Group], config: Config, cluster: Cluster | None = 
     """Give every trajectory its advantage and deal whole groups, in order, to the step's minibatches.
 
     Advantages are estimated over the whole step, on all nodes; what is returned is this node's: [update][sequence].
-    Collective over leaders. Raises RuntimeError for a reward that is not a finite number.
+    Collective over the leaders of nodes that train. Raises RuntimeError for a reward that is not a finite number.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     advantages = _advantages([(t.reward, t.group_id) for t in trajectories], config, cluster or Cluster())
@@ -31,10 +31,10 @@ def make_updates(groups: list[Group], config: Config, cluster: Cluster | None = 
 
 def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster) -> list[float]:
     """Advantages of this node's (reward, group_id) pairs, estimated from those of all nodes."""
-    of_nodes = cluster.gather(mine)
+    of_nodes = cluster.gather_over_trainers(mine)
     rewards, group_ids = zip(*(pair for pairs in of_nodes for pair in pairs), strict=True)
     advantages = ADVANTAGES[config.advantage](torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids))
-    start = sum(map(len, of_nodes[: cluster.node]))
+    start = sum(map(len, of_nodes[: cluster.trainers.index(cluster.node)]))
     return advantages[start : start + len(mine)].tolist()
 
 
@@ -52,7 +52,7 @@ def share(
         num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
         shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, one_row)
     mine = cluster.scatter_on_node(shares)
-    return mine if cluster.num_nodes == 1 else _pad(mine, cluster)
+    return mine if len(cluster.trainers) == 1 else _pad(mine, cluster)
 
 
 def _pad(mine: list[list[list[TrainSequence]]], cluster: Cluster) -> list[list[list[TrainSequence]]]:

@@ -1,7 +1,8 @@
-"""The nodes of a run: which trainer ranks are on which, and the few numbers their leaders tell each other.
+"""The nodes of a run: which trainer ranks are on which, which have rollout workers, and what joins them.
 
 Local rank 0 leads its node: it has the rollout workers, their samples and a copy of the weights for them. Across nodes
-go the trainer's own collectives and, per step, rewards, counts and metrics; no sample, and no weights for rollout.
+go the trainer's own collectives and, per step, rewards, counts and metrics. Samples and weights for rollout cross only
+where a node has no trainer or no workers (exchange.py).
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from config import Config
 from fingerprint import check_same, fingerprint
+from leaders import Leaders
 
 JOIN_TIMEOUT_S = 180.0
 """Longest wait for the ranks of all nodes. torchrun starts them together, so this is for their imports only."""
@@ -27,46 +29,77 @@ JOIN_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where this rank stands among those of all nodes. By default it is the only one, and needs no process group."""
+    """Where this process stands among those of all nodes. By default it is alone, and needs no process group.
 
-    rank: int = 0
+    Ranks are those of the trainer, numbered node by node; a node that only samples has none, and one process.
+    """
+
+    node: int = 0
+    local_rank: int = 0
     ranks_of_nodes: tuple[tuple[int, ...], ...] = ((0,),)
-    """Trainer ranks of each node, ascending; rank 0 leads the first."""
+    """Trainer ranks of each node, ascending."""
+    samplers: tuple[int, ...] = (0,)
+    """Nodes that have rollout workers."""
     hosts: tuple[str, ...] = ("localhost",)
     """Host name of each node."""
+    store: dist.Store | None = None
+    """Where process groups are formed; None where this process is alone."""
     node_group: dist.ProcessGroup | None = None
-    """This node's ranks; None for all ranks, where there is one node."""
-    leader_group: dist.ProcessGroup | None = None
-    """The leaders; None where there is one node."""
+    """This node's ranks; None for all ranks, where one node has them all."""
+    leaders: Leaders | None = None
+    """Of all nodes; None where there is one."""
+    trainer_leaders: Leaders | None = None
+    """Of the nodes that train; None on the others, and where there is one."""
 
     @property
     def num_nodes(self) -> int:
         return len(self.ranks_of_nodes)
 
     @property
-    def node(self) -> int:
-        """Index of this rank's node."""
-        return next(node for node, ranks in enumerate(self.ranks_of_nodes) if self.rank in ranks)
+    def trainers(self) -> tuple[int, ...]:
+        """Nodes that have trainer ranks."""
+        return tuple(node for node, ranks in enumerate(self.ranks_of_nodes) if ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks of all nodes."""
+        return sum(map(len, self.ranks_of_nodes))
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """All ranks of this node; the first is its leader."""
+        """Trainer ranks of this node; the first is its leader."""
         return self.ranks_of_nodes[self.node]
 
     @property
-    def leaders(self) -> tuple[int, ...]:
-        """The leader of each node."""
-        return tuple(ranks[0] for ranks in self.ranks_of_nodes)
+    def trains(self) -> bool:
+        """Whether this node has trainer ranks."""
+        return bool(self.local_ranks)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this node has rollout workers."""
+        return self.node in self.samplers
 
     @property
     def is_leader(self) -> bool:
         """Whether this is its node's local rank 0."""
-        return self.rank in self.leaders
+        return self.local_rank == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, who writes the records of the run."""
-        return self.rank == 0
+        """Whether this is trainer rank 0, who writes the records of the run."""
+        return self.is_leader and self.node == self.trainers[0]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out problems are sampled on this node: the first that samples."""
+        return self.node == self.samplers[0]
+
+    @property
+    def feeders(self) -> dict[int, int]:
+        """Of each node without a trainer, the one that sends it weights: those that train share them out."""
+        without = [node for node in self.samplers if not self.ranks_of_nodes[node]]
+        return {node: self.trainers[i % len(self.trainers)] for i, node in enumerate(without)}
 
     def name(self, node: int) -> str:
         """A node as messages call it."""
@@ -80,116 +113,184 @@ class Cluster:
 
     def broadcast_on_node(self, value: Any) -> Any:
         """The leader's value, on all ranks of its node; collective on the node."""
+        if not self.trains:  # the leader is alone
+            return value
         values = [value]
         dist.broadcast_object_list(values, src=self.local_ranks[0], group=self.node_group)
         return values[0]
 
     def gather(self, value: Any) -> list:
         """The values of all leaders, in the order of nodes; collective over leaders. For small things only."""
-        values = [value]
-        if self.num_nodes > 1:
-            values *= self.num_nodes
-            dist.all_gather_object(values, value, group=self.leader_group)
-        return values
+        return self.leaders.gather(value) if self.leaders else [value]
+
+    def gather_over_trainers(self, value: Any) -> list:
+        """The values of the leaders of nodes that train; collective over these. For small things only."""
+        return self.trainer_leaders.gather(value) if self.trainer_leaders else [value]
 
     def max_over_ranks(self, counts: list[int]) -> list[int]:
-        """The largest of each count on any rank of any node; collective."""
+        """The largest of each count on any rank of any node; collective over ranks."""
         largest = torch.tensor(counts)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.tolist()
 
 
-def form_cluster(node_of_rank: list[int], hosts: list[str], timeout: datetime.timedelta) -> Cluster:
-    """Group the ranks by the node that each is on, given with its host by rank; collective, in a process group."""
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(node_of_rank):
-        members.setdefault(node, []).append(rank)
-    ranks_of_nodes = tuple(map(tuple, members.values()))
-    of_nodes = tuple(hosts[ranks[0]] for ranks in ranks_of_nodes)
-    alone = Cluster(dist.get_rank(), ranks_of_nodes, of_nodes)
-    if alone.num_nodes == 1:
-        return alone
-    node_groups = [dist.new_group(list(ranks), timeout, "gloo") for ranks in ranks_of_nodes]
-    leader_group = dist.new_group(list(alone.leaders), timeout, "gloo")
-    return dataclasses.replace(alone, node_group=node_groups[alone.node], leader_group=leader_group)
+@dataclass(frozen=True)
+class Member:
+    """What the processes of a run must know of each."""
+
+    node: int
+    host: str
+    roles: tuple[str, ...]
+    """`trainer`, `rollout` or both: what its node does."""
+    fingerprint: dict[str, str] | None = None
+    """What its node runs, of leaders only."""
+
+
+def form_cluster(
+    members: list[Member], number: int, store: dist.Store, backend: str, timeout: datetime.timedelta
+) -> Cluster:
+    """Form the process groups of a run whose processes are `members`; collective. `number` is that of this one.
+
+    The default process group is that of the trainer's ranks.
+    """
+    nodes: dict[int, list[int]] = {}
+    for i, member in enumerate(members):
+        nodes.setdefault(member.node, []).append(i)
+    first = [members[processes[0]] for processes in nodes.values()]
+    ranks = {i: rank for rank, i in enumerate(i for i, member in enumerate(members) if "trainer" in member.roles)}
+    node = list(nodes).index(members[number].node)
+    cluster = Cluster(
+        node,
+        list(nodes.values())[node].index(number),
+        tuple(tuple(ranks[i] for i in processes if i in ranks) for processes in nodes.values()),
+        tuple(n for n, member in enumerate(first) if "rollout" in member.roles),
+        tuple(member.host for member in first),
+        store,
+    )
+    if cluster.trains:
+        group_store = dist.PrefixStore("trainer", store)
+        dist.init_process_group(backend, store=group_store, rank=ranks[number], world_size=len(ranks), timeout=timeout)
+    if cluster.num_nodes == 1:
+        return cluster
+    return dataclasses.replace(cluster, **_groups(cluster, timeout))
+
+
+def _groups(cluster: Cluster, timeout: datetime.timedelta) -> dict[str, Any]:
+    """The groups of a cluster of several nodes that this process is in."""
+    found: dict[str, Any] = {}
+    if cluster.trains and len(cluster.trainers) > 1:
+        of_nodes = {n: dist.new_group(list(cluster.ranks_of_nodes[n]), timeout, "gloo") for n in cluster.trainers}
+        found["node_group"] = of_nodes[cluster.node]
+        if cluster.is_leader:
+            found["trainer_leaders"] = Leaders("trainers", cluster.store, cluster.node, cluster.trainers, timeout)
+    if cluster.is_leader:
+        found["leaders"] = Leaders("nodes", cluster.store, cluster.node, range(cluster.num_nodes), timeout)
+    return found
 
 
 def join(config: Config, device_type: str) -> Cluster:
-    """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
+    """Meet the processes of all nodes, make sure that they run the same, and form the process groups; collective.
 
-    Without torchrun this is the only rank. Raises ValueError, on every rank, if nodes differ in code, options or kind
-    of device, and RuntimeError if ranks are missing.
+    Without torchrun this is the only one. Raises ValueError, on every one, if nodes differ in code, options or kind of
+    device, or if nobody trains or samples, and RuntimeError if processes are missing.
     """
     timeout = datetime.timedelta(seconds=config.startup_timeout_s + config.rollout_timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ:
+        members = [Member(0, "localhost", config.node_roles)]
+        check_roles(members)
         path = Path(tempfile.mkdtemp(prefix="train-async-")) / "store"
-        dist.init_process_group(backend, init_method=f"file://{path}", rank=0, world_size=1, timeout=timeout)
-        return Cluster()
-    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    facts = _exchange(dist.PrefixStore("facts", store), rank, num_ranks, _facts(config, device_type))
-    names = {fact["node"]: f"node {fact['node']} ({fact['host']})" for fact in facts}
-    check_same({names[fact["node"]]: fact["fingerprint"] for fact in facts if "fingerprint" in fact})
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    return form_cluster([fact["node"] for fact in facts], [fact["host"] for fact in facts], timeout)
+        return form_cluster(members, 0, dist.FileStore(str(path), 1), backend, timeout)
+    store, number, num_processes = next(rendezvous("env://", timeout=timeout))
+    mine = _describe(config, device_type)
+    members = _exchange(dist.PrefixStore("members", store), number, num_processes, mine)
+    names = {member.node: f"node {member.node} ({member.host})" for member in members}
+    check_same({names[member.node]: member.fingerprint for member in members if member.fingerprint})
+    check_roles(members)
+    return form_cluster(members, number, store, backend, timeout)
 
 
-def _facts(config: Config, device_type: str) -> dict:
-    """What the others must know of this rank. Only leaders say what their node runs."""
+def _describe(config: Config, device_type: str) -> Member:
+    """What the others must know of this process."""
     rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    facts = {"node": int(os.environ.get("GROUP_RANK", rank // num_local)), "host": socket.gethostname()}
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        facts["fingerprint"] = fingerprint(config) | {"device": device_type}
-    return facts
+    leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return Member(
+        int(os.environ.get("GROUP_RANK", rank // num_local)),
+        socket.gethostname(),
+        config.node_roles,
+        fingerprint(config) | {"device": device_type} if leads else None,
+    )
 
 
-def _exchange(store: dist.Store, rank: int, num_ranks: int, facts: dict) -> list[dict]:
-    """The facts of all ranks, through the store: before there is a process group, nothing else has a short timeout."""
-    keys = [str(other) for other in range(num_ranks)]
-    store.set(keys[rank], json.dumps(facts))
+def _exchange(store: dist.Store, number: int, num_processes: int, mine: Member) -> list[Member]:
+    """All members, through the store: before there is a process group, nothing else has a short timeout."""
+    keys = [str(other) for other in range(num_processes)]
+    store.set(keys[number], json.dumps(dataclasses.asdict(mine)))
     try:
         store.wait(keys, datetime.timedelta(seconds=JOIN_TIMEOUT_S))
     except dist.DistStoreError:
         missing = ", ".join(key for key in keys if not store.check([key]))
         raise RuntimeError(
-            f"of {num_ranks} trainer ranks {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: "
+            f"of {num_processes} processes that torchrun starts {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: "
             "look at what their nodes printed"
         ) from None
-    return [json.loads(store.get(key)) for key in keys]
+    return [Member(**json.loads(store.get(key))) for key in keys]
 
 
-def config_of_node(config: Config, num_nodes: int, num_ranks: int) -> Config:
-    """What one node's rollout has to do: its share of the groups.
+def check_roles(members: list[Member]) -> None:
+    """Raise ValueError unless some node trains, some node samples, and one that does not train has one process."""
+    for role, what in (("trainer", "trains"), ("rollout", "samples")):
+        if not any(role in member.roles for member in members):
+            raise ValueError(f"no node {what}: --node-roles must have {role} on one node at least; add it")
+    for node in {member.node for member in members if "trainer" not in member.roles}:
+        num_processes = sum(member.node == node for member in members)
+        if num_processes > 1:
+            raise ValueError(
+                f"node {node} has no trainer (--node-roles rollout) and {num_processes} processes by torchrun: one "
+                "leads all of its rollout workers; use --nproc-per-node 1 there"
+            )
 
-    Raises ValueError, with the arithmetic, for what cannot be shared by nodes and ranks.
+
+def config_of_node(config: Config, num_samplers: int, num_trainers: int, num_ranks: int) -> Config:
+    """What the rollout of one of `num_samplers` nodes has to do: its share of the groups.
+
+    Raises ValueError, with the arithmetic, for what cannot be shared by the nodes that sample, by the `num_trainers`
+    that train, and by their ranks.
     """
     if num_ranks % config.replicas:
         raise ValueError(
             f"--replicas {config.replicas} does not divide {num_ranks} trainer ranks: {num_ranks} / {config.replicas} "
             f"= {num_ranks / config.replicas:.2f} ranks per replica; change one of the two"
         )
-    if config.record and num_nodes > 1:
-        raise ValueError(f"--record keeps the batches of one node, and there are {num_nodes}; leave it out")
-    shares = num_nodes * config.minibatches
-    if config.groups_per_step % shares:
+    if config.record and max(num_samplers, num_trainers) > 1:
+        raise ValueError("--record keeps the batches of one node, and there are several; leave it out")
+    _check_shares(config, num_samplers, "that sample", 1)
+    _check_shares(config, num_trainers, "that train", config.minibatches)
+    if config.extra_groups % num_samplers:
         raise ValueError(
-            f"--groups-per-step {config.groups_per_step} is not a multiple of {num_nodes} nodes × --minibatches "
-            f"{config.minibatches} = {shares}: {config.groups_per_step} / {shares} = "
-            f"{config.groups_per_step / shares:.2f} groups; use {-(-config.groups_per_step // shares) * shares}"
-        )
-    if config.extra_groups % num_nodes:
-        raise ValueError(
-            f"--extra-groups {config.extra_groups} is not a multiple of {num_nodes} nodes: {config.extra_groups} / "
-            f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; change one of the two"
+            f"--extra-groups {config.extra_groups} is not a multiple of {num_samplers} nodes: {config.extra_groups} / "
+            f"{num_samplers} = {config.extra_groups / num_samplers:.2f} per node; change one of the two"
         )
     part = dataclasses.replace(
-        config, groups_per_step=config.groups_per_step // num_nodes, extra_groups=config.extra_groups // num_nodes
+        config,
+        groups_per_step=config.groups_per_step // num_samplers,
+        extra_groups=config.extra_groups // num_samplers,
     )
-    if part.max_outstanding_groups * num_nodes != config.max_outstanding_groups:
+    if part.max_outstanding_groups * num_samplers != config.max_outstanding_groups:
         raise ValueError(
             f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
-            f"{config.max_outstanding_groups} outstanding groups, {num_nodes} nodes with {part.groups_per_step} groups "
-            f"per step each round that down to {num_nodes} × {part.max_outstanding_groups} = "
-            f"{part.max_outstanding_groups * num_nodes}; choose a ratio that leaves whole groups per node"
+            f"{config.max_outstanding_groups} outstanding groups, {num_samplers} nodes with {part.groups_per_step} "
+            f"groups per step each round that down to {num_samplers} × {part.max_outstanding_groups} = "
+            f"{part.max_outstanding_groups * num_samplers}; choose a ratio that leaves whole groups per node"
         )
     return part
+
+
+def _check_shares(config: Config, num_nodes: int, which: str, minibatches: int) -> None:
+    shares, num_groups = num_nodes * minibatches, config.groups_per_step
+    if num_groups % shares:
+        times = f" × --minibatches {minibatches} = {shares}" if minibatches > 1 else ""
+        raise ValueError(
+            f"--groups-per-step {num_groups} is not a multiple of {num_nodes} nodes {which}{times}: {num_groups} / "
+            f"{shares} = {num_groups / shares:.2f} groups; use {-(-num_groups // shares) * shares}"
+        )

@@ -132,6 +132,8 @@ class Config:
     the GPUs; the update is the same."""
 
     # Placement
+    node_roles: tuple[Literal["trainer", "rollout"], ...] = ("trainer", "rollout")
+    """What this node does, of several: train, sample, or both; otherwise samples and weights cross nodes."""
     replicas: int = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
     num_rollout_workers: int | None = None
@@ -216,6 +218,11 @@ class Config:
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_dict(cls, options: dict) -> "Config":
+        """The config of `as_dict`, also after JSON, which has no tuples."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+
 
 _AT_LEAST = {
     "steps": 1, "groups_per_step": 1, "group_size": 1, "async_ratio": 0, "publish_delay": 0, "max_prompt_tokens": 1,
@@ -256,6 +263,15 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_cross_fields(config: Config) -> None:
+    if not config.node_roles or len(set(config.node_roles)) < len(config.node_roles):
+        raise ValueError(
+            f"--node-roles must be trainer, rollout or both, each once, got {' '.join(config.node_roles)!r}"
+        )
+    if "rollout" not in config.node_roles and config.num_rollout_workers is not None:
+        raise ValueError(
+            f"--num-rollout-workers {config.num_rollout_workers} does not go with --node-roles trainer, on a node "
+            "that has none; leave one of the two out"
+        )
     if config.groups_per_step % config.minibatches:
         raise ValueError(
             f"--groups-per-step {config.groups_per_step} is not a multiple of --minibatches {config.minibatches}: "

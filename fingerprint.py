@@ -7,7 +7,7 @@ from pathlib import Path
 from config import Config
 
 MAY_DIFFER = (
-    "data_path", "runs_dir", "num_rollout_workers", "rollout_tp", "weight_sync", "max_running_requests",
+    "data_path", "runs_dir", "node_roles", "num_rollout_workers", "rollout_tp", "weight_sync", "max_running_requests",
     "gpu_memory_utilization",
 )  # fmt: skip
 """Options that are a node's own: where its files are, and how much its devices can take."""

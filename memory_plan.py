@@ -182,14 +182,17 @@ class SharedPlan:
     """The arithmetic, a line each."""
 
 
-def plan_shared(config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True, num_shards: int = 1) -> SharedPlan:
-    """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU; `num_shards`:
-    ranks, of as many nodes, over which the model is sharded.
+def plan_shared(
+    config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True, num_ranks: int = 1, num_shards: int = 1
+) -> SharedPlan:
+    """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU; a step's
+    groups are shared by `num_ranks`, of as many nodes, and the model by `num_shards` of them.
 
     The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
     Raises ValueError, with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it.
     """
-    resident, step = resident_items(config, shape, num_shards, stages), step_items(config, shape, 1, num_shards)
+    resident = resident_items(config, shape, num_shards, stages)
+    step = step_items(config, shape, num_ranks, num_shards)
     engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
     room = _available(gpu) - total(resident) - (0 if sleeps else total(step))
     kv = _kv_cache(config, shape, room - total(engine))
@@ -217,34 +220,40 @@ def _kv_cache(config: Config, shape: ModelShape, room: int) -> Item:
     return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
 
 
-def check_own(
-    config: Config, shape: ModelShape, trainer: Gpu, worker: Gpu, num_ranks: int, stages: bool, num_shards: int
-) -> str:
-    """Check a node's trainer ranks and its engines that have GPUs of their own; return the arithmetic.
+def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, num_ranks: int, stages: bool, num_shards: int) -> str:
+    """Check a trainer rank that has a GPU of its own; return the arithmetic.
 
-    The model is sharded over `num_shards` ranks, more than the node's where there are other nodes, fewer with replicas.
-
-    Raises ValueError for what cannot fit: the trainer's state, or an engine without room for one sequence. Activations
-    are an estimate, so for them there is only a warning.
+    A step's groups are shared by `num_ranks`, the model by `num_shards` of them: fewer with replicas. Raises ValueError
+    if the trainer's state does not fit. Activations are an estimate, so for them there is only a warning.
     """
     resident = resident_items(config, shape, num_shards, stages)
     step = step_items(config, shape, num_ranks, num_shards)
+    lines = [
+        _gpu_line(gpu),
+        f"  trainer rank 0, always: {_listed(resident)}",
+        f"  trainer rank 0, in a step: {_listed(step)}",
+    ]
+    if (short := total(resident) - _available(gpu)) > 0:
+        raise ValueError(_refusal(config, gpu, lines, short))
+    if total(resident) + total(step) > _available(gpu):
+        lines.append(f"  warning: a step may not fit; {_ways_out(config)}")
+    return "\n".join(lines)
+
+
+def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
+    """Check an engine that has GPUs of its own, of which this is the fullest; return the arithmetic.
+
+    Raises ValueError if there is no room for one sequence.
+    """
     engine = engine_items(config, shape, config.rollout_tp)
     kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, config.rollout_tp)
     share = config.gpu_memory_utilization or OWN_GPU_UTILIZATION
     lines = [
-        _gpu_line(trainer),
-        f"  trainer rank 0, always: {_listed(resident)}",
-        f"  trainer rank 0, in a step: {_listed(step)}",
-        _gpu_line(worker),
+        _gpu_line(gpu),
         f"  engine, {share:.0%}: {_listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
     ]
-    if (short := total(resident) - _available(trainer)) > 0:
-        raise ValueError(_refusal(config, trainer, lines, short))
-    if (short := total(engine) + kv_one - min(share * worker.total_bytes, _available(worker))) > 0:
-        raise ValueError(_refusal(config, worker, lines, round(short)))
-    if total(resident) + total(step) > _available(trainer):
-        lines.append(f"  warning: a step may not fit; {_ways_out(config)}")
+    if (short := total(engine) + kv_one - min(share * gpu.total_bytes, _available(gpu))) > 0:
+        raise ValueError(_refusal(config, gpu, lines, round(short)))
     return "\n".join(lines)
 
 

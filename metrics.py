@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,15 +40,32 @@ TOKEN_MEANS = ("response/inherited_share", "staleness/token_mean")
 """Metrics of a batch that are means over tokens, not over trajectories or groups."""
 
 
-def over_nodes(of_nodes: list[tuple[dict, dict, dict]]) -> tuple[dict, dict, dict]:
-    """What each node knows of a step, as of all nodes: (batch_metrics, what its controller measured, mismatch)."""
+@dataclass(frozen=True)
+class StepOfNode:
+    """What one node knows of a step, or all together."""
+
+    batch: dict[str, float]
+    """batch_metrics of what it trained on; empty where it does not train."""
+    measured: dict
+    """What its controller measured; empty where it does not sample."""
+    evaluation: dict[str, float]
+    """evaluation_metrics, on the node that evaluates."""
+    mismatch: dict[str, float]
+
+
+def over_nodes(of_nodes: list[StepOfNode]) -> StepOfNode:
+    """What each node knows of a step, as of all nodes."""
     if len(of_nodes) == 1:
         return of_nodes[0]
-    batches, measured, mismatches = zip(*of_nodes, strict=True)
-    return _batch_over_nodes(batches), _sum_over_nodes(measured), _mismatch_over_nodes(mismatches)
+    return StepOfNode(
+        _batch_over_nodes([node.batch for node in of_nodes if node.batch]),
+        _sum_over_nodes([node.measured for node in of_nodes if node.measured]),
+        {name: value for node in of_nodes for name, value in node.evaluation.items()},
+        _mismatch_over_nodes([node.mismatch for node in of_nodes]),
+    )
 
 
-def _batch_over_nodes(of_nodes: tuple[dict[str, float], ...]) -> dict[str, float]:
+def _batch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of the whole batch from those of each node's part; the parts have equally many trajectories and groups.
 
     Means are averaged, by tokens where they are over tokens; a maximum is the largest, and the variance of the rewards
@@ -62,22 +80,22 @@ def _batch_over_nodes(of_nodes: tuple[dict[str, float], ...]) -> dict[str, float
     return whole | {"reward/std": math.sqrt(variance)}
 
 
-def _mismatch_over_nodes(of_nodes: tuple[dict[str, float], ...]) -> dict[str, float]:
+def _mismatch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
     """The largest mismatch of any node that measured one, as each has engines of its own."""
     names = dict.fromkeys(name for metrics in of_nodes for name in metrics)
     return {name: max(metrics[name] for metrics in of_nodes if name in metrics) for name in names}
 
 
-def _sum_over_nodes(of_nodes: tuple):
+def _sum_over_nodes(of_nodes: list):
     """Add up what the nodes' controllers measured: numbers are added, lists joined, and records by their fields."""
     first = of_nodes[0]
     if isinstance(first, Counter):
         return sum(of_nodes, Counter())
     if isinstance(first, dict):
         names = dict.fromkeys(name for one in of_nodes for name in one)
-        return {name: _sum_over_nodes(tuple(one[name] for one in of_nodes if name in one)) for name in names}
+        return {name: _sum_over_nodes([one[name] for one in of_nodes if name in one]) for name in names}
     if dataclasses.is_dataclass(first):
-        return type(first)(**_sum_over_nodes(tuple(vars(one) for one in of_nodes)))
+        return type(first)(**_sum_over_nodes([vars(one) for one in of_nodes]))
     return [item for one in of_nodes for item in one] if isinstance(first, list) else sum(of_nodes)
 
 

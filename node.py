@@ -19,8 +19,8 @@ from config import Config
 from controller import Controller
 from data.records import Group
 from data.tasks import load_task
+from exchange import exchange_groups, send_specs
 from gpus import visible_gpus
-from lora import named_base_parameters
 from model_path import resolve_model
 from model_shape import read_shape
 from nccl_sync import NcclTransport
@@ -51,23 +51,27 @@ class Node:
     run: RunDirectory | NodeRecords | None
     """The run directory on rank 0; on the leaders of other nodes their own part of it."""
     controller: Controller | None
+    """On leaders of nodes that sample."""
 
     @property
     def is_leader(self) -> bool:
         """Whether this is local rank 0."""
         return self.run is not None
 
-    def connect(self, policy: Policy) -> ShmTransport | IpcTransport | NcclTransport | None:
-        """Join trainer and workers by the placement's transport, and wait until all engines are up."""
+    def connect(self, policy: Policy) -> None:
+        """Join trainer and workers by the placement's transport, and wait until all engines of this node are up."""
         if not self.is_leader:
-            return None
+            return
         if self.cluster.is_first:
             print(f"attention of the trainer: {policy.attention}", flush=True)
-        sent = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        parameters = named_base_parameters(policy.module.model)
-        transport = self._make_transport([ParameterSpec(name, sent, tuple(p.shape)) for name, p in parameters])
-        self.controller.connect(transport)
-        return transport
+        specs = policy.sent_specs()
+        send_specs(specs, self.cluster)
+        if self.controller is not None:
+            self.connect_workers(specs)
+
+    def connect_workers(self, specs: list[ParameterSpec]) -> None:
+        """Join the workers to where weights are staged on this node, and wait until all their engines are up."""
+        self.controller.connect(self._make_transport(specs))
 
     def _make_transport(self, specs: list[ParameterSpec]) -> ShmTransport | IpcTransport | NcclTransport:
         config = self.config
@@ -92,9 +96,15 @@ class Node:
         if self.cluster.is_first:
             print(f"finished: {self.run.path}", flush=True)
 
-    def take_batch(self, enter: Callable[[str], None]) -> list[Group] | None:
-        """The node's part of the next batch on its leader, None on the others; `enter` is told what is waited for."""
-        return self.controller.take_batch(enter) if self.is_leader else None
+    def take_batch(self, enter: Callable[[str], None] = lambda state: None) -> list[Group] | None:
+        """What this node trains on in the next step, on its leader; None on the others, and where nobody trains.
+
+        `enter` is told what is waited for.
+        """
+        if not self.is_leader:
+            return None
+        sampled = self.controller.take_batch(enter) if self.controller is not None else None
+        return exchange_groups(sampled, self.config.groups_per_step, self.cluster)
 
     def record_batch(self, step: int, groups: list[Group] | None) -> None:
         """Keep the batch of a step in the leader's run directory."""
@@ -144,40 +154,57 @@ def _make_node(config: Config, cluster: Cluster) -> Node:
     nccl = dist.is_nccl_available()
     placement = place(config, len(visible_gpus()), available_cores(), len(cluster.local_ranks), nccl)
     torch.set_num_threads(placement.trainer_threads)
-    gpu = placement.trainer_gpus[cluster.local_ranks.index(cluster.rank)]
+    gpu = placement.trainer_gpus[cluster.local_rank] if cluster.trains else None
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    share = config_of_node(config, cluster.num_nodes, dist.get_world_size())
+    share = config_of_node(config, len(cluster.samplers), len(cluster.trainers), cluster.num_ranks)
     return Node(config, share, cluster, placement, device, "", None, None, None)
 
 
 def start_rollout(node: Node) -> None:
     """A leader's part: resolve the model, open the records and start the rollout workers for the node's share."""
-    cluster, config, gpus = node.cluster, node.share, visible_gpus()
-    task = load_task(config.task, config.seed, config.data_path)
+    cluster, config = node.cluster, node.share
     node.model_path = resolve_model(config.model, config.task)
     _check_window(config, node.model_path)
-    if gpus:
-        num_shards = dist.get_world_size() // config.replicas
-        node.placement, arithmetic = plan_memory(config, node.placement, read_shape(node.model_path), gpus, num_shards)
-        print(arithmetic, flush=True)
+    _plan_memory(node)
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + node.placement.table(), flush=True)
     node.tokenizer = load_tokenizer(node.model_path)
-    prompts = PromptSource(
-        train_problem=task.train_problem,
-        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else [],
-        encode=lambda problem: task.encode_prompt(problem, node.tokenizer),
-    )
-    tickets = TicketSource(config, prompts, cluster.node, cluster.num_nodes)
-    tickets.check_prompts()
+    tickets = _make_tickets(node) if cluster.samples else None
     node.run = _open_records(node)
+    if tickets is None:
+        return
     node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
     node.controller.launch()
     if node.placement.workers[0].shared_with_rank is not None:
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         node.controller.wait_until_ready()
+
+
+def _make_tickets(node: Node) -> TicketSource:
+    """The node's own share of the prompts; on the node that evaluates the held-out ones too."""
+    cluster, config = node.cluster, node.share
+    task = load_task(config.task, config.seed, config.data_path)
+    prompts = PromptSource(
+        train_problem=task.train_problem,
+        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.evaluates else [],
+        encode=lambda problem: task.encode_prompt(problem, node.tokenizer),
+    )
+    tickets = TicketSource(config, prompts, cluster.samplers.index(cluster.node), len(cluster.samplers))
+    tickets.check_prompts()
+    return tickets
+
+
+def _plan_memory(node: Node) -> None:
+    """On GPUs, check that all fits and give an engine that shares one its part; prints the arithmetic."""
+    gpus, config, cluster = visible_gpus(), node.config, node.cluster
+    if not gpus:
+        return
+    num_ranks, num_shards = len(cluster.local_ranks) * len(cluster.trainers), cluster.num_ranks // config.replicas
+    shape = read_shape(node.model_path)
+    node.placement, arithmetic = plan_memory(config, node.placement, shape, gpus, num_ranks, num_shards)
+    print(arithmetic, flush=True)
 
 
 def _open_records(node: Node) -> RunDirectory | NodeRecords:
@@ -187,7 +214,7 @@ def _open_records(node: Node) -> RunDirectory | NodeRecords:
     if cluster.is_first:
         run = RunDirectory(node.config, weights_sha256(node.model_path) if node.config.record else None)
         print(f"run directory: {run.path}", flush=True)
-    run_name = cluster.gather(run and run.path.name)[0]
+    run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
     return run or NodeRecords(node.config, run_name, cluster.node)
 
 

@@ -36,8 +36,8 @@ GRACE_S = 30.0
 class NodeWatch:
     """One thread per other node, on the leaders; nothing on the other ranks, and nothing on a single node."""
 
-    def __init__(self, cluster: Cluster):
-        """Connect the leaders and start to watch; collective."""
+    def __init__(self, cluster: Cluster, name: str = "watch"):
+        """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store."""
         self.cluster = cluster
         self.dump_stacks: Callable[[], None] = functools.partial(faulthandler.dump_traceback, all_threads=True)
         """Called if a node is lost."""
@@ -46,11 +46,12 @@ class NodeWatch:
         self._lock = threading.Lock()
         self._told = self._is_ending = False
         self._threads: list[threading.Thread] = []
-        if cluster.num_nodes == 1:
+        if cluster.num_nodes == 1 or not cluster.is_leader:
             return
-        self._group = dist.new_group(list(cluster.leaders), CONNECT_TIMEOUT, "gloo")
-        others = [node for node in range(cluster.num_nodes) if node != cluster.node]
-        for node in others if cluster.is_leader else ():
+        store = dist.PrefixStore(name, cluster.store)
+        self._group = dist.ProcessGroupGloo(store, cluster.node, cluster.num_nodes, CONNECT_TIMEOUT)
+        self._others = [node for node in range(cluster.num_nodes) if node != cluster.node]
+        for node in self._others:
             thread = threading.Thread(target=self._watch, args=(node,), name=cluster.name(node), daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -86,15 +87,14 @@ class NodeWatch:
         self._told = True
         line = " ".join(reason.split()).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
         message = torch.frombuffer(bytearray(line), dtype=torch.uint8)
-        for leader in self.cluster.leaders:
-            if leader != self.cluster.rank:
-                with contextlib.suppress(RuntimeError):  # it may be gone already
-                    dist.isend(message, leader, group=self._group).wait(TELL_TIMEOUT)
+        for node in self._others:
+            with contextlib.suppress(RuntimeError):  # it may be gone already
+                self._group.send([message], node, 0).wait(TELL_TIMEOUT)
 
     def _watch(self, node: int) -> None:
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         try:
-            dist.irecv(message, self.cluster.leaders[node], group=self._group).wait(LONGEST_RUN)
+            self._group.recv([message], node, 0).wait(LONGEST_RUN)
         except RuntimeError as error:
             how = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]  # gloo begins with its source file
             self._end(f"{self.cluster.name(node)} is gone without a word, killed or cut off: {how}", lost=True)

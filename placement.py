@@ -4,7 +4,8 @@ no GPU        trainer ranks and rollout workers share the CPU cores; transport `
 one GPU       the rollout worker shares it with the trainer rank; transport `ipc`
 several GPUs  one per trainer rank, the rest to rollout workers, `rollout_tp` each; transport `nccl`
 
-`--weight-sync` overrides the transport; `shm` goes everywhere.
+`--weight-sync` overrides the transport; `shm` goes everywhere. A node that only trains (--node-roles) has no workers,
+and one that only samples has all its GPUs for them, and weights by `shm`, as they come from another node.
 """
 
 import os
@@ -14,7 +15,7 @@ from typing import Literal
 
 from config import Config
 from gpus import Gpu
-from memory_plan import OWN_GPU_UTILIZATION, check_own, check_tp, plan_shared
+from memory_plan import OWN_GPU_UTILIZATION, check_engine, check_tp, check_trainer, plan_shared
 from model_shape import ModelShape
 
 CORES_PER_GPU_WORKER = 2
@@ -45,13 +46,13 @@ class Placement:
     trainer_gpus: tuple[int | None, ...]
     """GPU of each local trainer rank; None on the CPU."""
     trainer_threads: int
-    """Compute threads of each trainer rank."""
+    """Compute threads of each trainer rank, or of the leader where none trains."""
     workers: tuple[WorkerPlacement, ...]
     transport: Literal["shm", "ipc", "nccl"]
 
     def table(self) -> str:
         """The placement as text, a line per process."""
-        lines = [f"placement (weights by {self.transport}):"]
+        lines = [f"placement (weights by {self.transport}):" if self.workers else "placement:"]
         for rank, gpu in enumerate(self.trainer_gpus):
             lines.append(f"  trainer rank {rank}     {_device(gpu, self.trainer_threads)}")
         for w in self.workers:
@@ -73,6 +74,8 @@ def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int,
     Args: the GPUs and CPU cores that this node may use, the trainer ranks that torchrun started on it, and whether
     torch has NCCL. Raises ValueError, with the arithmetic, for what does not fit.
     """
+    if "rollout" not in config.node_roles:
+        return _place_trainer(num_gpus, num_cores, num_trainer_ranks)
     placement = _place_processes(config, num_gpus, num_cores, num_trainer_ranks)
     transport = _choose_transport(config.weight_sync, placement, has_nccl)
     if config.colocate == "sleep" and all(worker.shared_with_rank is None for worker in placement.workers):
@@ -84,7 +87,9 @@ def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int,
 
 def _choose_transport(wanted: str, placement: Placement, has_nccl: bool) -> str:
     """`wanted`, or the fastest that goes where it is `auto`. Raises ValueError for one that cannot go."""
-    if placement.trainer_gpus[0] is None:
+    if not placement.trainer_gpus:
+        possible, why = ["shm"], "this node only samples, and weights from another one come to its host memory"
+    elif placement.trainer_gpus[0] is None:
         possible, why = ["shm"], "without a GPU weights go through host memory"
     elif placement.transport == "ipc":
         possible, why = ["ipc", "shm"], "trainer and worker share one GPU, which NCCL refuses"
@@ -100,11 +105,7 @@ def _choose_transport(wanted: str, placement: Placement, has_nccl: bool) -> str:
 def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
     if num_gpus == 0:
         return _place_on_cpu(config, num_cores, num_trainer_ranks)
-    if num_trainer_ranks > num_gpus:
-        raise ValueError(
-            f"{num_trainer_ranks} trainer ranks on {num_gpus} visible GPUs: each rank needs its own; "
-            f"use --nproc-per-node {num_gpus} or fewer"
-        )
+    _check_ranks(num_gpus, num_trainer_ranks)
     free = list(range(num_trainer_ranks, num_gpus))
     if not free:
         return _place_on_shared_gpus(config, num_trainer_ranks, num_cores)
@@ -120,6 +121,22 @@ def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_
     workers = tuple(WorkerPlacement(i, free[i * tp], None, 1, share, tp) for i in range(num_workers))
     threads = _threads(num_cores - CORES_PER_GPU_WORKER * num_workers, num_trainer_ranks)
     return Placement(tuple(range(num_trainer_ranks)), threads, workers, "nccl")
+
+
+def _place_trainer(num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
+    """Of a node that only trains."""
+    if num_gpus:
+        _check_ranks(num_gpus, num_trainer_ranks)
+    gpus = tuple(range(num_trainer_ranks)) if num_gpus else (None,) * num_trainer_ranks
+    return Placement(gpus, _threads(num_cores, num_trainer_ranks), (), "shm")
+
+
+def _check_ranks(num_gpus: int, num_trainer_ranks: int) -> None:
+    if num_trainer_ranks > num_gpus:
+        raise ValueError(
+            f"{num_trainer_ranks} trainer ranks on {num_gpus} visible GPUs: each rank needs its own; "
+            f"use --nproc-per-node {num_gpus} or fewer"
+        )
 
 
 def _place_on_cpu(config: Config, num_cores: int, num_trainer_ranks: int) -> Placement:
@@ -155,26 +172,32 @@ def _place_on_shared_gpus(config: Config, num_gpus: int, num_cores: int) -> Plac
 
 
 def _threads(num_cores: int, num_processes: int) -> int:
-    return max(1, num_cores // num_processes)
+    return max(1, num_cores // max(1, num_processes))
 
 
 def plan_memory(
-    config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], num_shards: int
+    config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], num_ranks: int, num_shards: int
 ) -> tuple[Placement, str]:
-    """Check that the model, sharded over `num_shards` ranks, fits its GPUs; give an engine that shares one its part.
+    """Check that the model fits this node's GPUs; give an engine that shares one its part.
 
+    Args: the trainer ranks among which a step's groups are shared, and over how many of them the model is sharded.
     Returns the placement with that part, and the arithmetic as text. Raises ValueError, with the arithmetic, for what
     cannot fit.
     """
-    check_tp(shape, config.rollout_tp)
-    (worker, *others), stages = placement.workers, placement.transport != "shm"
-    if worker.shared_with_rank is None:
-        trainer = _fullest(gpus, placement.trainer_gpus)
+    texts, stages = [], placement.transport != "shm"
+    if placement.workers:
+        check_tp(shape, config.rollout_tp)
+        worker = placement.workers[0]
+        if worker.shared_with_rank is not None:
+            plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]), stages, num_ranks, num_shards)
+            worker = replace(worker, gpu_memory_utilization=plan.utilization)
+            return replace(placement, workers=(worker,)), plan.text
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
-        return placement, check_own(config, shape, trainer, engine, len(placement.trainer_gpus), stages, num_shards)
-    plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]), stages, num_shards)
-    worker = replace(worker, gpu_memory_utilization=plan.utilization)
-    return replace(placement, workers=(worker, *others)), plan.text
+        texts.append(check_engine(config, shape, engine))
+    if placement.trainer_gpus:
+        trainer = _fullest(gpus, placement.trainer_gpus)
+        texts.insert(0, check_trainer(config, shape, trainer, num_ranks, stages, num_shards))
+    return placement, "\n".join(texts)
 
 
 def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:

@@ -30,6 +30,7 @@ from lora import add_adapters, initial_adapters, merged, named_adapters, named_b
 from packing import MicroBatch, TrainSequence, pack, token_weights
 from token_logprobs import TokenLogprobs
 from token_stats import TokenStats
+from weight_sync import ParameterSpec
 
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -128,6 +129,11 @@ class Policy:
         """
         for name, parameter in named_base_parameters(self.module.model):
             yield name, merged(self.module.model, name, parameter.detach().full_tensor())
+
+    def sent_specs(self) -> list[ParameterSpec]:
+        """How the full parameters are sent to rollout, in the same order: in the dtype that the model computes in."""
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        return [ParameterSpec(name, dtype, tuple(p.shape)) for name, p in named_base_parameters(self.module.model)]
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.

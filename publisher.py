@@ -1,6 +1,7 @@
 """The trainer's side of publishing: which version, when, and the probe that proves the engine got it right."""
 
 import collections
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from cluster import Cluster
 from config import Config
 from controller import Controller
 from data.records import Group
+from exchange import Notice, Probe, sending
+from mismatch import Mismatch
 from packing import TrainSequence
 from policy import Policy
 from weight_sync import Announcement
@@ -19,13 +22,14 @@ MAX_PROBE_TOKENS = 256  # and one below the engine's context length, as it must 
 
 
 class Publisher:
-    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller."""
+    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller, and
+    it has none where its node only trains."""
 
-    def __init__(self, config: Config, policy: Policy, cluster: Cluster, controller: Controller | None, transport):
-        self.config, self.policy, self.cluster = config, policy, cluster
-        self.controller, self.transport = controller, transport
+    def __init__(self, config: Config, policy: Policy, cluster: Cluster, controller: Controller | None):
+        self.config, self.policy, self.cluster, self.controller = config, policy, cluster, controller
+        self.mismatch = Mismatch()
+        self._specs = policy.sent_specs()
         self._probes: list[TrainSequence] = []
-        self._probe_logprobs: dict[int, list[np.ndarray]] = {}  # version -> the trainer's own
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
 
     def choose_probes(self, groups: list[Group] | None) -> None:
@@ -48,55 +52,46 @@ class Publisher:
         version, parameters = trainer_version, self.policy.named_full_parameters()
         if self.config.publish_delay and trainer_version < self.config.steps:
             version, parameters = self._delayed(trainer_version, parameters)
-        if self.controller is None:
-            for _ in parameters:  # gathering is collective; only leaders keep what they gather
-                pass
+        if self.cluster.is_leader:
+            notice = Notice(version, trainer_version, self._probe_tokens(), self.mismatch.at(version), evaluate)
+            parameters = sending(notice, parameters, self._specs, self.cluster)
+        if self.controller is not None:
+            stage_and_announce(self.controller, notice, parameters)
             return
-        evaluate |= self.controller.withdraw()
-        self.controller.wait_for_buffer()
-        staged = self.transport.stage(version, parameters)
-        if self.config.colocate == "sleep":
-            torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
-        probe = tuple(tuple(p.tokens.tolist()) for p in self._probes)
-        self.controller.publish(Announcement(version, trainer_version, staged, probe, evaluate))
+        for _ in parameters:  # gathering is collective; only leaders keep what they gather
+            pass
+        self.mismatch.forget_before(version)
 
     def _delayed(self, trainer_version: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
         copies = []
         for name, tensor in parameters:  # gathering is collective; only leaders keep what they gather
-            if self.controller is not None:
+            if self.cluster.is_leader:
                 copies.append((name, tensor.to("cpu", copy=True)))
         self._snapshots.append((trainer_version, copies))
         while self._snapshots[0][0] < trainer_version - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]
 
+    def _probe_tokens(self) -> Probe:
+        return tuple(tuple(probe.tokens.tolist()) for probe in self._probes)
+
     def _score_probes(self, version: int) -> None:
         if not self._probes:
             return
         scores = self.policy.score([[probe] for probe in self._probes], raw=True)
-        if self.controller is not None:
-            self._probe_logprobs[version] = [score.numpy() for score in scores]
+        if self.cluster.is_leader:
+            self.mismatch.note(version, [score.numpy() for score in scores])
 
-    def mismatch(self, engine_logprobs: dict[int, tuple[np.ndarray, ...]]) -> dict[str, float]:
-        """Compare the engine's probe log-probs with the trainer's own at the same version.
 
-        Takes version -> log-probs per probe. Returns `mismatch/*` of the newest version that both have scored, in
-        nats over all probe tokens, or nothing.
-        """
-        versions = sorted(self._probe_logprobs.keys() & engine_logprobs.keys())
-        if not versions:
-            return {}
-        trainer = np.concatenate(self._probe_logprobs[versions[-1]]).astype(np.float64)
-        engine = np.concatenate(engine_logprobs[versions[-1]]).astype(np.float64)
-        for version in [v for v in self._probe_logprobs if v <= versions[-1]]:
-            del self._probe_logprobs[version]
-        gap = trainer - engine
-        return {
-            "mismatch/k3": float(np.mean(np.expm1(gap) - gap)),
-            "mismatch/abs_mean": float(np.abs(gap).mean()),
-            "mismatch/abs_max": float(np.abs(gap).max()),
-        }
+def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights to where a node's workers read them, when there is room, and have the workers load them."""
+    evaluate = controller.withdraw() or notice.evaluate
+    controller.wait_for_buffer()
+    staged = controller.transport.stage(notice.version, parameters)
+    if controller.config.colocate == "sleep":
+        torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
+    controller.publish(Announcement(notice.version, notice.trainer_version, staged, notice.probe, evaluate))
 
 
 def _probe(tokens: np.ndarray) -> TrainSequence:

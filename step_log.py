@@ -2,8 +2,8 @@
 
 from advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure
 from data.records import Group, Trajectory
-from evaluation import Evaluation
 from metrics import (
+    StepOfNode,
     batch_metrics,
     evaluation_metrics,
     over_nodes,
@@ -12,8 +12,8 @@ from metrics import (
     time_metrics,
     training_metrics,
 )
+from mismatch import Mismatch
 from node import Node
-from publisher import Publisher
 from run_directory import Progress
 from time_ledger import Account, TrainerClock, describe, seconds
 
@@ -39,26 +39,26 @@ class StepLog:
             self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
 
     def write(
-        self, step: int, groups: list[Group] | None, stats: dict[str, float], publisher: Publisher, account: Account
+        self, step: int, groups: list[Group] | None, stats: dict[str, float], mismatch: Mismatch, account: Account
     ) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         if not self.node.is_leader:
             return
-        evaluations, mine = self._measure(step, groups, publisher)
-        of_batch, measured, mismatch = over_nodes(self.node.cluster.gather(mine))
+        known = over_nodes(self.node.cluster.gather(self._measure(step, groups, mismatch)))
         self.node.run.record("step", step=step, spans=account.spans_s)
         if not self.node.cluster.is_first:
             return
+        measured = known.measured
         times = time_metrics(account.spent, measured["worker_time"])
         metrics = {
             "step": step,
             "policy_version": step,
             "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
-            **of_batch,
-            **evaluation_metrics(evaluations),
+            **known.batch,
+            **known.evaluation,
             **rollout_metrics(measured, self.tokens_before, times["time/step_s"]),
             **training_metrics(stats),
-            **mismatch,
+            **known.mismatch,
             **times,
         }
         self._advise(step, groups, metrics, measured)
@@ -67,19 +67,23 @@ class StepLog:
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
 
-    def _measure(
-        self, step: int, groups: list[Group], publisher: Publisher
-    ) -> tuple[list[Evaluation], tuple[dict, dict, dict]]:
-        """The evaluations that ended here, and this node's part of what is measured over nodes."""
+    def contribute(self, step: int, mismatch: Mismatch) -> None:
+        """Hand over what a node that does not train has measured in a step; collective on leaders, as `write`."""
+        self.node.cluster.gather(self._measure(step, None, mismatch))
+
+    def _measure(self, step: int, groups: list[Group] | None, mismatch: Mismatch) -> StepOfNode:
+        """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
+        batch = {} if groups is None else batch_metrics(groups, step - 1, self.node.config.publish_delay)
+        if self.node.controller is None:
+            return StepOfNode(batch, {}, {}, {})
         measured = self.node.controller.drain()
         if step == self.node.config.steps:
             self.clock.enter("evaluate")
             self.node.controller.finish_evaluations()
             self.clock.enter("other")
             measured["evaluations"] += self.node.controller.drain()["evaluations"]
-        evaluations, probes = measured.pop("evaluations"), measured.pop("probes")
-        of_batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
-        return evaluations, (of_batch, measured, publisher.mismatch(probes))
+        evaluation = evaluation_metrics(measured.pop("evaluations"))
+        return StepOfNode(batch, measured, evaluation, mismatch.compare(measured.pop("probes")))
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], measured: dict) -> None:
         """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with
@@ -98,8 +102,9 @@ class StepLog:
 
     def say_where_time_went(self) -> None:
         """Print, on each leader, what share of the run trainer and workers spent on what."""
-        if self.node.is_leader:
+        if self.node.is_leader and self.node.cluster.trains:
             print(describe("trainer ", self.clock.total))
+        if self.node.controller is not None:
             for worker, spent in self.node.controller.worker_time().items():
                 print(describe(f"worker {worker}", spent))
 

@@ -8,9 +8,14 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 import signal
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from config import Config, parse_config
 from time_ledger import TrainerClock
+
+if TYPE_CHECKING:
+    from node import Node
+    from step_log import StepLog
 
 
 class Interrupted(Exception):
@@ -18,41 +23,71 @@ class Interrupted(Exception):
 
 
 def train(config: Config) -> None:
-    """Run the whole job; every trainer rank calls this."""
-    import batch
+    """Run the whole job; every process that torchrun starts calls this."""
     from node import start_node
-    from policy import load_policy
-    from publisher import Publisher
     from step_log import StepLog
 
     clock = TrainerClock()
     with start_node(config) as node, StepLog(node, clock) as log:
-        policy = load_policy(config, node.model_path, node.device)
-        policy.enter = clock.enter
-        publisher = Publisher(config, policy, node.cluster, node.controller, node.connect(policy))
-        publisher.publish(0, evaluate=config.eval_every > 0)
-        clock.enter("other")
-        clock.next_step()
-        for step in range(1, config.steps + 1):
-            clock.enter("wait")
-            groups = node.take_batch(clock.enter)
-            if config.record:
-                clock.enter("save")
-                node.record_batch(step, groups)
-            clock.enter("gather")
-            share = batch.share(groups, config, node.cluster, policy.module.one_row)
-            publisher.choose_probes(groups)
-            clock.enter("forward_backward")
-            stats = policy.train_step(share, policy_version=step - 1)
-            clock.enter("publish")
-            publisher.publish(step, evaluate=config.eval_every > 0 and is_due(step, config.eval_every, config.steps))
-            clock.enter("other")
-            log.write(step, groups, stats, publisher, clock.next_step())
-            if is_due(step, config.save_every, config.steps):
-                clock.enter("save")
-                policy.save(node.checkpoint_path(step))
+        if node.cluster.trains:
+            train_on(node, clock, log)
+        else:
+            sample_on(node, log)
     log.say_where_time_went()
     node.say_where()
+
+
+def train_on(node: "Node", clock: TrainerClock, log: "StepLog") -> None:
+    """The loop of a trainer rank."""
+    import batch
+    from policy import load_policy
+    from publisher import Publisher
+
+    config = node.config
+    policy = load_policy(config, node.model_path, node.device)
+    policy.enter = clock.enter
+    node.connect(policy)
+    publisher = Publisher(config, policy, node.cluster, node.controller)
+    publisher.publish(0, evaluate=config.eval_every > 0)
+    clock.enter("other")
+    clock.next_step()
+    for step in range(1, config.steps + 1):
+        clock.enter("wait")
+        groups = node.take_batch(clock.enter)
+        if config.record:
+            clock.enter("save")
+            node.record_batch(step, groups)
+        clock.enter("gather")
+        share = batch.share(groups, config, node.cluster, policy.module.one_row)
+        publisher.choose_probes(groups)
+        clock.enter("forward_backward")
+        stats = policy.train_step(share, policy_version=step - 1)
+        clock.enter("publish")
+        publisher.publish(step, evaluate=config.eval_every > 0 and is_due(step, config.eval_every, config.steps))
+        clock.enter("other")
+        log.write(step, groups, stats, publisher.mismatch, clock.next_step())
+        if is_due(step, config.save_every, config.steps):
+            clock.enter("save")
+            policy.save(node.checkpoint_path(step))
+
+
+def sample_on(node: "Node", log: "StepLog") -> None:
+    """The loop of the leader of a node that only samples: its batches go to nodes that train, weights come back."""
+    from exchange import receive_notice, receive_parameters, receive_specs
+    from mismatch import Mismatch
+    from publisher import stage_and_announce
+
+    specs, mismatch = receive_specs(node.cluster), Mismatch()
+    node.connect_workers(specs)
+    for step in range(node.config.steps + 1):
+        if step:
+            node.take_batch()
+        notice = receive_notice(node.cluster)
+        if notice.probe_logprobs is not None:
+            mismatch.note(notice.version, notice.probe_logprobs)
+        stage_and_announce(node.controller, notice, receive_parameters(specs, node.cluster))
+        if step:
+            log.contribute(step, mismatch)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

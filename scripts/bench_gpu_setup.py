@@ -71,7 +71,7 @@ def place_here(config: Config, device: str) -> Placement:
     placement = place(config, len(gpus), available_cores(), 1)
     if not gpus:
         return placement
-    placement, arithmetic = plan_memory(config, placement, read_shape(config.model), gpus, num_shards=1)
+    placement, arithmetic = plan_memory(config, placement, read_shape(config.model), gpus, num_ranks=1, num_shards=1)
     print(arithmetic, flush=True)
     return placement
 

@@ -73,9 +73,8 @@ class Job:
         torch.set_num_threads(self.node.placement.trainer_threads)
         self.policy = load_policy(self.config, self.node.model_path, self.node.device)
         with quiet():
-            self.publisher = Publisher(
-                self.config, self.policy, self.node.cluster, self.node.controller, self.node.connect(self.policy)
-            )
+            self.node.connect(self.policy)
+            self.publisher = Publisher(self.config, self.policy, self.node.cluster, self.node.controller)
             self.clock = TrainerClock()
             self.log = StepLog(self.node, self.clock).__enter__()
         self.policy.enter = self.clock.enter
@@ -93,7 +92,7 @@ class Job:
         self.clock.enter("publish")
         self.publisher.publish(self.step, evaluate=False)
         self.clock.enter("other")
-        self.log.write(self.step, groups, stats, self.publisher, self.clock.next_step())
+        self.log.write(self.step, groups, stats, self.publisher.mismatch, self.clock.next_step())
         self.batches = [*self.batches[-9:], groups]
 
     def train(self, groups: list[Group]) -> dict[str, float]:

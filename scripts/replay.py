@@ -82,7 +82,7 @@ class Recording:
         for batch in (batch_path(path, step) for step in range(1, max(1, num_steps) + 1)):
             if not batch.exists():
                 raise ValueError(f"{batch} is missing: a replay needs every batch from the first on")
-        return cls(path, Config(**header["config"]), header["weights_sha256"], num_steps)
+        return cls(path, Config.from_dict(header["config"]), header["weights_sha256"], num_steps)
 
     def batch(self, step: int):
         """The groups that the step of the run consumed."""
@@ -217,7 +217,8 @@ def evaluate_last(node, policy) -> dict[str, float]:
     from metrics import evaluation_metrics
     from publisher import Publisher
 
-    publisher = Publisher(node.config, policy, node.cluster, node.controller, node.connect(policy))
+    node.connect(policy)
+    publisher = Publisher(node.config, policy, node.cluster, node.controller)
     publisher.publish(node.config.steps, evaluate=True)
     if not node.is_leader:
         return {}

@@ -3,9 +3,11 @@
 import datetime
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,9 +17,10 @@ from tiny_policy import error_of, first_gradient, load, random_sequences
 
 import batch
 import node_watch
-from cluster import form_cluster, join
+from cluster import Cluster, Member, form_cluster, join
 from config import Config
 from data.records import Group, Trajectory
+from exchange import Notice, exchange_groups, receive_notice, receive_parameters, receive_specs, send_specs, sending
 from node_watch import NodeWatch
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -42,12 +45,16 @@ def groups_of_node(node: int) -> list[Group]:
     return random_groups(100 * node, num=3, group_size=2, max_tokens=(8, 40)[node])
 
 
+def meet(members: list[Member], number: int, folder: str) -> Cluster:
+    """Form the cluster of these members, by a file in `folder`."""
+    return form_cluster(members, number, dist.FileStore(os.path.join(folder, "store"), len(members)), "gloo", TIMEOUT)
+
+
 def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     """Train one step per config on four ranks of two nodes; each rank writes `rank_N.pt`."""
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), len(NODE_OF_RANK))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(NODE_OF_RANK))
-    cluster = form_cluster(NODE_OF_RANK, ["a", "a", "b", "b"], TIMEOUT)
+    members = [Member(node, "ab"[node], ("trainer", "rollout")) for node in NODE_OF_RANK]
+    cluster = meet(members, rank, folder)
     found = []
     for config in configs:
         policy = load(config)
@@ -59,6 +66,38 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
         found.append((metrics, gradient, weights, sum(shards), num_sequences))
     torch.save(found, os.path.join(folder, f"rank_{rank}.pt"))
     dist.destroy_process_group()
+
+
+ROLES = {0: ("rollout",), 1: ("trainer",), 2: ("trainer", "rollout"), 3: ("rollout",)}
+NODE_OF_PROCESS = [0, 1, 2, 2, 3]
+
+
+def train_by_roles(number: int, folder: str, config: Config) -> None:
+    """Train one step on four nodes that do different things; each process writes `process_N.pt`."""
+    torch.set_num_threads(1)
+    cluster = meet([Member(node, "host", ROLES[node]) for node in NODE_OF_PROCESS], number, folder)
+    per_node = config.groups_per_step // len(cluster.samplers)
+    found, groups = {}, None
+    if cluster.is_leader:
+        sampled = random_groups(10 * cluster.node, per_node, config.group_size, 12) if cluster.samples else None
+        groups = exchange_groups(sampled, config.groups_per_step, cluster)
+        found["groups"] = groups and [group.group_id for group in groups]
+    if cluster.trains:
+        policy = load(config)
+        if cluster.is_leader:
+            send_specs(policy.sent_specs(), cluster)
+        found["metrics"] = policy.train_step(batch.share(groups, config, cluster, False), policy_version=12)
+        found["gradient"], parameters = first_gradient(policy), policy.named_full_parameters()
+        if cluster.is_leader:
+            notice = Notice(1, 2, ((3, 4),), None, True)
+            parameters = sending(notice, parameters, policy.sent_specs(), cluster)
+        found["weights"] = {name: tensor.clone() for name, tensor in parameters}
+    else:
+        specs = receive_specs(cluster)
+        found["notice"], found["weights"] = receive_notice(cluster), dict(receive_parameters(specs, cluster))
+    torch.save(found, os.path.join(folder, f"process_{number}.pt"))
+    if cluster.trains:
+        dist.destroy_process_group()
 
 
 def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
@@ -77,7 +116,7 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
     notes.append(f"finished: {watch.reason}")
     node_watch.GRACE_S = 300  # this process goes on
     watching = [os.path.join(folder, name) for name in ("watching_failing", "watching_killed")]
-    failing, killed = NodeWatch(cluster), NodeWatch(cluster)
+    failing, killed = NodeWatch(cluster, "failing"), NodeWatch(cluster, "killed")
     if rank == 1:
         wait_for(lambda: os.path.exists(watching[0]))
         assert isinstance(failing.explain(ValueError("no\nsuch dataset")), ValueError)
@@ -115,6 +154,8 @@ def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
     """
     multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"])
     context = mp.start_processes(body, args=args, nprocs=num_ranks, join=False, start_method="forkserver")
-    for process in context.processes:
+    for process, error_file in zip(context.processes, context.error_files, strict=True):
         process.join(120)
+        if os.path.exists(error_file):
+            print(pickle.loads(Path(error_file).read_bytes()))  # shown by pytest if the test fails
     return [process.exitcode for process in context.processes]

@@ -11,8 +11,9 @@ from gpus import Gpu
 from lora import add_adapters, named_adapters
 from memory_plan import (
     GIB,
-    check_own,
+    check_engine,
     check_tp,
+    check_trainer,
     microbatch_tokens,
     plan_shared,
     resident_items,
@@ -141,12 +142,11 @@ def test_host_memory_takes_the_staging_buffers_where_the_gpu_has_no_room():
 def test_more_ranks_make_a_model_fit_and_a_step_that_may_not_is_only_warned_of():
     config = Config(**LONG)
     with pytest.raises(ValueError, match="AdamW"):
-        check_own(config, shape("8b"), gpu(80), gpu(80), num_ranks=1, stages=True, num_shards=1)
-    assert "warning: a step may not fit" in check_own(
-        config, shape("8b"), gpu(80), gpu(80), num_ranks=4, stages=True, num_shards=4
-    )
+        check_trainer(config, shape("8b"), gpu(80), num_ranks=1, stages=True, num_shards=1)
+    text = check_trainer(config, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4)
+    assert "warning: a step may not fit" in text
     config = Config(**LONG, **LESS)
-    assert "warning" not in check_own(config, shape("8b"), gpu(80), gpu(80), num_ranks=8, stages=True, num_shards=8)
+    assert "warning" not in check_trainer(config, shape("8b"), gpu(80), num_ranks=8, stages=True, num_shards=8)
 
 
 def test_replicas_hold_more_and_several_nodes_less_of_the_model_per_rank():
@@ -154,17 +154,17 @@ def test_replicas_hold_more_and_several_nodes_less_of_the_model_per_rank():
     of_node = {n: total(resident_items(config, shape("8b"), n, False)) for n in (4, 8, 16)}
     assert of_node[4] - of_node[8] == pytest.approx(2 * (of_node[8] - of_node[16]), rel=1e-6)
     with pytest.raises(ValueError, match="8189 M parameters / 2 ranks"):
-        check_own(config, shape("8b"), gpu(40), gpu(80), num_ranks=4, stages=False, num_shards=2)
-    text = check_own(config, shape("8b"), gpu(40), gpu(80), num_ranks=4, stages=False, num_shards=8)
+        check_trainer(config, shape("8b"), gpu(40), num_ranks=4, stages=False, num_shards=2)
+    text = check_trainer(config, shape("8b"), gpu(40), num_ranks=4, stages=False, num_shards=8)
     assert "8189 M parameters / 8 ranks" in text
 
 
 def test_an_engine_without_room_for_one_sequence_is_refused_until_it_is_split():
     long = Config(max_response_tokens=2**17, max_tokens_per_microbatch=2**18)
     with pytest.raises(ValueError, match="the model does not fit"):
-        check_own(long, shape("8b"), gpu(141), gpu(32), num_ranks=8, stages=False, num_shards=8)
+        check_engine(long, shape("8b"), gpu(32))
     split = dataclasses.replace(long, rollout_tp=4)
-    assert "engine, 90%" in check_own(split, shape("8b"), gpu(141), gpu(32), num_ranks=8, stages=False, num_shards=8)
+    assert "engine, 90%" in check_engine(split, shape("8b"), gpu(32))
 
 
 @pytest.mark.parametrize(("tp", "allowed"), [(1, True), (2, True), (8, True), (16, True), (3, False), (32, False)])

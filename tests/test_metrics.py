@@ -11,6 +11,7 @@ from evaluation import Evaluation
 from llm_proxy import SampledTokens
 from metrics import (
     TOKEN_MEANS,
+    StepOfNode,
     batch_metrics,
     evaluation_metrics,
     over_nodes,
@@ -73,7 +74,10 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
 
     nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
     whole = batch_metrics([group for groups in nodes for group in groups], 5, 1)
-    found, _, _ = over_nodes([(batch_metrics(groups, 5, 1), {}, {}) for groups in nodes])
+    sampling_only = StepOfNode({}, {"num_restarts": 2}, {"eval/accuracy": 0.5}, {})
+    known = over_nodes([*(StepOfNode(batch_metrics(groups, 5, 1), {}, {}, {}) for groups in nodes), sampling_only])
+    found = known.batch
+    assert (known.measured, known.evaluation) == ({"num_restarts": 2}, {"eval/accuracy": 0.5})
     assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
 
 
@@ -84,27 +88,20 @@ def test_ledgers_tokens_and_restarts_are_added_over_nodes_and_the_worst_mismatch
         "num_restarts": 1,
         "sampled": SampledTokens(4, 2, 1),
     }
-    _, added, mismatch = over_nodes(
-        [
-            (
-                {"response/length_mean": 1.0, "reward/std": 0.0, "reward/mean": 0.0} | dict.fromkeys(TOKEN_MEANS, 0.0),
-                measured,
-                found,
-            )
-            for found in ({"mismatch/k3": 1.0}, {"mismatch/k3": 2.0}, {})
-        ]
-    )
-    assert added == {
+    batch = {"response/length_mean": 1.0, "reward/std": 0.0, "reward/mean": 0.0} | dict.fromkeys(TOKEN_MEANS, 0.0)
+    mismatches = ({"mismatch/k3": 1.0}, {"mismatch/k3": 2.0}, {})
+    known = over_nodes([StepOfNode(batch, measured, {}, mismatch) for mismatch in mismatches])
+    assert known.measured == {
         "ledger": {"tokens_generated": 15},
         "pause_s": [0.1] * 3,
         "num_restarts": 3,
         "sampled": SampledTokens(12, 6, 3),
     }
-    assert mismatch == {"mismatch/k3": 2.0}
+    assert known.mismatch == {"mismatch/k3": 2.0}
 
 
 def test_one_nodes_metrics_are_left_as_they_are():
-    mine = ({"any": 1.0}, {"ledger": {}}, {})
+    mine = StepOfNode({"any": 1.0}, {"ledger": {}}, {}, {})
     assert over_nodes([mine]) is mine
 
 

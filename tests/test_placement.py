@@ -111,19 +111,19 @@ def test_trainer_ranks_get_the_cores_that_workers_leave(gpus, cores, ranks, thre
 def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model():
     config = Config(activation_checkpointing=True, max_response_tokens=2048)
     placed = place(config, 1, 16, 1)
-    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], 1)
+    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], 1, 1)
     assert 0.1 < planned.workers[0].gpu_memory_utilization < 0.5
     assert "KV cache" in arithmetic and "AdamW" in arithmetic
 
 
 def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
     placed = place(Config(), 4, 16, 2)
-    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, 2)[0] == placed
+    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, 2, 2)[0] == placed
     full = [gpu(141), gpu(141), gpu(141), gpu(141, used_gib=139)]
     with pytest.raises(ValueError, match=r"139\.0 of 141\.0 GiB are used by other processes.*gpu 3 \(H200\)"):
-        plan_memory(Config(), placed, shape("0.6b"), full, 2)
+        plan_memory(Config(), placed, shape("0.6b"), full, 2, 2)
     with pytest.raises(ValueError, match="does not divide 16 attention heads"):
-        plan_memory(Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4, 1)
+        plan_memory(Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4, 1, 1)
 
 
 def test_the_printed_table_names_every_process_and_its_device():
@@ -132,3 +132,25 @@ def test_the_printed_table_names_every_process_and_its_device():
     assert "gpu 0, shared with trainer rank 0, 35.0% of its memory" in table
     assert "weights by ipc" in table
     assert "gpus 2 to 3" in place(Config(rollout_tp=2), num_gpus=4, num_cores=8, num_trainer_ranks=2).table()
+
+
+def test_a_node_that_only_trains_has_no_workers_and_one_that_only_samples_all_gpus_for_them():
+    trains, samples = Config(node_roles=("trainer",)), Config(node_roles=("rollout",), rollout_tp=2)
+    placed = place(trains, 8, 64, 8)
+    assert placed.trainer_gpus == tuple(range(8)) and not placed.workers and "rollout" not in placed.table()
+    with pytest.raises(ValueError, match="9 trainer ranks on 8 visible GPUs"):
+        place(trains, 8, 64, 9)
+    placed = place(samples, 8, 64, 0)
+    assert [worker.gpu for worker in placed.workers] == [0, 2, 4, 6] and placed.transport == "shm"
+    assert place(Config(node_roles=("rollout",)), 0, 4, 0).workers[0].cpu_threads == 4
+    with pytest.raises(ValueError, match="--weight-sync nccl cannot work here: this node only samples"):
+        place(Config(node_roles=("rollout",), weight_sync="nccl"), 8, 64, 0)
+
+
+def test_only_what_is_on_a_node_must_fit_its_gpus():
+    gpus, small = [gpu(24)] * 4, Config(node_roles=("rollout",), max_response_tokens=2048)
+    placed, arithmetic = plan_memory(small, place(small, 4, 16, 0), shape("1.7b"), gpus, 0, 4)
+    assert len(placed.workers) == 4 and "engine" in arithmetic and "trainer" not in arithmetic
+    trains = Config(node_roles=("trainer",))
+    _, arithmetic = plan_memory(trains, place(trains, 4, 16, 4), shape("1.7b"), gpus, 4, 4)
+    assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic

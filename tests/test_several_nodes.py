@@ -44,6 +44,22 @@ def read_trajectories(path):
     return [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "trajectory"]
 
 
+def test_a_node_may_only_train_and_another_only_sample(tmp_path):
+    jobs = start_nodes(tmp_path, 2, roles=["trainer", "rollout"], steps=4, async_ratio=1, eval_every=4)
+    assert [job.wait() for job in jobs] == [0, 0], "".join(job.output()[-3000:] for job in jobs)
+    metrics = jobs[0].metrics()
+    consumed = [0] + [line["ledger/tokens_consumed"] for line in metrics]
+    assert [line["tokens/trained"] for line in metrics] == [b - a for a, b in itertools.pairwise(consumed)]
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    found = [line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line]
+    assert found and max(found) < 1e-4
+    assert {0, 4} <= {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
+    assert_ledger_balances(metrics)
+    (sampler,) = jobs[0].run_path.glob("node_*")
+    assert (sampler / "worker_0.log").exists() and not (jobs[0].run_path / "worker_0.log").exists()
+    assert len(read_trajectories(sampler / "events.jsonl")) >= 4 * 32 and not jobs[0].events("trajectory")
+
+
 def test_when_a_node_is_killed_the_other_ends_within_30_s_and_leaves_nothing(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
     jobs = start_nodes(tmp_path, 2, steps=100_000)

@@ -1,0 +1,130 @@
+"""What crosses nodes where one only trains or only samples (--node-roles): groups one way, weights the other.
+
+Both go through host memory over gloo, from leader to leader. The trainer's leader sends each parameter as it is
+gathered; a node that gets them stages them like a trainer would, and its workers load them from there.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cluster import Cluster
+from data.records import Group
+from weight_sync import ParameterSpec
+
+Probe = tuple[tuple[int, ...], ...]
+"""Token ids of some sequences that engine and trainer both score."""
+
+
+# Groups
+
+
+@dataclass(frozen=True)
+class Route:
+    """Groups of a step that one node samples and one trains on."""
+
+    sampler: int
+    trainer: int
+    start: int
+    """First of them, counted among all groups of the step in the order of the nodes that sample."""
+    stop: int
+
+
+def make_routes(num_groups: int, samplers: tuple[int, ...], trainers: tuple[int, ...]) -> list[Route]:
+    """Deal a step's groups, equally many per node on either side, in order."""
+    sampled, trained = num_groups // len(samplers), num_groups // len(trainers)
+    routes = []
+    for i, sampler in enumerate(samplers):
+        for j, trainer in enumerate(trainers):
+            start, stop = max(i * sampled, j * trained), min((i + 1) * sampled, (j + 1) * trained)
+            if start < stop:
+                routes.append(Route(sampler, trainer, start, stop))
+    return routes
+
+
+def exchange_groups(sampled: list[Group] | None, num_groups: int, cluster: Cluster) -> list[Group] | None:
+    """From the groups that this node sampled, if it does, to those that it trains on, if it does; collective over
+    leaders.
+
+    `num_groups` is that of the whole step. Where all nodes do both, nothing crosses.
+    """
+    routes = make_routes(num_groups, cluster.samplers, cluster.trainers)
+    first = min((route.start for route in routes if route.sampler == cluster.node), default=0)
+    kept, sendings = {}, []
+    for route in routes:
+        if route.sampler == cluster.node:
+            part = sampled[route.start - first : route.stop - first]
+            if route.trainer == cluster.node:
+                kept[route] = part
+            else:
+                sendings += cluster.leaders.send(part, route.trainer)
+    trained: list[Group] = []
+    for route in routes:
+        if route.trainer == cluster.node:
+            trained += kept[route] if route in kept else cluster.leaders.receive(route.sampler)
+    for sending in sendings:
+        sending.wait()
+    return trained if cluster.trains else None
+
+
+# Weights
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What comes with weights: which they are, and what to do with them."""
+
+    version: int
+    """Policy version of the weights."""
+    trainer_version: int
+    """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
+    probe: Probe
+    probe_logprobs: list[np.ndarray] | None
+    """The trainer's own at this version, float32 nats per token of each sequence; None if it has not scored them."""
+    evaluate: bool
+
+
+def send_specs(specs: list[ParameterSpec], cluster: Cluster) -> None:
+    """Tell the nodes that get their weights from this one what will come."""
+    for node in followers(cluster):
+        for sending in cluster.leaders.send(specs, node):
+            sending.wait()
+
+
+def receive_specs(cluster: Cluster) -> list[ParameterSpec]:
+    """What weights will come to this node, which does not train."""
+    return cluster.leaders.receive(cluster.feeders[cluster.node])
+
+
+def followers(cluster: Cluster) -> list[int]:
+    """The nodes that get their weights from this one."""
+    return [node for node, feeder in cluster.feeders.items() if feeder == cluster.node]
+
+
+def sending(
+    notice: Notice, parameters: Iterable[tuple[str, torch.Tensor]], specs: list[ParameterSpec], cluster: Cluster
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass (name, tensor) on, and send each to this node's followers; after the last, wait until all have arrived."""
+    nodes = followers(cluster)
+    under_way = [s for node in nodes for s in cluster.leaders.send(notice, node)]
+    for (name, tensor), spec in zip(parameters, specs, strict=True):
+        if nodes:
+            sent = tensor.to("cpu", spec.dtype, copy=True).contiguous()
+            under_way += [cluster.leaders.send_tensor(sent, node) for node in nodes]
+        yield name, tensor
+    for s in under_way:
+        s.wait()
+
+
+def receive_notice(cluster: Cluster) -> Notice:
+    """Wait for the next weights of this node, which does not train; `receive_parameters` must follow."""
+    return cluster.leaders.receive(cluster.feeders[cluster.node])
+
+
+def receive_parameters(specs: list[ParameterSpec], cluster: Cluster) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each parameter as it arrives."""
+    feeder = cluster.feeders[cluster.node]
+    for spec in specs:
+        yield spec.name, cluster.leaders.receive_tensor(torch.empty(spec.shape, dtype=spec.dtype), feeder)
