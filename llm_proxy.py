@@ -7,7 +7,6 @@ response gets one response, whatever happened on the way. Imports vllm inside fu
 import asyncio
 import contextlib
 import dataclasses
-import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -309,11 +308,7 @@ class LLMProxy:
             self.activity.stand("update")
             await self.suspend()
             await self._wake_up()
-            await self.engine.start_weight_update()
-            if receiving is not None:
-                receiving()
-            await self._load(update_infos)
-            await self._finish_update(version)
+            await self._load(version, update_infos, receiving)
             await self.resume()
         return time.monotonic() - start if was_running else 0.0
 
@@ -322,16 +317,22 @@ class LLMProxy:
             await self.engine.wake_up()  # its scheduler goes on as well, but has no request: see sleep
             self._asleep = False
 
-    async def _load(self, update_infos: list[dict]) -> None:
+    async def _load(self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None) -> None:
+        """The phases of vLLM's weight update. The engine core takes calls in order, so they are sent all together: each
+        answer waited for is a round trip in which generation stands still."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        calls = [self.engine.start_weight_update()]
+        if receiving is not None:
+            await calls.pop()
+            receiving()
         for update_info in update_infos:
-            update_info = update_info | self._wire_options
-            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
-
-    async def _finish_update(self, version: int) -> None:
-        stamps = "weight_version" in inspect.signature(self.engine.finish_weight_update).parameters
-        await self.engine.finish_weight_update(*([str(version)] if stamps else []))  # vLLM 0.26 stamps no versions
+            request = WeightTransferUpdateRequest(update_info=update_info | self._wire_options)
+            calls.append(self.engine.update_weights(request))
+        calls.append(self.engine.finish_weight_update())
+        if hasattr(self.engine, "update_weight_version"):  # vLLM 0.26 stamps no versions
+            calls.append(self.engine.update_weight_version(str(version)))
+        await asyncio.gather(*calls)
         self.version = version
 
     def shutdown(self) -> None:

@@ -15,7 +15,8 @@ without a GPU, it gets the fastest that we have (bench_peers_cpu.py): weights th
 attention, vLLM's reload. One thread and two are tried; what is compared is the best arm of each.
 
 Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the
-steps to the last step's end. Time to an accuracy is from the start of the process to the weights that have it.
+steps to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to
+an accuracy is from the start of the process to the weights that have it.
 
 The limit of the machine for a work: generation alone on both cores (two workers of one thread), training alone on
 both cores (two threads), and 1 / (1/generation + 1/training) samples/s for both, if nothing is lost between them.
@@ -47,7 +48,9 @@ PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
 TIMEOUT_S = 900.0
 MEMORY_POLL_S = 2.0
-STEPS = {"natural": 64, "short": 60, "long": 12}
+STEPS = {"natural": 64, "short": 32, "long": 16}
+SYNCHRONOUS_STEPS = {"natural": 64, "short": 32, "long": 6}
+"""Of TRL's synchronous modes, which take up to ten times as long, and begin every step with nothing in store."""
 SNAPSHOT_EVERY = 4
 TINY_STEPS = 5
 EVAL_PROBLEMS = 256
@@ -64,6 +67,11 @@ class Arm:
     """OMP_NUM_THREADS; ours places its threads itself."""
     learns: bool = True
     """Whether it does the whole work, and not half of it."""
+    synchronous: bool = False
+
+    def steps(self, work: str) -> int:
+        """Steps of a run that is long enough for a steady state."""
+        return (SYNCHRONOUS_STEPS if self.synchronous else STEPS)[work]
 
     @property
     def is_peer(self) -> bool:
@@ -77,7 +85,7 @@ def _ours(name: str, *options: str, learns: bool = True) -> Arm:
 
 def _trl(mode: str, threads: int) -> Arm:
     name = f"TRL {mode}, {threads} thread{'s' * (threads > 1)}"
-    return Arm(name, "bench_peers_trl.py", ("--mode", mode), threads)
+    return Arm(name, "bench_peers_trl.py", ("--mode", mode), threads, synchronous=mode != "async")
 
 
 ARMS = {
@@ -85,6 +93,7 @@ ARMS = {
     for arm in (
         _ours("ours α=1", "--kind", "train", "--async-ratio", "1"),
         _ours("ours α=2", "--kind", "train", "--async-ratio", "2"),
+        _ours("ours α=2, 2 workers", "--kind", "train", "--async-ratio", "2", "--num-workers", "2"),
         *(_trl(mode, threads) for mode in ("generate", "colocate") for threads in (1, 2)),
         _trl("async", 1),
         _ours("generation alone", "--kind", "generate", learns=False),
@@ -264,6 +273,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help=f"of {', '.join(map(repr, ARMS))}")
     parser.add_argument("--repeats", type=int, default=3, help="runs per arm and work (n)")
+    parser.add_argument("--append", action="store_true", help="keep earlier runs of the same arm and work")
     parser.add_argument("--env", type=Path, default=ROOT / ".peers", help="environment of TRL, made on first use")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "peers", help="folder of the records")
     parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: only to see that it runs")
@@ -286,19 +296,19 @@ def main() -> None:
 def measure_all(arguments: argparse.Namespace) -> None:
     """Every arm on every work, one after the other and again from the first; a line for each run.
 
-    Earlier records of the same arm and work are replaced.
+    Earlier records of the same arm and work are replaced, or added to.
     """
     arms = [ARMS[name] for name in arguments.arms or ARMS]
     model_path, python = resolve_model("tiny", MODEL_TASK), arguments.env.absolute() / "bin" / "python"
     path, made_by = arguments.out / "peers.jsonl", provenance(arguments.size)
     for work in arguments.works:
-        steps = STEPS[work] if arguments.size == "full" else TINY_STEPS
         for repeat in range(arguments.repeats):
             for arm in arms:
+                steps = arm.steps(work) if arguments.size == "full" else TINY_STEPS
                 found = measure(arm, work, steps, model_path, python, arguments.keep)
-                if repeat == 0:
+                if repeat == 0 and not arguments.append:
                     report.forget(arm.name, work, path)
-                what = {"arm": arm.name, "work": work, "repeat": repeat, "steps": steps, "peer": PINS[0]}
+                what = {"arm": arm.name, "work": work, "steps": steps, "peer": PINS[0]}
                 append({**what, **found, **made_by}, path)
                 rates = f"{found['samples_per_s']:.0f} samples/s, {found['tokens_per_s']:.0f} tokens/s"
                 print(f"{work}: {arm.name} {repeat + 1}/{arguments.repeats}  {rates}", flush=True)

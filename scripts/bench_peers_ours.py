@@ -86,12 +86,14 @@ def main() -> None:
     parser.add_argument("--work", choices=WORKS, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--async-ratio", type=float, default=1.0)
+    parser.add_argument("--num-workers", type=int, default=1, help="rollout workers of a whole job")
     parser.add_argument("--snapshot-every", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     config = WORKS[given.work].config(
         steps=given.steps,
         async_ratio=given.async_ratio,
+        num_rollout_workers=given.num_workers,
         eval_every=0,
         save_every=given.snapshot_every,
         runs_dir=str(given.out),
