@@ -43,7 +43,7 @@ class Cluster:
     hosts: tuple[str, ...] = ("localhost",)
     """Host name of each node."""
     store: dist.Store | None = None
-    """Where process groups are formed; None where this process is alone."""
+    """Where process groups are formed; None in a cluster of one that was not formed by `join`."""
     node_group: dist.ProcessGroup | None = None
     """This node's ranks; None for all ranks, where one node has them all."""
     leaders: Leaders | None = None

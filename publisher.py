@@ -79,9 +79,10 @@ class Publisher:
     def _score_probes(self, version: int) -> None:
         if not self._probes:
             return
-        scores = self.policy.score([[probe] for probe in self._probes], raw=True)
+        (scores,) = self.policy.score([self._probes], raw=True)
         if self.cluster.is_leader:
-            self.mismatch.note(version, [score.numpy() for score in scores])
+            scored = [len(probe.tokens) - 1 for probe in self._probes]
+            self.mismatch.note(version, [score.numpy() for score in scores.split(scored)])
 
 
 def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -10,8 +10,9 @@ job          whole steps of the default task at α = 0, 1, 2: pause per update, 
              step against the slower of the same loop without training and training alone
 frozen_lake  speed-up over α = 0 where every turn of the environment takes 0.1 s
 
-Whatever is compared is measured in turn, in processes that were started before; a first round is dropped. Jobs have a
-learning rate of 1e-12, so that lengths stay as they are. Lengths of `natural` and `long` are in bench_work.py.
+Whatever is compared is measured in turn, in processes that were started before; a first round is dropped. Training has
+a learning rate of 1e-12, so that policy and lengths stay as they are. Lengths of `natural` and `long` are in
+bench_work.py.
 """
 
 import argparse
@@ -40,7 +41,7 @@ FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_toke
 SLOTS = 1024
 """Of the worker where the environment is slow, so that they are never what is short."""
 SIZES = {
-    "full": {"tickets": {"natural": 1024, "long": 384}, "steps": 10, "queue_steps": 30},
+    "full": {"tickets": {"natural": 3072, "long": 768}, "steps": 10, "queue_steps": 30},
     "tiny": {"tickets": {"natural": 16, "long": 16}, "steps": 2, "queue_steps": 2},
 }
 

@@ -33,14 +33,11 @@ from publisher import Publisher
 from rollout import RolloutWorker, load_tokenizer, run_worker
 from run_directory import RunDirectory
 from scripts.bench_parts_echo import run_echo_worker
-from scripts.bench_work import WorkRolloutWorker
+from scripts.bench_work import NO_LEARNING, WorkRolloutWorker
 from step_log import StepLog
 from tickets import PromptSource, TicketSource
 from time_ledger import TrainerClock
 from weight_sync import Announcement, ParameterSpec, ShmTransport
-
-NO_LEARNING = 1e-12
-"""Learning rate that costs what any other costs and leaves the lengths of the responses as they are."""
 
 
 def make_node(config: Config, worker_main) -> Node:

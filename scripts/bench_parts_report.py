@@ -99,6 +99,17 @@ def _cells(part: Part, found: list[dict]) -> list[str]:
     return [ours, limit, spread(ratios, ".3f"), f"{'≥' if part.at_least else '≤'} {part.target:g}", reached]
 
 
+def summary(records: list[dict]) -> list[str]:
+    """Markdown rows of the parts that have a limit: ratio and target."""
+    lines = ["| part | ours ÷ limit | target | reached |", "|---" * 4 + "|"]
+    for name, part in PARTS.items():
+        found = [r for r in records if r["part"] == name]
+        if found and part.limit:
+            _, _, *cells = _cells(part, found)
+            lines.append(f"| {name}: {part.ours.split(',')[0]}, against {part.limit} | {' | '.join(cells)} |")
+    return lines
+
+
 def spread(values: list[float], form: str) -> str:
     """Median [minimum–maximum]."""
     return f"{statistics.median(values):{form}} [{min(values):{form}}–{max(values):{form}}]"

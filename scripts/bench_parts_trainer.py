@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from model_path import resolve_model
 from packing import MicroBatch, TrainSequence, distribute, pack
 from policy import load_policy
 from rollout import load_tokenizer
-from scripts.bench_work import SAMPLES_PER_STEP, work_of
+from scripts.bench_work import NO_LEARNING, SAMPLES_PER_STEP, work_of
 
 
 def make_sequences(config: Config, model_path: str, count: int = SAMPLES_PER_STEP) -> list[TrainSequence]:
@@ -75,6 +76,7 @@ def measure_training(config: Config, steps: int, repeats: int) -> Iterator[tuple
 
     In an initialised process group of one rank.
     """
+    config = replace(config, lr=NO_LEARNING)  # else the policy collapses on the same tokens, into slow denormal numbers
     model_path = resolve_model(config.model, config.task)
     sequences = make_sequences(config, model_path)
     ((update,),) = distribute([sequences], 1, config.max_tokens_per_microbatch)

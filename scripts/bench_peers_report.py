@@ -94,6 +94,40 @@ def comparison(arms: dict[str, list[dict]], work: str) -> list[str]:
     return lines
 
 
+def summary(records: list[dict]) -> list[str]:
+    """Markdown rows, one per work: our best arm and TRL's, and what both are of the machine's limit."""
+    lines = [
+        "| work | ours, samples/s | TRL, samples/s | ours ÷ TRL | target | limit of the machine "
+        f"| s to held-out {WANTED_ACCURACY:g}, ours | TRL |",
+        "|---" * 8 + "|",
+    ]
+    for work in dict.fromkeys(record["work"] for record in records):
+        arms = by_arm(records, work)
+        ours, peer = best(arms, "ours"), best(arms, "TRL")
+        generate, learn = (rate(arms[half]) for half in HALVES)
+        limit = 1 / (1 / generate + 1 / learn)
+        cells = [
+            work,
+            *(f"{rate(arms[name]):.0f} ({name.removeprefix('TRL ').removeprefix('ours ')})" for name in (ours, peer)),
+            f"{rate(arms[ours]) / rate(arms[peer]):.2f}",
+            f"≥ {TARGETS[work]:g}",
+            f"{limit:.0f}",
+            *(_soonest(arms, who) for who in ("ours", "TRL")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _soonest(arms: dict[str, list[dict]], prefix: str) -> str:
+    """The least median of seconds to the wanted accuracy, of the arms all of whose runs got there."""
+    of_arms = {name: [r.get("to_accuracy_s") for r in arms[name]] for name in arms if name.startswith(prefix)}
+    medians = {name: statistics.median(seconds) for name, seconds in of_arms.items() if None not in seconds}
+    if not medians:
+        return "–"
+    name = min(medians, key=medians.get)
+    return f"{medians[name]:.0f} ({name.removeprefix('TRL ').removeprefix('ours ')})"
+
+
 def write(out: Path) -> None:
     """Write table.md from peers.jsonl in the folder `out`. Raises ValueError if it has no records."""
     records = load(out / "peers.jsonl")

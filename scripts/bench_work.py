@@ -17,6 +17,8 @@ MODEL_TASK = "addition"
 GROUPS, GROUP_SIZE = 32, 8
 SAMPLES_PER_STEP = GROUPS * GROUP_SIZE
 MAX_PROMPT_TOKENS = 40
+NO_LEARNING = 1e-12
+"""Learning rate that costs what any other costs and leaves weights, and lengths of responses, as they are."""
 
 
 @dataclass(frozen=True)
