@@ -101,6 +101,10 @@ class SampleBuffer:
             resident.started, resident.version = True, max(resident.version, version)
             self._may_have_batch = True
 
+    def min_version(self, group_id: int) -> int:
+        """Version that further members of a resident group must have at least, as that of the first is counted on."""
+        return self._residents[group_id].version
+
     def add(self, trajectory: Trajectory) -> Group | None:
         """Take in a trajectory that finished. Returns its group if this is the last member it needs.
 

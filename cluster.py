@@ -135,8 +135,8 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Member:
-    """What the processes of a run must know of each."""
+class Peer:
+    """What the processes of a run must know of each other."""
 
     node: int
     host: str
@@ -147,24 +147,24 @@ class Member:
 
 
 def form_cluster(
-    members: list[Member], number: int, store: dist.Store, backend: str, timeout: datetime.timedelta
+    peers: list[Peer], number: int, store: dist.Store, backend: str, timeout: datetime.timedelta
 ) -> Cluster:
-    """Form the process groups of a run whose processes are `members`; collective. `number` is that of this one.
+    """Form the process groups of a run whose processes are `peers`; collective. `number` is that of this one.
 
     The default process group is that of the trainer's ranks.
     """
     nodes: dict[int, list[int]] = {}
-    for i, member in enumerate(members):
-        nodes.setdefault(member.node, []).append(i)
-    first = [members[processes[0]] for processes in nodes.values()]
-    ranks = {i: rank for rank, i in enumerate(i for i, member in enumerate(members) if "trainer" in member.roles)}
-    node = list(nodes).index(members[number].node)
+    for i, peer in enumerate(peers):
+        nodes.setdefault(peer.node, []).append(i)
+    first = [peers[processes[0]] for processes in nodes.values()]
+    ranks = {i: rank for rank, i in enumerate(i for i, peer in enumerate(peers) if "trainer" in peer.roles)}
+    node = list(nodes).index(peers[number].node)
     cluster = Cluster(
         node,
         list(nodes.values())[node].index(number),
         tuple(tuple(ranks[i] for i in processes if i in ranks) for processes in nodes.values()),
-        tuple(n for n, member in enumerate(first) if "rollout" in member.roles),
-        tuple(member.host for member in first),
+        tuple(n for n, peer in enumerate(first) if "rollout" in peer.roles),
+        tuple(peer.host for peer in first),
         store,
     )
     if cluster.trains:
@@ -197,24 +197,24 @@ def join(config: Config, device_type: str) -> Cluster:
     timeout = datetime.timedelta(seconds=config.startup_timeout_s + config.rollout_timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ:
-        members = [Member(0, "localhost", config.node_roles)]
-        check_roles(members)
+        peers = [Peer(0, "localhost", config.node_roles)]
+        check_roles(peers)
         path = Path(tempfile.mkdtemp(prefix="train-async-")) / "store"
-        return form_cluster(members, 0, dist.FileStore(str(path), 1), backend, timeout)
+        return form_cluster(peers, 0, dist.FileStore(str(path), 1), backend, timeout)
     store, number, num_processes = next(rendezvous("env://", timeout=timeout))
     mine = _describe(config, device_type)
-    members = _exchange(dist.PrefixStore("members", store), number, num_processes, mine)
-    names = {member.node: f"node {member.node} ({member.host})" for member in members}
-    check_same({names[member.node]: member.fingerprint for member in members if member.fingerprint})
-    check_roles(members)
-    return form_cluster(members, number, store, backend, timeout)
+    peers = _meet(dist.PrefixStore("peers", store), number, num_processes, mine)
+    names = {peer.node: f"node {peer.node} ({peer.host})" for peer in peers}
+    check_same({names[peer.node]: peer.fingerprint for peer in peers if peer.fingerprint})
+    check_roles(peers)
+    return form_cluster(peers, number, store, backend, timeout)
 
 
-def _describe(config: Config, device_type: str) -> Member:
+def _describe(config: Config, device_type: str) -> Peer:
     """What the others must know of this process."""
     rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    return Member(
+    return Peer(
         int(os.environ.get("GROUP_RANK", rank // num_local)),
         socket.gethostname(),
         config.node_roles,
@@ -222,8 +222,8 @@ def _describe(config: Config, device_type: str) -> Member:
     )
 
 
-def _exchange(store: dist.Store, number: int, num_processes: int, mine: Member) -> list[Member]:
-    """All members, through the store: before there is a process group, nothing else has a short timeout."""
+def _meet(store: dist.Store, number: int, num_processes: int, mine: Peer) -> list[Peer]:
+    """All peers, through the store: before there is a process group, nothing else has a short timeout."""
     keys = [str(other) for other in range(num_processes)]
     store.set(keys[number], json.dumps(dataclasses.asdict(mine)))
     try:
@@ -234,16 +234,16 @@ def _exchange(store: dist.Store, number: int, num_processes: int, mine: Member) 
             f"of {num_processes} processes that torchrun starts {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: "
             "look at what their nodes printed"
         ) from None
-    return [Member(**json.loads(store.get(key))) for key in keys]
+    return [Peer(**json.loads(store.get(key))) for key in keys]
 
 
-def check_roles(members: list[Member]) -> None:
+def check_roles(peers: list[Peer]) -> None:
     """Raise ValueError unless some node trains, some node samples, and one that does not train has one process."""
     for role, what in (("trainer", "trains"), ("rollout", "samples")):
-        if not any(role in member.roles for member in members):
+        if not any(role in peer.roles for peer in peers):
             raise ValueError(f"no node {what}: --node-roles must have {role} on one node at least; add it")
-    for node in {member.node for member in members if "trainer" not in member.roles}:
-        num_processes = sum(member.node == node for member in members)
+    for node in {peer.node for peer in peers if "trainer" not in peer.roles}:
+        num_processes = sum(peer.node == node for peer in peers)
         if num_processes > 1:
             raise ValueError(
                 f"node {node} has no trainer (--node-roles rollout) and {num_processes} processes by torchrun: one "
@@ -251,31 +251,23 @@ def check_roles(members: list[Member]) -> None:
             )
 
 
-def config_of_node(config: Config, num_samplers: int, num_trainers: int, num_ranks: int) -> Config:
-    """What the rollout of one of `num_samplers` nodes has to do: its share of the groups.
-
-    Raises ValueError, with the arithmetic, for what cannot be shared by the nodes that sample, by the `num_trainers`
-    that train, and by their ranks.
-    """
+def check_shares(config: Config, num_samplers: int, num_trainers: int, num_ranks: int) -> None:
+    """Raise ValueError, with the arithmetic, for what nodes that sample, nodes that train, or ranks cannot share."""
     if num_ranks % config.replicas:
         raise ValueError(
             f"--replicas {config.replicas} does not divide {num_ranks} trainer ranks: {num_ranks} / {config.replicas} "
             f"= {num_ranks / config.replicas:.2f} ranks per replica; change one of the two"
         )
-    if config.record and max(num_samplers, num_trainers) > 1:
-        raise ValueError("--record keeps the batches of one node, and there are several; leave it out")
-    _check_shares(config, num_samplers, "that sample", 1)
-    _check_shares(config, num_trainers, "that train", config.minibatches)
+    if config.record and num_trainers > 1:
+        raise ValueError(f"--record keeps the batches of one node, and {num_trainers} train; leave it out")
+    _check_groups(config, num_samplers, "that sample", 1)
+    _check_groups(config, num_trainers, "that train", config.minibatches)
     if config.extra_groups % num_samplers:
         raise ValueError(
             f"--extra-groups {config.extra_groups} is not a multiple of {num_samplers} nodes: {config.extra_groups} / "
             f"{num_samplers} = {config.extra_groups / num_samplers:.2f} per node; change one of the two"
         )
-    part = dataclasses.replace(
-        config,
-        groups_per_step=config.groups_per_step // num_samplers,
-        extra_groups=config.extra_groups // num_samplers,
-    )
+    part = share_of_sampler(config, num_samplers)
     if part.max_outstanding_groups * num_samplers != config.max_outstanding_groups:
         raise ValueError(
             f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
@@ -283,10 +275,9 @@ def config_of_node(config: Config, num_samplers: int, num_trainers: int, num_ran
             f"groups per step each round that down to {num_samplers} × {part.max_outstanding_groups} = "
             f"{part.max_outstanding_groups * num_samplers}; choose a ratio that leaves whole groups per node"
         )
-    return part
 
 
-def _check_shares(config: Config, num_nodes: int, which: str, minibatches: int) -> None:
+def _check_groups(config: Config, num_nodes: int, which: str, minibatches: int) -> None:
     shares, num_groups = num_nodes * minibatches, config.groups_per_step
     if num_groups % shares:
         times = f" × --minibatches {minibatches} = {shares}" if minibatches > 1 else ""
@@ -294,3 +285,12 @@ def _check_shares(config: Config, num_nodes: int, which: str, minibatches: int) 
             f"--groups-per-step {num_groups} is not a multiple of {num_nodes} nodes {which}{times}: {num_groups} / "
             f"{shares} = {num_groups / shares:.2f} groups; use {-(-num_groups // shares) * shares}"
         )
+
+
+def share_of_sampler(config: Config, num_samplers: int) -> Config:
+    """What the rollout of one of the nodes that sample has to do: its share of the groups."""
+    return dataclasses.replace(
+        config,
+        groups_per_step=config.groups_per_step // num_samplers,
+        extra_groups=config.extra_groups // num_samplers,
+    )

@@ -235,6 +235,7 @@ _ABOVE_ZERO = (
     "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",
 )  # fmt: skip
 _SHARES = ("top_p", "gpu_memory_utilization")
+_OF_WORKERS = ("num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization")
 _TASK = re.compile(r"addition|gsm8k|reasoning_gym:\w+|" + "|".join(MULTI_TURN_TASKS))
 
 
@@ -267,11 +268,12 @@ def _check_cross_fields(config: Config) -> None:
         raise ValueError(
             f"--node-roles must be trainer, rollout or both, each once, got {' '.join(config.node_roles)!r}"
         )
-    if "rollout" not in config.node_roles and config.num_rollout_workers is not None:
-        raise ValueError(
-            f"--num-rollout-workers {config.num_rollout_workers} does not go with --node-roles trainer, on a node "
-            "that has none; leave one of the two out"
-        )
+    for name in () if "rollout" in config.node_roles else _OF_WORKERS:
+        if getattr(config, name) != getattr(Config, name):
+            raise ValueError(
+                f"--{_flag(name)} {getattr(config, name)} is about rollout workers, and with --node-roles trainer this "
+                "node has none; leave one of the two out"
+            )
     if config.groups_per_step % config.minibatches:
         raise ValueError(
             f"--groups-per-step {config.groups_per_step} is not a multiple of --minibatches {config.minibatches}: "

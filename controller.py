@@ -361,6 +361,7 @@ class Controller:
     def drain(self) -> dict:
         """Hand over what was measured since the last call, as RolloutRecords.drain, evaluations, and the ledger."""
         with self._changed:
+            self.workers.check()  # what ended a reading thread is the reason if the ledger does not balance
             return {
                 **self.records.drain(),
                 "evaluations": self.evaluations.take_ended(),

@@ -86,36 +86,39 @@ class Notice:
     evaluate: bool
 
 
-def send_specs(specs: list[ParameterSpec], cluster: Cluster) -> None:
-    """Tell the nodes that get their weights from this one what will come."""
-    for node in followers(cluster):
-        for sending in cluster.leaders.send(specs, node):
+class Feed:
+    """The trainer's end: sends weights to the nodes that this one feeds, if any, each parameter as it is gathered.
+
+    Until all have arrived, the leader's host memory holds a copy of them.
+    """
+
+    def __init__(self, specs: list[ParameterSpec], cluster: Cluster):
+        """Tell the nodes what will come."""
+        self.specs, self.leaders = specs, cluster.leaders
+        self.followers = [node for node, feeder in cluster.feeders.items() if feeder == cluster.node]
+        self._under_way = [sending for node in self.followers for sending in self.leaders.send(specs, node)]
+
+    def send(
+        self, notice: Notice, parameters: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Begin to send each (name, tensor), and pass it on."""
+        self._under_way += [sending for node in self.followers for sending in self.leaders.send(notice, node)]
+        for (name, tensor), spec in zip(parameters, self.specs, strict=True):
+            if self.followers:
+                sent = tensor.to("cpu", spec.dtype, copy=True).contiguous()
+                self._under_way += [self.leaders.send_tensor(sent, node) for node in self.followers]
+            yield name, tensor
+
+    def wait(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for sending in self._under_way:
             sending.wait()
+        self._under_way = []
 
 
 def receive_specs(cluster: Cluster) -> list[ParameterSpec]:
     """What weights will come to this node, which does not train."""
     return cluster.leaders.receive(cluster.feeders[cluster.node])
-
-
-def followers(cluster: Cluster) -> list[int]:
-    """The nodes that get their weights from this one."""
-    return [node for node, feeder in cluster.feeders.items() if feeder == cluster.node]
-
-
-def sending(
-    notice: Notice, parameters: Iterable[tuple[str, torch.Tensor]], specs: list[ParameterSpec], cluster: Cluster
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass (name, tensor) on, and send each to this node's followers; after the last, wait until all have arrived."""
-    nodes = followers(cluster)
-    under_way = [s for node in nodes for s in cluster.leaders.send(notice, node)]
-    for (name, tensor), spec in zip(parameters, specs, strict=True):
-        if nodes:
-            sent = tensor.to("cpu", spec.dtype, copy=True).contiguous()
-            under_way += [cluster.leaders.send_tensor(sent, node) for node in nodes]
-        yield name, tensor
-    for s in under_way:
-        s.wait()
 
 
 def receive_notice(cluster: Cluster) -> Notice:

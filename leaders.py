@@ -1,8 +1,12 @@
 """How leaders of nodes talk to each other: over gloo, apart from the trainer's process group, which not all are in."""
 
 import datetime
+import faulthandler
+import functools
 import pickle
-from collections.abc import Iterable
+import queue
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,18 +14,19 @@ import torch.distributed as dist
 
 
 class Leaders:
-    """One leader's connections to those of the other nodes; leaders are numbered as `members` lists their nodes.
+    """One leader's connections to those of other nodes. What goes to one node arrives in the order it was sent.
 
-    What goes to one node arrives in the order it was sent. Raises RuntimeError, everywhere, if another is gone or does
-    not answer within the timeout.
+    Whatever waits can be interrupted by a signal. Raises RuntimeError if another leader is gone, or after the timeout,
+    with all stacks dumped.
     """
 
-    def __init__(self, name: str, store: dist.Store, node: int, members: Iterable[int], timeout: datetime.timedelta):
-        """Connect; collective over the leaders of `members`. `name` must be new to the store."""
-        self.node, self.members = node, list(members)
-        self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore(name, store), self.members.index(node), len(self.members), timeout
-        )
+    def __init__(self, name: str, store: dist.Store, node: int, nodes: Iterable[int], timeout: datetime.timedelta):
+        """Connect; collective over the leaders of `nodes`. `name` must be new to the store."""
+        self.nodes, self.timeout_s = list(nodes), timeout.total_seconds()
+        self.dump_stacks: Callable[[], None] = functools.partial(faulthandler.dump_traceback, all_threads=True)
+        """Called when a wait takes too long."""
+        store = dist.PrefixStore(name, store)
+        self._group = dist.ProcessGroupGloo(store, self.nodes.index(node), len(self.nodes), timeout)
 
     def gather(self, value: Any) -> list:
         """The values of all, in the order of nodes; collective. For small things only."""
@@ -33,8 +38,8 @@ class Leaders:
         return [_unpacked(packed[: int(size)]) for packed, size in zip(everyone, sizes, strict=True)]
 
     def _gather_tensors(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(mine) for _ in self.members]
-        self._group.allgather([gathered], [mine]).wait()
+        gathered = [torch.empty_like(mine) for _ in self.nodes]
+        self._wait(self._group.allgather([gathered], [mine]), "all other nodes")
         return gathered
 
     def send(self, value: Any, node: int) -> list["Sending"]:
@@ -42,30 +47,51 @@ class Leaders:
         packed = _packed(value)
         return [self.send_tensor(torch.tensor([len(packed)]), node), self.send_tensor(packed, node)]
 
+    def send_tensor(self, tensor: torch.Tensor, node: int) -> "Sending":
+        """Begin to send a contiguous CPU tensor, which must not change before its arrival."""
+        work = self._group.send([tensor], self.nodes.index(node), 0)
+        return Sending(tensor, lambda: self._wait(work, f"node {node} to receive"))
+
     def receive(self, node: int) -> Any:
         """Wait for the next value from a node."""
         size = self.receive_tensor(torch.zeros(1, dtype=torch.int64), node)
         return _unpacked(self.receive_tensor(torch.empty(int(size), dtype=torch.uint8), node))
 
-    def send_tensor(self, tensor: torch.Tensor, node: int) -> "Sending":
-        """Begin to send a contiguous CPU tensor, which must not change before its arrival."""
-        return Sending(tensor, self._group.send([tensor], self.members.index(node), 0))
-
     def receive_tensor(self, tensor: torch.Tensor, node: int) -> torch.Tensor:
         """Wait for the next tensor from a node, and fill `tensor`, of its shape and dtype, with it."""
-        self._group.recv([tensor], self.members.index(node), 0).wait()
+        self._wait(self._group.recv([tensor], self.nodes.index(node), 0), f"node {node} to send")
         return tensor
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        """Wait in a thread of its own, as gloo's waits let no signal through."""
+        ended: queue.SimpleQueue = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                ended.put(work.wait() and None)
+            except RuntimeError as error:
+                ended.put(error)
+
+        threading.Thread(target=wait, name="wait-for-node", daemon=True).start()
+        error = ended.get()
+        if error is None:
+            return
+        if "timed out" not in str(error).lower():
+            raise error
+        self.dump_stacks()
+        raise RuntimeError(
+            f"waited {self.timeout_s:.0f} s for {what}; if a step or a checkpoint only takes that long, raise "
+            "--rollout-timeout-s"
+        ) from error
 
 
 class Sending:
     """A tensor on its way, kept alive until it has arrived."""
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work):
-        self._tensor, self._work = tensor, work
-
-    def wait(self) -> None:
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], None]):
+        self._tensor = tensor
+        self.wait = wait
         """Wait for its arrival."""
-        self._work.wait()
 
 
 def _packed(value: Any) -> torch.Tensor:

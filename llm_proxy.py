@@ -319,7 +319,8 @@ class LLMProxy:
 
     async def _load(self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None) -> None:
         """The phases of vLLM's weight update. The engine core takes calls in order, so they are sent all together: each
-        answer waited for is a round trip in which generation stands still."""
+        answer waited for is a round trip in which generation stands still. After one that fails the others are made
+        all the same, but then the error ends this worker, and nothing is sampled before."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         calls = [self.engine.start_weight_update()]

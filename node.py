@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cluster import Cluster, config_of_node, join
+from cluster import Cluster, check_shares, join, share_of_sampler
 from config import Config
 from controller import Controller
 from data.records import Group
 from data.tasks import load_task
-from exchange import exchange_groups, send_specs
+from exchange import exchange_groups
 from gpus import visible_gpus
 from model_path import resolve_model
 from model_shape import read_shape
@@ -27,7 +27,7 @@ from nccl_sync import NcclTransport
 from node_watch import NodeWatch
 from placement import Placement, available_cores, place, plan_memory
 from policy import Policy
-from processes import exit_with_parent
+from processes import dump_trainer_stacks, exit_with_parent
 from recorded_batches import batch_path, weights_sha256, write_batch
 from rollout import load_tokenizer
 from run_directory import NodeRecords, RunDirectory
@@ -42,7 +42,7 @@ class Node:
     config: Config
     """That of the run, all nodes together."""
     share: Config
-    """What this node's rollout has to do: the run's options with its share of the groups."""
+    """What this node's rollout has to do, if it samples: the run's options with its share of the groups."""
     cluster: Cluster
     placement: Placement
     device: torch.device
@@ -64,10 +64,8 @@ class Node:
             return
         if self.cluster.is_first:
             print(f"attention of the trainer: {policy.attention}", flush=True)
-        specs = policy.sent_specs()
-        send_specs(specs, self.cluster)
         if self.controller is not None:
-            self.connect_workers(specs)
+            self.connect_workers(policy.sent_specs())
 
     def connect_workers(self, specs: list[ParameterSpec]) -> None:
         """Join the workers to where weights are staged on this node, and wait until all their engines are up."""
@@ -114,7 +112,7 @@ class Node:
     def dump_stacks(self) -> None:
         """Have the processes on this node write their stacks: workers to their logs, trainer ranks to stderr."""
         if self.controller is None:
-            faulthandler.dump_traceback(all_threads=True)
+            dump_trainer_stacks()
         else:
             self.controller.workers.dump_stacks()
 
@@ -137,10 +135,14 @@ def start_node(config: Config, lead: Callable[[Node], None] | None = None) -> It
     try:
         node = _make_node(config, cluster)
         watch.dump_stacks = node.dump_stacks
+        for leaders in filter(None, (cluster.leaders, cluster.trainer_leaders)):
+            leaders.dump_stacks = node.dump_stacks
         if cluster.is_leader:
             (lead or start_rollout)(node)
         node.model_path = cluster.broadcast_on_node(node.model_path)
         yield node
+        if cluster.is_leader:
+            cluster.gather("finished")  # one that only samples is done long before the last checkpoint
         watch.finish()
     except Exception as error:
         _ignore_signals()
@@ -158,7 +160,8 @@ def _make_node(config: Config, cluster: Cluster) -> Node:
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    share = config_of_node(config, len(cluster.samplers), len(cluster.trainers), cluster.num_ranks)
+    check_shares(config, len(cluster.samplers), len(cluster.trainers), cluster.num_ranks)
+    share = share_of_sampler(config, len(cluster.samplers))
     return Node(config, share, cluster, placement, device, "", None, None, None)
 
 
@@ -212,10 +215,11 @@ def _open_records(node: Node) -> RunDirectory | NodeRecords:
     for each other node; collective over leaders."""
     cluster, run = node.cluster, None
     if cluster.is_first:
-        run = RunDirectory(node.config, weights_sha256(node.model_path) if node.config.record else None)
+        weights = weights_sha256(node.model_path) if node.config.record else None
+        run = RunDirectory(node.config, weights, cluster.num_ranks)
         print(f"run directory: {run.path}", flush=True)
     run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
-    return run or NodeRecords(node.config, run_name, cluster.node)
+    return run or NodeRecords(node.config, run_name, cluster.node, cluster.num_ranks)
 
 
 def _check_window(config: Config, model_path: str) -> None:

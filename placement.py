@@ -111,6 +111,12 @@ def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_
         return _place_on_shared_gpus(config, num_trainer_ranks, num_cores)
     tp, fitting = config.rollout_tp, len(free) // config.rollout_tp
     num_workers = max(1, fitting) if config.num_rollout_workers is None else config.num_rollout_workers
+    if num_workers > fitting and not num_trainer_ranks:
+        raise ValueError(
+            f"{num_workers} rollout workers × {tp} GPUs = {num_workers * tp} GPUs, {num_gpus} are visible; lower "
+            + (f"--num-rollout-workers to {fitting} or " if fitting else "")
+            + "--rollout-tp"
+        )
     if num_workers > fitting:
         wanted = f"{num_workers} rollout workers" + (f" × {tp} GPUs" if tp > 1 else "")
         raise ValueError(

@@ -1,6 +1,7 @@
 """Small facts about processes that several of ours need: dying with the parent, and dumping stacks."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -72,6 +73,13 @@ def dump_stacks(pid: int) -> None:
         for member in [process, *process.children(recursive=True)]:
             if _handles_sigusr1(member.pid):
                 os.kill(member.pid, signal.SIGUSR1)
+
+
+def dump_trainer_stacks() -> None:
+    """Have all trainer ranks of this node write their stacks to stderr: this one, and torchrun's others."""
+    faulthandler.dump_traceback(all_threads=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        dump_stacks(os.getppid())
 
 
 def _handles_sigusr1(pid: int) -> bool:

@@ -11,7 +11,7 @@ from cluster import Cluster
 from config import Config
 from controller import Controller
 from data.records import Group
-from exchange import Notice, Probe, sending
+from exchange import Feed, Notice, Probe
 from mismatch import Mismatch
 from packing import TrainSequence
 from policy import Policy
@@ -28,7 +28,7 @@ class Publisher:
     def __init__(self, config: Config, policy: Policy, cluster: Cluster, controller: Controller | None):
         self.config, self.policy, self.cluster, self.controller = config, policy, cluster, controller
         self.mismatch = Mismatch()
-        self._specs = policy.sent_specs()
+        self._feed = Feed(policy.sent_specs(), cluster) if cluster.is_leader else None
         self._probes: list[TrainSequence] = []
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
 
@@ -52,22 +52,23 @@ class Publisher:
         version, parameters = trainer_version, self.policy.named_full_parameters()
         if self.config.publish_delay and trainer_version < self.config.steps:
             version, parameters = self._delayed(trainer_version, parameters)
-        if self.cluster.is_leader:
-            notice = Notice(version, trainer_version, self._probe_tokens(), self.mismatch.at(version), evaluate)
-            parameters = sending(notice, parameters, self._specs, self.cluster)
+        if self._feed is None:
+            _gather(parameters)
+            return
+        notice = Notice(version, trainer_version, self._probe_tokens(), self.mismatch.at(version), evaluate)
+        parameters = self._feed.send(notice, parameters)
         if self.controller is not None:
             stage_and_announce(self.controller, notice, parameters)
-            return
-        for _ in parameters:  # gathering is collective; only leaders keep what they gather
-            pass
-        self.mismatch.forget_before(version)
+        else:
+            _gather(parameters)
+            self.mismatch.forget_before(version)
+        self._feed.wait()
 
     def _delayed(self, trainer_version: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
-        copies = []
-        for name, tensor in parameters:  # gathering is collective; only leaders keep what they gather
-            if self.cluster.is_leader:
-                copies.append((name, tensor.to("cpu", copy=True)))
+        copies, is_needed = [], self.controller is not None or (self._feed is not None and self._feed.followers)
+        for name, tensor in parameters:  # gathering is collective
+            copies.append((name, tensor.to("cpu", copy=True) if is_needed else tensor.new_empty(0)))
         self._snapshots.append((trainer_version, copies))
         while self._snapshots[0][0] < trainer_version - self.config.publish_delay:
             self._snapshots.popleft()
@@ -83,6 +84,12 @@ class Publisher:
         if self.cluster.is_leader:
             scored = [len(probe.tokens) - 1 for probe in self._probes]
             self.mismatch.note(version, [score.numpy() for score in scores.split(scored)])
+
+
+def _gather(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Help to gather, which is collective, and keep nothing."""
+    for _ in parameters:
+        pass
 
 
 def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -31,7 +31,7 @@ SHOWN = (
 class RunDirectory:
     """Writes the records of one run; every line is on disk when the call returns. Safe to use from several threads."""
 
-    def __init__(self, config: Config, weights_sha256: str | None = None):
+    def __init__(self, config: Config, weights_sha256: str | None = None, num_ranks: int = 1):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
         Raises ValueError if the name is taken: nothing of an earlier run is ever overwritten.
@@ -47,7 +47,7 @@ class RunDirectory:
             for name in ("metrics", "events", "samples")
         }
         recorded = {"weights_sha256": weights_sha256} if weights_sha256 else {}
-        (self.path / "run.json").write_text(json.dumps(_provenance(config) | recorded, indent=1) + "\n")
+        (self.path / "run.json").write_text(json.dumps(_provenance(config, num_ranks) | recorded, indent=1) + "\n")
         self._wandb = _start_wandb(config, self.path)
         self.record("run_started")
 
@@ -87,12 +87,13 @@ class RunDirectory:
 
 
 class NodeRecords:
-    """What a node other than the first writes: its events and its workers' logs, in a folder of the run directory.
+    """What a node other than the first writes, in a folder of the run directory: run.json, as options and hardware may
+    be its own, events and its workers' logs.
 
     Where nodes share no file system, this is the only thing in a directory of the run's name there.
     """
 
-    def __init__(self, config: Config, run_name: str, node: int):
+    def __init__(self, config: Config, run_name: str, node: int, num_ranks: int = 1):
         """Make the folder. Raises ValueError if it exists."""
         self.path = Path(config.runs_dir) / run_name / f"node_{node}"
         try:
@@ -100,6 +101,7 @@ class NodeRecords:
         except FileExistsError:
             raise ValueError(f"{self.path} exists; give another --run-name, or move it away") from None
         self._lock = threading.Lock()
+        (self.path / "run.json").write_text(json.dumps(_provenance(config, num_ranks), indent=1) + "\n")
         self._events = open(self.path / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def record(self, event: str, **fields) -> None:
@@ -134,13 +136,13 @@ def _default_name(config: Config) -> str:
     return f"{task}-{config.algo}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def _provenance(config: Config) -> dict:
+def _provenance(config: Config, num_ranks: int) -> dict:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": [Path(sys.executable).name, *sys.argv],
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": num_ranks,
         "config": config.as_dict(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_diff": _git("diff", "HEAD"),

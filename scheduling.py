@@ -6,7 +6,7 @@ queue scheduling). `batch` is the baseline: groups are split evenly over the wor
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from buffer import SampleBuffer
@@ -20,8 +20,15 @@ from workers import Worker, Workers
 class TicketQueue:
     """Tickets that no worker has yet, in order."""
 
-    def __init__(self, scheduling: Literal["queue", "batch"], max_running_requests: int):
+    def __init__(
+        self,
+        scheduling: Literal["queue", "batch"],
+        max_running_requests: int,
+        min_version: Callable[[Ticket], int] = lambda ticket: ticket.min_version,
+    ):
+        """`min_version(ticket)`: version that a worker must have been sent to start it."""
         self.scheduling, self.max_running_requests = scheduling, max_running_requests
+        self.min_version = min_version
         self._tickets: deque[Ticket] = deque()
 
     def __len__(self) -> int:
@@ -60,7 +67,7 @@ class TicketQueue:
         heapq.heapify(loads)
         while self._tickets:
             ticket, passed_over = self._tickets[0], []
-            while loads and not workers[loads[0][1]].can_start(ticket):
+            while loads and not workers[loads[0][1]].can_start(self.min_version(ticket)):
                 passed_over.append(heapq.heappop(loads))
             if not loads or loads[0][0] + ticket.num_members > most:
                 return
@@ -76,7 +83,7 @@ class TicketQueue:
         for ticket in waiting:
             index = ticket.member if ticket.group_id == EVALUATION_GROUP else ticket.group_id
             worker = workers[index % len(workers)]
-            if worker.can_start(ticket):
+            if worker.can_start(self.min_version(ticket)):
                 yield worker, ticket
             else:
                 self._tickets.append(ticket)
@@ -87,8 +94,14 @@ class Dispatcher:
 
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
-        self.queue = TicketQueue(config.scheduling, config.max_running_requests)
+        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self._min_version)
         self._at_barrier: set[int] = set()
+
+    def _min_version(self, ticket: Ticket) -> int:
+        """That of its group may have risen: with several workers one has newer weights before another."""
+        if ticket.group_id == EVALUATION_GROUP:
+            return ticket.min_version
+        return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
 
     def fill(self) -> None:
         """Admit groups, unless the round of a batch is still running, and send out what can start."""

@@ -44,7 +44,11 @@ class StepLog:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         if not self.node.is_leader:
             return
-        known = over_nodes(self.node.cluster.gather(self._measure(step, groups, mismatch)))
+        mine = self._measure(step, groups, mismatch)
+        if step == self.node.config.steps:
+            self.clock.enter("evaluate")  # also if it is another node that evaluates
+        known = over_nodes(self.node.cluster.gather(mine))
+        self.clock.enter("other")
         self.node.run.record("step", step=step, spans=account.spans_s)
         if not self.node.cluster.is_first:
             return
@@ -80,7 +84,6 @@ class StepLog:
         if step == self.node.config.steps:
             self.clock.enter("evaluate")
             self.node.controller.finish_evaluations()
-            self.clock.enter("other")
             measured["evaluations"] += self.node.controller.drain()["evaluations"]
         evaluation = evaluation_metrics(measured.pop("evaluations"))
         return StepOfNode(batch, measured, evaluation, mismatch.compare(measured.pop("probes")))

@@ -4,10 +4,8 @@ Each has one duplex pipe, read by one thread and written by another, so that nei
 trainer wait. Processes share no queue: one that is killed while it holds a shared queue's lock blocks all the others.
 """
 
-import faulthandler
 import functools
 import multiprocessing
-import os
 import queue
 import re
 import signal
@@ -22,7 +20,7 @@ from data.records import Ticket
 from llm_proxy import WorkerSpec
 from messages import HoldReason, Stop
 from placement import Placement
-from processes import dump_stacks, kill_session
+from processes import dump_stacks, dump_trainer_stacks, kill_session
 from rollout import run_worker
 from weight_sync import Staged
 
@@ -145,9 +143,9 @@ class Worker:
     held: HoldReason | None = None
     """Why it has no ticket, as it was told."""
 
-    def can_start(self, ticket: Ticket) -> bool:
+    def can_start(self, min_version: int) -> bool:
         """Whether it is up and has been sent weights that are new enough."""
-        return self.ready and self.sent_version >= ticket.min_version
+        return self.ready and self.sent_version >= min_version
 
     def give(self, ticket: Ticket) -> None:
         """Note that it has a ticket."""
@@ -256,11 +254,9 @@ class Workers:
 
     def dump_stacks(self) -> None:
         """Have every process of the run write its Python stacks: workers to their logs, trainer ranks to stderr."""
-        faulthandler.dump_traceback(all_threads=True)
+        dump_trainer_stacks()
         for worker in self._workers:
             worker.process.dump_stacks()
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            dump_stacks(os.getppid())  # torchrun's other ranks
         time.sleep(1.0)  # the dumps are written by the other processes' signal handlers
 
     def stop(self) -> None:

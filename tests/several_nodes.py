@@ -1,5 +1,6 @@
 """Bodies of spawned ranks that are told which node each is on: no torchrun and no engine, but real gloo."""
 
+import dataclasses
 import datetime
 import multiprocessing
 import os
@@ -17,11 +18,12 @@ from tiny_policy import error_of, first_gradient, load, random_sequences
 
 import batch
 import node_watch
-from cluster import Cluster, Member, form_cluster, join
+from cluster import Cluster, Peer, form_cluster, join
 from config import Config
 from data.records import Group, Trajectory
-from exchange import Notice, exchange_groups, receive_notice, receive_parameters, receive_specs, send_specs, sending
+from exchange import exchange_groups, receive_notice, receive_parameters, receive_specs
 from node_watch import NodeWatch
+from publisher import Publisher
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]
@@ -45,16 +47,16 @@ def groups_of_node(node: int) -> list[Group]:
     return random_groups(100 * node, num=3, group_size=2, max_tokens=(8, 40)[node])
 
 
-def meet(members: list[Member], number: int, folder: str) -> Cluster:
-    """Form the cluster of these members, by a file in `folder`."""
-    return form_cluster(members, number, dist.FileStore(os.path.join(folder, "store"), len(members)), "gloo", TIMEOUT)
+def meet(peers: list[Peer], number: int, folder: str) -> Cluster:
+    """Form the cluster of these processes, by a file in `folder`."""
+    return form_cluster(peers, number, dist.FileStore(os.path.join(folder, "store"), len(peers)), "gloo", TIMEOUT)
 
 
 def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     """Train one step per config on four ranks of two nodes; each rank writes `rank_N.pt`."""
     torch.set_num_threads(1)
-    members = [Member(node, "ab"[node], ("trainer", "rollout")) for node in NODE_OF_RANK]
-    cluster = meet(members, rank, folder)
+    peers = [Peer(node, "ab"[node], ("trainer", "rollout")) for node in NODE_OF_RANK]
+    cluster = meet(peers, rank, folder)
     found = []
     for config in configs:
         policy = load(config)
@@ -68,14 +70,17 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     dist.destroy_process_group()
 
 
-ROLES = {0: ("rollout",), 1: ("trainer",), 2: ("trainer", "rollout"), 3: ("rollout",)}
-NODE_OF_PROCESS = [0, 1, 2, 2, 3]
+ROLES = {0: ("rollout",), 1: ("trainer",), 2: ("trainer", "rollout"), 3: ("rollout",), 4: ("rollout",)}
+NODE_OF_PROCESS = [0, 1, 2, 2, 3, 4]
 
 
 def train_by_roles(number: int, folder: str, config: Config) -> None:
-    """Train one step on four nodes that do different things; each process writes `process_N.pt`."""
+    """Train one step on five nodes that do different things, two of them fed by one; each writes `process_N.pt`.
+
+    Weights are published three times as in a run of two steps, and in bfloat16, as from a GPU.
+    """
     torch.set_num_threads(1)
-    cluster = meet([Member(node, "host", ROLES[node]) for node in NODE_OF_PROCESS], number, folder)
+    cluster = meet([Peer(node, "host", ROLES[node]) for node in NODE_OF_PROCESS], number, folder)
     per_node = config.groups_per_step // len(cluster.samplers)
     found, groups = {}, None
     if cluster.is_leader:
@@ -83,21 +88,27 @@ def train_by_roles(number: int, folder: str, config: Config) -> None:
         groups = exchange_groups(sampled, config.groups_per_step, cluster)
         found["groups"] = groups and [group.group_id for group in groups]
     if cluster.trains:
-        policy = load(config)
-        if cluster.is_leader:
-            send_specs(policy.sent_specs(), cluster)
-        found["metrics"] = policy.train_step(batch.share(groups, config, cluster, False), policy_version=12)
-        found["gradient"], parameters = first_gradient(policy), policy.named_full_parameters()
-        if cluster.is_leader:
-            notice = Notice(1, 2, ((3, 4),), None, True)
-            parameters = sending(notice, parameters, policy.sent_specs(), cluster)
-        found["weights"] = {name: tensor.clone() for name, tensor in parameters}
+        found |= _train_and_publish(groups, config, cluster)
+        dist.destroy_process_group()
     else:
         specs = receive_specs(cluster)
-        found["notice"], found["weights"] = receive_notice(cluster), dict(receive_parameters(specs, cluster))
+        found["published"] = [(receive_notice(cluster), dict(receive_parameters(specs, cluster))) for _ in range(3)]
     torch.save(found, os.path.join(folder, f"process_{number}.pt"))
-    if cluster.trains:
-        dist.destroy_process_group()
+
+
+def _train_and_publish(groups: list[Group] | None, config: Config, cluster: Cluster) -> dict:
+    policy = load(config)
+    specs = policy.sent_specs()
+    policy.sent_specs = lambda: [dataclasses.replace(spec, dtype=torch.bfloat16) for spec in specs]
+    publisher = Publisher(config, policy, cluster, None)
+    publisher.publish(0, evaluate=True)
+    share = batch.share(groups, config, cluster, False)
+    publisher.choose_probes(groups)
+    metrics = policy.train_step(share, policy_version=12)
+    publisher.publish(1, evaluate=False)
+    publisher.publish(2, evaluate=True)
+    weights = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+    return {"metrics": metrics, "gradient": first_gradient(policy), "weights": weights}
 
 
 def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:

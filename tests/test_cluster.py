@@ -10,7 +10,7 @@ from several_nodes import groups_of_node, meet_and_end, run_ranks, train_on_two_
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
 from batch import make_updates
-from cluster import Cluster, Member, _exchange, check_roles, config_of_node
+from cluster import Cluster, Peer, _meet, check_roles, check_shares, share_of_sampler
 from config import Config
 from packing import distribute
 
@@ -79,15 +79,16 @@ def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr("cluster.JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeError, match="of 3 processes that torchrun starts 0, 2 did not come within 0 s"):
-        _exchange(dist.HashStore(), 1, 3, Member(0, "a", ("trainer",)))
+        _meet(dist.HashStore(), 1, 3, Peer(0, "a", ("trainer",)))
 
 
 def test_a_node_has_its_share_of_the_groups():
     config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
-    part = config_of_node(config, num_samplers=4, num_trainers=2, num_ranks=8)
+    check_shares(config, num_samplers=4, num_trainers=2, num_ranks=8)
+    part = share_of_sampler(config, 4)
     assert (part.groups_per_step, part.extra_groups, part.max_outstanding_groups) == (8, 1, 13)
     assert part.max_staleness == config.max_staleness
-    assert config_of_node(config, 1, 1, 8) == config
+    assert share_of_sampler(config, 1) == config
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_a_node_has_its_share_of_the_groups():
 )
 def test_what_nodes_cannot_share_is_refused_with_the_arithmetic(options, message):
     with pytest.raises(ValueError) as caught:
-        config_of_node(Config(**options), num_samplers=4, num_trainers=2, num_ranks=8)
+        check_shares(Config(**options), num_samplers=4, num_trainers=2, num_ranks=8)
     assert message in str(caught.value)
 
 
@@ -130,7 +131,7 @@ BOTH = ("trainer", "rollout")
 )
 def test_a_run_without_a_trainer_or_without_rollout_is_refused(roles, message):
     with pytest.raises(ValueError, match=message):
-        check_roles([Member(min(i, 1), "host", role) for i, role in enumerate(roles)])
+        check_roles([Peer(min(i, 1), "host", role) for i, role in enumerate(roles)])
 
 
 def test_nodes_without_a_trainer_are_fed_by_those_with_one_in_turn():

@@ -1,10 +1,11 @@
 """Groups and weights between nodes of different roles, over real gloo."""
 
+import dataclasses
 import os
 
 import pytest
 import torch
-from several_nodes import NODE_OF_PROCESS, ROLES, random_groups, run_ranks, train_by_roles
+from several_nodes import NODE_OF_PROCESS, random_groups, run_ranks, train_by_roles
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
 from batch import make_updates
@@ -13,26 +14,30 @@ from config import Config
 from exchange import Route, exchange_groups, make_routes
 from packing import distribute
 
+SAMPLE_ONLY = (0, 4, 5)
+"""Processes of nodes that only sample."""
+
 
 @pytest.fixture(scope="module")
-def four_nodes(tmp_path_factory):
-    """What the processes of four nodes found, and their config."""
-    folder = str(tmp_path_factory.mktemp("four_nodes"))
+def five_nodes(tmp_path_factory):
+    """What the processes of five nodes found, and their config."""
+    folder = str(tmp_path_factory.mktemp("five_nodes"))
     model = save_tiny_model(os.path.join(folder, "model"))
-    config = Config(model=model, algo="tis", clip_high=10.0, max_grad_norm=1e9, group_size=2, groups_per_step=6)
+    config = Config(model=model, algo="tis", clip_high=10.0, max_grad_norm=1e9, group_size=2, groups_per_step=8)
+    config = dataclasses.replace(config, publish_delay=1, steps=2)
     assert run_ranks(train_by_roles, len(NODE_OF_PROCESS), folder, config) == [0] * len(NODE_OF_PROCESS)
-    return [torch.load(os.path.join(folder, f"process_{i}.pt"), weights_only=False) for i in range(5)], config
+    return [torch.load(os.path.join(folder, f"process_{i}.pt"), weights_only=False) for i in range(6)], config
 
 
-def test_each_group_is_trained_on_once_and_in_order(four_nodes):
-    found, _ = four_nodes
-    assert found[1]["groups"] == [0, 1, 20] and found[2]["groups"] == [21, 30, 31]
-    assert found[0]["groups"] is None and found[4]["groups"] is None
+def test_each_group_is_trained_on_once_and_in_order(five_nodes):
+    found, _ = five_nodes
+    assert found[1]["groups"] == [0, 1, 20, 21] and found[2]["groups"] == [30, 31, 40, 41]
+    assert all(found[number]["groups"] is None for number in SAMPLE_ONLY)
 
 
-def test_the_step_is_that_of_one_node_with_all_groups(four_nodes, one_rank):
-    found, config = four_nodes
-    groups = [group for node in (0, 2, 3) for group in random_groups(10 * node, 2, 2, 12)]
+def test_the_step_is_that_of_one_node_with_all_groups(five_nodes, one_rank):
+    found, config = five_nodes
+    groups = [group for node in (0, 2, 3, 4) for group in random_groups(10 * node, 2, 2, 12)]
     policy = load(config)
     expected = policy.train_step(distribute(make_updates(groups, config), 1, 100_000)[0], policy_version=12)
     for number in (1, 2, 3):
@@ -40,16 +45,19 @@ def test_the_step_is_that_of_one_node_with_all_groups(four_nodes, one_rank):
         assert_same_gradient(found[number]["gradient"], first_gradient(policy))
 
 
-def test_nodes_that_only_sample_get_the_new_weights_whole(four_nodes):
-    found, _ = four_nodes
-    for number in (0, 4):
-        assert found[number]["weights"].keys() == found[1]["weights"].keys()
-        assert all(torch.equal(w, found[1]["weights"][name]) for name, w in found[number]["weights"].items())
-        assert (found[number]["notice"].version, found[number]["notice"].probe) == (1, ((3, 4),))
-
-
-def test_roles_of_the_test_cover_every_kind_of_node():
-    assert set(ROLES.values()) == {("trainer", "rollout"), ("trainer",), ("rollout",)}
+def test_nodes_that_only_sample_get_each_version_whole_when_it_is_due(five_nodes):
+    found, _ = five_nodes
+    trained = found[1]["weights"]
+    for number in SAMPLE_ONLY:
+        notices, weights = zip(*found[number]["published"], strict=True)
+        assert [(n.version, n.trainer_version) for n in notices] == [(0, 0), (0, 1), (2, 2)]
+        assert [n.evaluate for n in notices] == [True, False, True]
+        assert [len(n.probe) for n in notices] == [0, 4, 4] and notices[2].probe_logprobs is not None
+        assert all(tensor.dtype == torch.bfloat16 for tensors in weights for tensor in tensors.values())
+        assert weights[2].keys() == trained.keys()
+        assert all(torch.equal(weights[2][name], w.bfloat16()) for name, w in trained.items())
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in trained)
+        assert any(not torch.equal(weights[0][name], weights[2][name]) for name in trained)
 
 
 @pytest.mark.parametrize("samplers", [(0,), (0, 1), (1, 2, 4)])

@@ -326,6 +326,34 @@ class OlderEngine:
         self.asked.append("resume")
 
 
+class StampingEngine(OlderEngine):
+    """Newer vLLM stamps versions."""
+
+    async def update_weight_version(self, version):
+        self.asked.append(f"stamp {version}")
+
+
+def test_the_phases_of_an_update_are_asked_for_in_their_order_and_the_version_is_stamped_before_sampling_goes_on():
+    engine = StampingEngine()
+    proxy = LLMProxy(Config(), engine, [])
+    asyncio.run(proxy.update(7, [{"a": 1}, {"a": 2}]))
+    assert engine.asked == ["pause", "start", {"a": 1}, {"a": 2}, "finish", "stamp 7", "resume"]
+
+
+class BrokenEngine(OlderEngine):
+    """Cannot load."""
+
+    async def update_weights(self, request):
+        raise RuntimeError("no such buffer")
+
+
+def test_sampling_does_not_go_on_after_an_update_that_failed():
+    engine = BrokenEngine()
+    with pytest.raises(RuntimeError, match="no such buffer"):
+        asyncio.run(LLMProxy(Config(), engine, []).update(0, [{"a": 1}]))
+    assert "resume" not in engine.asked
+
+
 def test_an_engine_that_sleeps_is_woken_before_it_is_told_to_receive_and_only_then():
     engine = OlderEngine()
     proxy = LLMProxy(Config(on_update="resume"), engine, [])

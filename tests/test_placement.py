@@ -143,6 +143,8 @@ def test_a_node_that_only_trains_has_no_workers_and_one_that_only_samples_all_gp
     placed = place(samples, 8, 64, 0)
     assert [worker.gpu for worker in placed.workers] == [0, 2, 4, 6] and placed.transport == "shm"
     assert place(Config(node_roles=("rollout",)), 0, 4, 0).workers[0].cpu_threads == 4
+    with pytest.raises(ValueError, match="1 rollout workers × 4 GPUs = 4 GPUs, 2 are visible; lower --rollout-tp"):
+        place(Config(node_roles=("rollout",), rollout_tp=4), 2, 64, 0)
     with pytest.raises(ValueError, match="--weight-sync nccl cannot work here: this node only samples"):
         place(Config(node_roles=("rollout",), weight_sync="nccl"), 8, 64, 0)
 

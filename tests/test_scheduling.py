@@ -2,9 +2,12 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from test_tickets import make_source
 
+from buffer import SampleBuffer
+from config import Config
 from data.records import Ticket
-from scheduling import TicketQueue
+from scheduling import Dispatcher, TicketQueue
 from workers import Worker
 
 
@@ -34,7 +37,7 @@ def in_order_to_the_least_loaded(fleet):
     """Every ticket in its order, each looking at all workers; the first that cannot start holds up those behind it."""
     loads, given = [worker.num_running for worker in fleet.workers], []
     for one in fleet.tickets:
-        able = [place for place, worker in enumerate(fleet.workers) if worker.can_start(one)]
+        able = [place for place, worker in enumerate(fleet.workers) if worker.can_start(one.min_version)]
         place = min(able, key=lambda p: loads[p], default=None)
         if place is None or loads[place] + one.num_members > fleet.max_running:
             break
@@ -55,3 +58,26 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it(
         given.append((worker.index, one.ticket_id))
     assert given == expected
     assert len(queue) == len(fleet.tickets) - len(given)
+
+
+class Outbox:
+    """Stands in for a worker's process; keeps what it is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first_ones():
+    """A worker may have been sent a version that another, still busy with the one before, has not."""
+    config = Config(groups_per_step=1, group_size=3, async_ratio=1, max_running_requests=1, num_rollout_workers=2)
+    ahead, behind = (Worker(i, Outbox(), ready=True, sent_version=version) for i, version in enumerate((5, 4)))
+    buffer = SampleBuffer(1, 3, max_outstanding=1, max_staleness=1)
+    dispatcher = Dispatcher(config, [ahead, behind], buffer, make_source())
+    dispatcher.fill()
+    assert (ahead.num_running, behind.num_running) == (1, 0), "the group counts on version 5 now"
+    behind.sent_version = 5
+    dispatcher.fill()
+    assert (ahead.num_running, behind.num_running) == (1, 1)
