@@ -58,7 +58,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be in (0, 1], got 1.5"),
         (
             ["--node-roles", "trainer", "trainer"],
-            "--node-roles must be trainer, rollout or both, got 'trainer trainer'",
+            "--node-roles must be trainer, rollout or both, each once",
         ),
         (["--node-roles", "trainer", "--rollout-tp", "2"], "--rollout-tp 2 is about rollout workers, and with"),
         (["--run-name", "a/b"], "--run-name may hold letters"),
