@@ -66,7 +66,20 @@ def read_records(path: Path) -> Records:
         raise ValueError(
             f"{path / 'metrics.jsonl'} is empty: the run has not finished a step; wait for it, or see worker_*.log"
         )
-    return Records(run, metrics, events, samples, cut)
+    return Records(run, metrics, events + events_of_other_nodes(path, cut), samples, cut)
+
+
+def events_of_other_nodes(path: Path, cut: list[str]) -> list[dict]:
+    """What the workers of the other nodes did: worker W of node N is called `N.W`."""
+    events = []
+    for folder in sorted(path.glob("node_*"), key=lambda folder: int(folder.name.removeprefix("node_"))):
+        node = folder.name.removeprefix("node_")
+        for event in read_lines(folder / "events.jsonl", cut):
+            if "worker" in event:
+                events.append(event | {"worker": f"{node}.{event['worker']}"})
+            elif event["event"] == "evaluation":
+                events.append(event)
+    return events
 
 
 def read_lines(path: Path, cut: list[str]) -> list[dict]:

@@ -82,7 +82,8 @@ def build_timeline(run: dict, events: list[dict]) -> Timeline:
     of_kind: dict[str, list[dict]] = defaultdict(list)
     for event in events:
         of_kind[event["event"]].append(_since(start, event))
-    workers = sorted({event["worker"] for event in events if "worker" in event})
+    of_nodes = {event["worker"] for event in events if "worker" in event}
+    workers = sorted(of_nodes, key=lambda worker: (isinstance(worker, str), worker))  # those of other nodes come last
     lanes = [_trainer(of_kind["step"]), _evaluations(of_kind["evaluation"], of_kind["trajectory"])]
     lanes += [_worker(index, of_kind, end - start) for index in workers]
     return Timeline(start, end - start, lanes)
@@ -140,7 +141,7 @@ def _evaluation(responses: list[dict], end: float, version: int | None, accuracy
     return Bar(0, min(event["started_at"] for event in responses), end, "evaluation", details)
 
 
-def _worker(index: int, of_kind: dict[str, list[dict]], end: float) -> Lane:
+def _worker(index: int | str, of_kind: dict[str, list[dict]], end: float) -> Lane:
     mine = {kind: [e for e in events if e.get("worker") == index] for kind, events in of_kind.items()}
     lane = Lane(f"worker {index}", ["states", "updates"])
     life = [event for kind in _LIFE for event in mine.get(kind, [])]

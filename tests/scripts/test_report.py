@@ -324,6 +324,19 @@ def test_there_is_a_lane_for_the_trainer_the_evaluations_and_each_worker(run):
     assert sum(bar.kind == "update" for bar in lanes["worker 0"].bars) == STEPS
 
 
+def test_workers_of_other_nodes_have_lanes_of_their_own_with_the_same_bars(run):
+    lanes = {lane.name: lane for lane in timeline_of(run).lanes}
+    here = [event for event in make_events() if event.get("worker") != 1]
+    there = [event | {"worker": 0} for event in make_events() if event.get("worker") == 1]
+    write_lines(run / "events.jsonl", here)
+    (run / "node_1").mkdir()
+    write_lines(run / "node_1" / "events.jsonl", there)
+    of_nodes = {lane.name: lane for lane in timeline_of(run).lanes}
+    assert list(of_nodes) == ["trainer", "evaluation", "worker 0", "worker 1.0"]
+    assert of_nodes["worker 1.0"].bars == lanes["worker 1"].bars and of_nodes["worker 0"].bars == lanes["worker 0"].bars
+    assert "worker deaths: 1" in page_of(run).facts["outcome"]
+
+
 def test_two_evaluations_of_one_version_are_two_bars_and_one_that_did_not_end_is_one():
     evaluations = [
         *[trajectory(i, 0, 1.0, 2.0, 0, group=-1) for i in range(3)],
