@@ -18,11 +18,12 @@ Each measurement is a run of its own: start, steps, end. Steady state is from th
 steps to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to
 an accuracy is from the start of the process to the weights that have it.
 
-The limit of the machine for a work: generation alone on both cores (two workers of one thread), training alone on
-both cores (two threads), and 1 / (1/generation + 1/training) samples/s for both, if nothing is lost between them.
+The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time per sample that
+it takes; and for comparison generation alone (two workers of one thread) and training alone (two threads).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +49,7 @@ from scripts.bench_work import MODEL_TASK, WORKS  # noqa: E402
 PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
 TIMEOUT_S = 900.0
-MEMORY_POLL_S = 2.0
+POLL_S = 2.0
 STEPS = {"natural": 64, "short": 32, "long": 16}
 SYNCHRONOUS_STEPS = {"natural": 64, "short": 32, "long": 6}
 """Of TRL's synchronous modes, which take up to ten times as long, and begin every step with nothing in store."""
@@ -127,6 +129,66 @@ def _succeed(command: list[str]) -> str:
     return done.stdout
 
 
+# What a run uses
+
+
+class Usage:
+    """Watches the memory and CPU time of a process and its descendants, in a thread."""
+
+    def __init__(self, pid: int):
+        self.peak_memory = 0
+        """Most that was seen, bytes."""
+        self.cpu: list[tuple[float, float]] = []
+        """(Unix time, seconds of CPU that those alive have used) now and then."""
+        self._pid, self._ended = pid, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(POLL_S):
+            self.peak_memory = max(self.peak_memory, tree_memory(self._pid))
+            self.cpu.append((time.time(), tree_cpu(self._pid)))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+        self._thread.join()
+
+    def cpu_between(self, start: float, end: float) -> float:
+        """Seconds of CPU used between two Unix times, interpolated between what was seen."""
+        at = [time for time, _ in self.cpu]
+        used = [seconds for _, seconds in self.cpu]
+        return float(np.interp(end, at, used) - np.interp(start, at, used))
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and its descendants that are alive."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def tree_cpu(pid: int) -> float:
+    """Seconds of CPU time of a process and its descendants."""
+    total = 0.0
+    for process in tree(pid):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def tree_memory(pid: int) -> int:
+    """Proportional set size of a process and its descendants, bytes: shared pages count once."""
+    total = 0
+    for process in tree(pid):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += process.memory_full_info().pss
+    return total
+
+
 # One measurement
 
 
@@ -144,9 +206,13 @@ def measure(arm: Arm, work: str, steps: int, model_path: str, python: Path, keep
     interpreter = python if arm.is_peer else sys.executable
     command = [str(interpreter), str(ROOT / "scripts" / arm.script), *options]
     started_at = time.time()
-    memory = run(command, environment(arm), out / "log")
+    usage = run(command, environment(arm), out / "log")
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
-    found = {**steady_state(lines), "start_s": lines[0]["time"] - started_at, "peak_memory_gb": memory / 1e9}
+    found = {**steady_state(lines), "start_s": lines[0]["time"] - started_at}
+    start, end = lines[len(lines) // 4]["time"], lines[-1]["time"]
+    found["cores_busy"] = usage.cpu_between(start, end) / (end - start)
+    found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
+    found |= {"cores": len(os.sched_getaffinity(0)), "peak_memory_gb": usage.peak_memory / 1e9}
     if work == "natural" and arm.learns:
         found["curve"] = accuracy_curve(out, model_path, started_at)
         found["to_accuracy_s"] = report.seconds_to(found["curve"])
@@ -173,24 +239,27 @@ def environment(arm: Arm) -> dict[str, str]:
     }
 
 
-def run(command: list[str], environment: dict[str, str], log: Path) -> int:
-    """Run a command to its end. Returns the most memory that it and its descendants held at once, bytes."""
+def run(command: list[str], environment: dict[str, str], log: Path) -> Usage:
+    """Run a command to its end. Returns what it and its descendants used.
+
+    Raises RuntimeError, with the last lines of its log, if it fails or takes longer than TIMEOUT_S.
+    """
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
         )
-    peak = _PeakMemory(process.pid)
+    usage = Usage(process.pid)
     try:
         status = process.wait(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         status = f"none after {TIMEOUT_S:g} s"
     finally:
-        used = peak.stop()
+        usage.stop()
         _kill(process)
     if status:
         lines = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise RuntimeError(f"{' '.join(command)} ended with status {status}; its last lines, of {log}:\n{lines}")
-    return used
+    return usage
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -198,40 +267,6 @@ def _kill(process: subprocess.Popen) -> None:
     from processes import kill_session
 
     kill_session(process.pid)
-
-
-class _PeakMemory:
-    """Watches the proportional set size of a process and its descendants, in a thread."""
-
-    def __init__(self, pid: int):
-        self._pid, self._peak, self._ended = pid, 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(MEMORY_POLL_S):
-            self._peak = max(self._peak, tree_memory(self._pid))
-
-    def stop(self) -> int:
-        """The most that was seen, bytes."""
-        self._ended.set()
-        self._thread.join()
-        return self._peak
-
-
-def tree_memory(pid: int) -> int:
-    """Proportional set size of a process and its descendants, bytes: shared pages count once."""
-    total = 0
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    for process in processes:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.Error:
-            continue  # it has just ended
-    return total
 
 
 def steady_state(lines: list[dict]) -> dict[str, float]:

@@ -12,6 +12,8 @@ COLUMNS = {
     "samples_per_s": ("samples/s", ".0f"),
     "tokens_per_s": ("tokens/s", ".0f"),
     "tokens_per_sample": ("tokens per sample", ".1f"),
+    "cpu_ms_per_sample": ("CPU ms per sample", ".1f"),
+    "cores_busy": ("cores busy", ".2f"),
     "to_accuracy_s": (f"s to held-out {WANTED_ACCURACY:g}", ".0f"),
     "start_s": ("s to the end of step 1", ".0f"),
     "peak_memory_gb": ("peak memory, GB", ".1f"),
@@ -85,33 +87,38 @@ def comparison(arms: dict[str, list[dict]], work: str) -> list[str]:
         ratio = rate(arms[ours]) / rate(arms[peer])
         reached = "reached" if ratio >= TARGETS[work] else "missed"
         lines.append(f"{ours} ÷ {peer}: {ratio:.2f}× samples/s (target {TARGETS[work]:g}×: {reached}).")
+    for name in filter(None, (ours, peer)):
+        if (most := limit(arms[name])) is not None:
+            share = f"of which it has {rate(arms[name]) / most:.0%}"
+            lines.append(f"Limit of the machine at the CPU time of {name}: {most:.0f} samples/s, {share}.")
     if all(half in arms for half in HALVES):
         generate, learn = (rate(arms[half]) for half in HALVES)
-        limit = 1 / (1 / generate + 1 / learn)
-        shares = [f"{name} reaches {rate(arms[name]) / limit:.0%}" for name in (ours, peer) if name]
-        halves = f"1 / (1/{generate:.0f} + 1/{learn:.0f})"
-        lines.append(f"Limit of the machine: {halves} = {limit:.0f} samples/s; {', '.join(shares)}.")
+        lines.append(f"Generation alone: {generate:.0f} samples/s; training alone: {learn:.0f}.")
     return lines
+
+
+def limit(found: list[dict]) -> float | None:
+    """Samples/s of an arm if it kept all cores busy with what a sample costs it; None if that was not measured."""
+    most = [1e3 * r["cores"] / r["cpu_ms_per_sample"] for r in found if r.get("cpu_ms_per_sample")]
+    return statistics.median(most) if most else None
 
 
 def summary(records: list[dict]) -> list[str]:
     """Markdown rows, one per work: our best arm and TRL's, and what both are of the machine's limit."""
     lines = [
-        "| work | ours, samples/s | TRL, samples/s | ours ÷ TRL | target | limit of the machine "
+        "| work | ours, samples/s | TRL, samples/s | ours ÷ TRL | target | limits of the machine for both "
         f"| s to held-out {WANTED_ACCURACY:g}, ours | TRL |",
         "|---" * 8 + "|",
     ]
     for work in dict.fromkeys(record["work"] for record in records):
         arms = by_arm(records, work)
         ours, peer = best(arms, "ours"), best(arms, "TRL")
-        generate, learn = (rate(arms[half]) for half in HALVES)
-        limit = 1 / (1 / generate + 1 / learn)
         cells = [
             work,
             *(f"{rate(arms[name]):.0f} ({name.removeprefix('TRL ').removeprefix('ours ')})" for name in (ours, peer)),
             f"{rate(arms[ours]) / rate(arms[peer]):.2f}",
             f"≥ {TARGETS[work]:g}",
-            f"{limit:.0f}",
+            " and ".join(f"{limit(arms[name]) or 0:.0f}" for name in (ours, peer)),
             *(_soonest(arms, who) for who in ("ours", "TRL")),
         ]
         lines.append(f"| {' | '.join(cells)} |")

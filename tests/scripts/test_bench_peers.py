@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -122,10 +123,13 @@ def test_the_template_of_a_conversation_is_the_text_as_it_is(tmp_path):
 def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
     rates = {"ours α=1": 150.0, "ours α=2": 180.0, "TRL a": 30.0, "TRL b": 60.0}
     rates |= {"generation alone": 400.0, "training alone": 1200.0}
-    arms = {name: [run_of(name, samples_per_s=rate)] * 3 for name, rate in rates.items()}
+    cost = {"cores": 2, "cpu_ms_per_sample": 10.0, "cores_busy": 1.8}
+    arms = {name: [run_of(name, samples_per_s=rate, **cost)] * 3 for name, rate in rates.items()}
     line = " ".join(report.comparison(arms, "long"))
     assert "ours α=2 ÷ TRL b: 3.00× samples/s (target 2×: reached)" in line
-    assert "1 / (1/400 + 1/1200) = 300 samples/s; ours α=2 reaches 60%, TRL b reaches 20%" in line
+    assert "at the CPU time of ours α=2: 200 samples/s, of which it has 90%." in line
+    assert "at the CPU time of TRL b: 200 samples/s, of which it has 30%." in line
+    assert "Generation alone: 400 samples/s; training alone: 1200." in line
     arms["TRL c"] = [run_of("TRL c", samples_per_s=100.0)]
     assert "1.80× samples/s (target 2×: missed)" in " ".join(report.comparison(arms, "long"))
 
@@ -137,8 +141,13 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
     append(run_of("ours α=1", work="short"), tmp_path / "peers.jsonl")
     report.write(tmp_path)
     text = (tmp_path / "table.md").read_text()
-    assert "| TRL a | 3 | 11 [10–12] | 2 [2–2] | 2.0 [2.0–2.0] | 2 of 3 runs | 9 [9–9] | 1.5 [1.5–1.5] |" in text
-    assert "| 40 [40–40] | 9 [9–9] |" in text and "| ours α=1 | 1 | 1 [1–1] | 2 [2–2] | 2.0 [2.0–2.0] | – |" in text
+    assert (
+        "| TRL a | 3 | 11 [10–12] | 2 [2–2] | 2.0 [2.0–2.0] | – | – | 2 of 3 runs | 9 [9–9] | 1.5 [1.5–1.5] |" in text
+    )
+    assert (
+        "| 40 [40–40] | 9 [9–9] |" in text
+        and "| ours α=1 | 1 | 1 [1–1] | 2 [2–2] | 2.0 [2.0–2.0] | – | – | – |" in text
+    )
 
 
 def test_an_arm_that_is_measured_again_replaces_its_own_lines_alone(tmp_path):
@@ -165,9 +174,25 @@ def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
         bench_peers.run(["sleep", "60"], dict(os.environ), tmp_path / "log")
 
 
-def test_memory_of_a_process_that_has_gone_is_nothing():
-    assert bench_peers.tree_memory(os.getpid()) > 1e7
-    assert bench_peers.tree_memory(2**22 + 1) == 0
+def test_memory_and_cpu_time_of_a_process_that_has_gone_are_nothing():
+    assert bench_peers.tree_memory(os.getpid()) > 1e7 and bench_peers.tree_cpu(os.getpid()) > 0.1
+    assert bench_peers.tree_memory(2**22 + 1) == bench_peers.tree_cpu(2**22 + 1) == 0
+
+
+def test_cpu_time_between_two_moments_is_interpolated_between_what_was_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_peers, "POLL_S", 0.1)
+    begun = time.time()
+    usage = bench_peers.run([sys.executable, "-c", BUSY], dict(os.environ), tmp_path / "log")
+    assert usage.peak_memory > 1e6
+    assert 0.3 < usage.cpu_between(begun + 0.5, begun + 1.5) <= 1.1
+    usage.cpu = [(0.0, 0.0), (2.0, 4.0), (4.0, 4.0)]
+    assert usage.cpu_between(1.0, 3.0) == 2.0
+
+
+BUSY = """
+import time
+while time.process_time() < 1.8: pass
+"""
 
 
 @pytest.mark.parametrize("arm", bench_peers.ARMS.values(), ids=lambda arm: arm.name)
