@@ -68,7 +68,8 @@ class Leaders:
 
         def wait() -> None:
             try:
-                ended.put(work.wait() and None)
+                work.wait()
+                ended.put(None)
             except RuntimeError as error:
                 ended.put(error)
 
@@ -80,7 +81,7 @@ class Leaders:
             raise error
         self.dump_stacks()
         raise RuntimeError(
-            f"waited {self.timeout_s:.0f} s for {what}; if a step or a checkpoint only takes that long, raise "
+            f"waited {self.timeout_s:g} s for {what}; if a step or a checkpoint only takes that long, raise "
             "--rollout-timeout-s"
         ) from error
 
