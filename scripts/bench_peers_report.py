@@ -49,24 +49,28 @@ def by_arm(records: list[dict], work: str) -> dict[str, list[dict]]:
     return arms
 
 
-def table(arms: dict[str, list[dict]]) -> list[str]:
+def table(arms: dict[str, list[dict]], work: str) -> list[str]:
     """Markdown rows, one per arm: medians with minimum and maximum."""
     lines = [
-        f"| arm | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |",
+        f"| {work} | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |",
         "|---" * (len(COLUMNS) + 2) + "|",
     ]
     for name, found in arms.items():
-        cells = [_cell([r.get(key) for r in found], form) for key, (_, form) in COLUMNS.items()]
+        cells = [_cell(key, [r.get(key) for r in found], form) for key, (_, form) in COLUMNS.items()]
         lines.append(f"| {' | '.join([name, str(len(found)), *cells])} |")
     return lines
 
 
-def _cell(values: list[float | None], form: str) -> str:
-    """A run that never got there has no number, and neither has their median."""
+def _cell(key: str, values: list[float | None], form: str) -> str:
+    """Of runs that never got to the accuracy there is no median; of others a number may not have been taken."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"
-    return spread(known, form) if len(known) == len(values) else f"{len(known)} of {len(values)} runs"
+    if len(known) == len(values):
+        return spread(known, form)
+    return (
+        f"{len(known)} of {len(values)} runs" if key == "to_accuracy_s" else f"{spread(known, form)}, n = {len(known)}"
+    )
 
 
 def rate(found: list[dict]) -> float:
@@ -146,5 +150,5 @@ def write(out: Path) -> None:
     ]
     for work in dict.fromkeys(record["work"] for record in records):
         arms = by_arm(records, work)
-        text += [f"## {work}", "\n".join(table(arms)), " ".join(comparison(arms, work))]
+        text += [f"## {work}", "\n".join(table(arms, work)), " ".join(comparison(arms, work))]
     (out / "table.md").write_text("\n\n".join(part for part in text if part) + "\n", encoding="utf-8")

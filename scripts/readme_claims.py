@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import ablation_report  # noqa: E402
 import bench_bandit  # noqa: E402
+import bench_peers_report as peers_report  # noqa: E402
 import bench_rollout_report as rollout_report  # noqa: E402
 import compare_replays  # noqa: E402
 import plot as run_plot  # noqa: E402
@@ -27,6 +28,7 @@ README = "README.md"
 BENCH_ROLLOUT = "python scripts/bench_rollout.py"
 COMPARE_STALENESS = "python scripts/table.py results/staleness/a*-s* --by async_ratio"
 ABLATE = "--out results/losses"
+BENCH_PEERS = "python scripts/bench_peers.py"
 """Commands, or what tells them from others, as they stand beside what they make."""
 
 
@@ -55,6 +57,35 @@ def staleness_runs() -> list[dict]:
 def bandit_records() -> list[dict]:
     """The records of results/bandit, without their header."""
     return [json.loads(line) for line in (RESULTS / "bandit" / "bandit.jsonl").read_text().splitlines()[1:]]
+
+
+@functools.cache
+def peers_records() -> list[dict]:
+    """The records of results/peers."""
+    return rollout_report.load(RESULTS / "peers" / "peers.jsonl")
+
+
+def cpu_ms(work: str, prefix: str) -> float:
+    """CPU time per sample of the fastest arm whose name begins so, median, ms."""
+    arms = peers_report.by_arm(peers_records(), work)
+    found = arms[peers_report.best(arms, prefix)]
+    return statistics.median(r["cpu_ms_per_sample"] for r in found if r.get("cpu_ms_per_sample"))
+
+
+def soonest_after_start(prefix: str) -> tuple[float, float]:
+    """Seconds to the end of the first step, and from there to the accuracy that is wanted: medians, of the arm on
+    `natural`, whose name begins so, that takes least for the second."""
+    arms = peers_report.by_arm(peers_records(), "natural")
+    medians = [
+        (
+            statistics.median(r["to_accuracy_s"] - r["start_s"] for r in found),
+            statistics.median(r["start_s"] for r in found),
+        )
+        for name, found in arms.items()
+        if name.startswith(prefix) and all(r.get("to_accuracy_s") for r in found)
+    ]
+    after, start = min(medians)
+    return start, after
 
 
 def _arm(comparison: str, arm: str, key: str) -> tuple[list[float], rollout_report.Measure]:
@@ -153,6 +184,14 @@ TABLES = (
         COMPARE_STALENESS,
     ),
     Table(README, losses_by_delay, ABLATE),
+    Table(README, lambda: peers_report.summary(peers_records()), BENCH_PEERS),
+    *(
+        Table(
+            "results/peers/table.md",
+            lambda work=work: peers_report.table(peers_report.by_arm(peers_records(), work), work),
+        )
+        for work in peers_report.TARGETS
+    ),
     Table("results/staleness/table.md", lambda: run_table.table(staleness_runs(), "async_ratio")),
     Table("results/losses/table.md", lambda: ablation_report.table(loss_records()).splitlines()),
     Table("results/replay/table.md", lambda: compare_replays.table(compare_replays.read_records(RESULTS / "replay"))),
@@ -237,6 +276,20 @@ CLAIMS = {
                 "normal(10,5)",
                 gain("environments normal(10,1)", "asynchronous"),
                 "normal(10,1)",
+            ),
+        ),
+    ),
+    BENCH_PEERS: (
+        Claim(
+            r"A sample of `natural` costs our fastest arm (\S+) ms of CPU time and TRL's (\S+); "
+            r"of `long` (\S+) and (\S+), of `short` (\S+) and (\S+) ms",
+            lambda: tuple(cpu_ms(work, who) for work in ("natural", "long", "short") for who in ("ours", "TRL")),
+        ),
+        Claim(
+            r"vLLM and its processes take (\S+) s to the end of the first step and transformers (\S+); "
+            r"from there ours takes (\S+) s to 0\.8 and TRL (\d+)",
+            lambda: tuple(
+                of[i] for i in (0, 1) for of in (soonest_after_start("ours"), soonest_after_start("TRL generate"))
             ),
         ),
     ),
