@@ -250,6 +250,9 @@ class SimulatedWorkers:
     def launch(self) -> None:
         """They are up already."""
 
+    def check(self) -> None:
+        """Nothing happens in the background that could have failed."""
+
     def connect(self, on_message: Callable, on_handled: Callable[[object], None]) -> None:
         """Have what workers say go to `on_message(worker, message)`, and after each call `on_handled(message)`."""
         for worker in self._workers:
