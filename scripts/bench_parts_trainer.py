@@ -76,7 +76,7 @@ def measure_training(config: Config, steps: int, repeats: int) -> Iterator[tuple
 
     In an initialised process group of one rank.
     """
-    config = replace(config, lr=NO_LEARNING)  # else the policy collapses on the same tokens, into slow denormal numbers
+    config = replace(config, lr=NO_LEARNING)  # else the policy collapses on the same tokens, and steps take longer
     model_path = resolve_model(config.model, config.task)
     sequences = make_sequences(config, model_path)
     ((update,),) = distribute([sequences], 1, config.max_tokens_per_microbatch)

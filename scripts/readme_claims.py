@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import ablation_report  # noqa: E402
 import bench_bandit  # noqa: E402
+import bench_parts_report as parts_report  # noqa: E402
 import bench_peers_report as peers_report  # noqa: E402
 import bench_rollout_report as rollout_report  # noqa: E402
 import compare_replays  # noqa: E402
@@ -28,6 +29,7 @@ README = "README.md"
 BENCH_ROLLOUT = "python scripts/bench_rollout.py"
 COMPARE_STALENESS = "python scripts/table.py results/staleness/a*-s* --by async_ratio"
 ABLATE = "--out results/losses"
+BENCH_PARTS = "python scripts/bench_parts.py"
 BENCH_PEERS = "python scripts/bench_peers.py"
 """Commands, or what tells them from others, as they stand beside what they make."""
 
@@ -60,6 +62,12 @@ def bandit_records() -> list[dict]:
 
 
 @functools.cache
+def parts_records() -> list[dict]:
+    """The records of results/parts."""
+    return rollout_report.load(RESULTS / "parts" / "parts.jsonl")
+
+
+@functools.cache
 def peers_records() -> list[dict]:
     """The records of results/peers."""
     return rollout_report.load(RESULTS / "peers" / "peers.jsonl")
@@ -70,6 +78,12 @@ def cpu_ms(work: str, prefix: str) -> float:
     arms = peers_report.by_arm(peers_records(), work)
     found = arms[peers_report.best(arms, prefix)]
     return statistics.median(r["cpu_ms_per_sample"] for r in found if r.get("cpu_ms_per_sample"))
+
+
+def cpu_of_step(part: str) -> list[float]:
+    """CPU time per step of trainer, worker and engine, medians, ms."""
+    found = [r for r in parts_records() if r["part"] == part]
+    return [1e3 * statistics.median(r["cpu_s"][who] for r in found) for who in ("trainer", "worker", "engine")]
 
 
 def soonest_after_start(prefix: str) -> tuple[float, float]:
@@ -185,6 +199,8 @@ TABLES = (
     ),
     Table(README, losses_by_delay, ABLATE),
     Table(README, lambda: peers_report.summary(peers_records()), BENCH_PEERS),
+    Table(README, lambda: parts_report.summary(parts_records()), BENCH_PARTS),
+    Table("results/parts/table.md", lambda: parts_report.table(parts_records())),
     *(
         Table(
             "results/peers/table.md",
@@ -291,6 +307,12 @@ CLAIMS = {
             lambda: tuple(
                 of[i] for i in (0, 1) for of in (soonest_after_start("ours"), soonest_after_start("TRL generate"))
             ),
+        ),
+    ),
+    BENCH_PARTS: (
+        Claim(
+            r"Of a step at α = 2, (\d+) ms of CPU time are the trainer's, (\d+) the worker's and (\d+) the engine's",
+            lambda: tuple(cpu_of_step("overlap α=2")),
         ),
     ),
     COMPARE_STALENESS: (
