@@ -107,13 +107,15 @@ class Cluster:
 
     def scatter_on_node(self, values: list | None) -> Any:
         """Give each rank of this node its own of the leader's `values`; collective on the node."""
+        if len(self.local_ranks) == 1:  # the leader is alone
+            return values[0]
         mine = [None]
         dist.scatter_object_list(mine, values, src=self.local_ranks[0], group=self.node_group)
         return mine[0]
 
     def broadcast_on_node(self, value: Any) -> Any:
         """The leader's value, on all ranks of its node; collective on the node."""
-        if not self.trains:  # the leader is alone
+        if len(self.local_ranks) < 2:  # the leader is alone
             return value
         values = [value]
         dist.broadcast_object_list(values, src=self.local_ranks[0], group=self.node_group)

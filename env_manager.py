@@ -6,6 +6,8 @@ environments of one step.
 """
 
 import asyncio
+import functools
+import queue
 import random
 import threading
 import time
@@ -70,7 +72,7 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """A gymnasium environment of text, each call in a thread of its own, off the event loop and with a timeout."""
+    """A gymnasium environment of text, called off the event loop and with a timeout."""
 
     def __init__(self, pool: "EnvironmentPool", seed: int):
         self.pool, self.seed = pool, seed
@@ -95,7 +97,7 @@ class MultiTurn:
 
     async def _call(self, function: Callable, *arguments) -> Any:
         try:
-            return await call_in_thread(function, *arguments, timeout_s=self.pool.timeout_s)
+            return await self.pool.threads.call(function, *arguments, timeout_s=self.pool.timeout_s)
         except TimeoutError:
             raise EnvironmentFailed(f"timed out after {self.pool.timeout_s:g} s") from None
         except Exception as error:  # foreign code may raise anything, and all of it becomes an EnvironmentFailed
@@ -109,6 +111,7 @@ class EnvironmentPool:
         """`make()` gives a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
         self.tokenizer, self.timeout_s = tokenizer, timeout_s
         self.conversation = Conversation(tokenizer)
+        self.threads = CallThreads("environment")
         self._make = make
         self._idle: list = []
 
@@ -143,33 +146,53 @@ class Delayed:
         return await self.environment.step(tokens)
 
 
-async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> Any:
-    """The function's result, from a daemon thread of its own: one that hangs is left behind and stops nobody.
+class CallThreads:
+    """Calls functions off the event loop, each in a daemon thread that nobody else uses meanwhile.
 
-    Raises TimeoutError, and whatever the function raises.
+    A thread is used again after its call; one that hangs is left behind and stops nobody, not even at exit.
     """
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
 
-    def settle(result, error: Exception | None) -> None:
+    def __init__(self, name: str):
+        self.name = name
+        self._idle: list[queue.SimpleQueue] = []  # inboxes of threads
+
+    def __len__(self) -> int:
+        """Threads that wait for a call."""
+        return len(self._idle)
+
+    async def call(self, function: Callable, *arguments, timeout_s: float) -> Any:
+        """The function's result. Raises TimeoutError, and whatever the function raises."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        inbox = self._idle.pop() if self._idle else self._start()
+        inbox.put((loop, future, functools.partial(function, *arguments)))
+        async with asyncio.timeout(timeout_s):
+            return await future
+
+    def _start(self) -> queue.SimpleQueue:
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._serve, args=(inbox,), name=self.name, daemon=True).start()
+        return inbox
+
+    def _serve(self, inbox: queue.SimpleQueue) -> None:
+        while True:
+            loop, future, call = inbox.get()
+            try:
+                result, error = call(), None
+            except Exception as raised:
+                result, error = None, raised
+            if loop.is_closed():
+                return
+            loop.call_soon_threadsafe(self._settle, inbox, future, result, error)
+
+    def _settle(self, inbox: queue.SimpleQueue, future: asyncio.Future, result, error: Exception | None) -> None:
+        self._idle.append(inbox)
         if future.done():
             return  # too late
         if error is None:
             future.set_result(result)
         else:
             future.set_exception(error)
-
-    def run() -> None:
-        try:
-            result, error = function(*arguments), None
-        except Exception as raised:
-            result, error = None, raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="environment", daemon=True).start()
-    async with asyncio.timeout(timeout_s):
-        return await future
 
 
 class EnvManager:

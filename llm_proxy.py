@@ -36,6 +36,8 @@ class WorkerSpec:
     model_path: str
     transport: str
     log_path: str
+    sockets_path: str | None = None
+    """Folder for vLLM's sockets, which it does not remove; its own choice if None."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class LLMProxy:
         """
         from vllm import AsyncEngineArgs
         from vllm.outputs import CompletionOutput
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         fields = {field.name for field in dataclasses.fields(CompletionOutput)}
@@ -108,7 +111,12 @@ class LLMProxy:
                 f"--on-update {spec.config.on_update} needs token versions from the engine, and this vLLM does not "
                 "report them; use vllm 0.32 or later, or --on-update resume, restart or wait"
             )
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_options(spec)))
+        options = engine_options(spec)
+        engine_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if spec.placement.gpu is None:
+            # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
         return cls(spec.config, engine, stop_token_ids)
 
     async def connect(self, init_info: dict) -> None:
@@ -194,23 +202,25 @@ class LLMProxy:
     async def _sample(
         self, engine_id: str, prompt_tokens: list[int], seed: int, max_tokens: int, num_responses: int
     ) -> list[Completion]:
+        from vllm.inputs import tokens_input
+
         params = self.sampling_params(seed, max_tokens, num_responses)
+        # As an engine input: tokens in vLLM's other form are handed to a thread, which may have text to tokenise.
         # The salt keeps a prefix that was computed under other weights out of reach, without emptying the cache.
-        prompt = {"prompt_token_ids": prompt_tokens, "cache_salt": str(self.version)}
+        prompt = tokens_input(prompt_tokens, cache_salt=str(self.version))
         version = self.version
         self.activity.add(requests=1)
         try:
-            async for output in self.engine.generate(prompt, params, engine_id):
-                if output.finished:
-                    return [_completion(one, version) for one in sorted(output.outputs, key=lambda one: one.index)]
+            final = [output async for output in self.engine.generate(prompt, params, engine_id) if output.finished]
         finally:
             self.activity.add(requests=-1)
-        raise RuntimeError(f"request {engine_id} ended without an output")
+        if not final:
+            raise RuntimeError(f"request {engine_id} ended without an output")
+        return [_completion(one, version) for one in sorted(final[0].outputs, key=lambda one: one.index)]
 
     def sampling_params(self, seed: int, max_tokens: int, num_responses: int):
         """vLLM's parameters of one request."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
             n=num_responses,
@@ -223,17 +233,17 @@ class LLMProxy:
             detokenize=False,
             stop_token_ids=self.stop_token_ids,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # nobody else has them
         )
 
     async def score(self, tokens: tuple[int, ...]) -> np.ndarray:
         """Log-probs of tokens 1 … T − 1 given those before, at temperature 1. Returns [T − 1] float32, nats."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         self._num_scores += 1
-        async for output in self.engine.generate(
-            {"prompt_token_ids": list(tokens)}, params, f"score-{self._num_scores}"
-        ):
+        async for output in self.engine.generate(tokens_input(list(tokens)), params, f"score-{self._num_scores}"):
             if output.finished:
                 pairs = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
                 return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
@@ -337,8 +347,8 @@ class LLMProxy:
         self.version = version
 
     def shutdown(self) -> None:
-        """End the engine process."""
-        self.engine.shutdown()
+        """End the engine process, at once: it has nothing to hand over, and a clean end takes it seconds."""
+        self.engine.shutdown(timeout=0)
 
 
 def _completion(output, version_at_start: int) -> Completion:

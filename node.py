@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,15 @@ from model_shape import read_shape
 from nccl_sync import NcclTransport
 from node_watch import NodeWatch
 from placement import Placement, available_cores, place, plan_memory
-from policy import Policy
 from processes import dump_trainer_stacks, exit_with_parent
 from recorded_batches import batch_path, weights_sha256, write_batch
 from rollout import load_tokenizer
 from run_directory import NodeRecords, RunDirectory
 from tickets import PromptSource, TicketSource
 from weight_sync import IpcTransport, ParameterSpec, ShmTransport
+
+if TYPE_CHECKING:
+    from policy import Policy  # imports transformers, for which no worker is to wait
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Node:
         """Whether this is local rank 0."""
         return self.run is not None
 
-    def connect(self, policy: Policy) -> None:
+    def connect(self, policy: "Policy") -> None:
         """Join trainer and workers by the placement's transport, and wait until all engines of this node are up."""
         if not self.is_leader:
             return
@@ -169,17 +172,20 @@ def start_rollout(node: Node) -> None:
     """A leader's part: resolve the model, open the records and start the rollout workers for the node's share."""
     cluster, config = node.cluster, node.share
     node.model_path = resolve_model(config.model, config.task)
-    _check_window(config, node.model_path)
     _plan_memory(node)
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + node.placement.table(), flush=True)
-    node.tokenizer = load_tokenizer(node.model_path)
     tickets = _make_tickets(node) if cluster.samples else None
     node.run = _open_records(node)
+    if tickets is not None:
+        node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
+        node.controller.launch()
+    # From here on transformers is imported, for seconds, in which the workers import vLLM.
+    _check_window(config, node.model_path)
+    node.tokenizer = load_tokenizer(node.model_path)
     if tickets is None:
         return
-    node.controller = Controller(config, node.placement, node.model_path, tickets, node.run.path, node.run.record)
-    node.controller.launch()
+    tickets.check_prompts()
     if node.placement.workers[0].shared_with_rank is not None:
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         node.controller.wait_until_ready()
@@ -194,9 +200,7 @@ def _make_tickets(node: Node) -> TicketSource:
         eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.evaluates else [],
         encode=lambda problem: task.encode_prompt(problem, node.tokenizer),
     )
-    tickets = TicketSource(config, prompts, cluster.samplers.index(cluster.node), len(cluster.samplers))
-    tickets.check_prompts()
-    return tickets
+    return TicketSource(config, prompts, cluster.samplers.index(cluster.node), len(cluster.samplers))
 
 
 def _plan_memory(node: Node) -> None:

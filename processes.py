@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,15 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+
+
+def freeze_garbage() -> None:
+    """Take what is alive now out of garbage collection.
+
+    The modules of torch, transformers and vllm are a million objects, and each full collection would walk them all.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def without_torchrun(environment: dict[str, str]) -> dict[str, str]:

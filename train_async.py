@@ -41,6 +41,7 @@ def train_on(node: "Node", clock: TrainerClock, log: "StepLog") -> None:
     """The loop of a trainer rank."""
     import batch
     from policy import load_policy
+    from processes import freeze_garbage
     from publisher import Publisher
 
     config = node.config
@@ -50,6 +51,7 @@ def train_on(node: "Node", clock: TrainerClock, log: "StepLog") -> None:
     publisher = Publisher(config, policy, node.cluster, node.controller)
     publisher.publish(0, evaluate=config.eval_every > 0)
     clock.enter("other")
+    freeze_garbage()
     clock.next_step()
     for step in range(1, config.steps + 1):
         clock.enter("wait")

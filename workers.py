@@ -9,6 +9,7 @@ import multiprocessing
 import queue
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -186,6 +187,7 @@ class Workers:
         """Whether any trajectory has come back."""
         self._on_message, self._on_ended, self._main = on_message, on_ended, main
         self._workers: list[Worker] = []
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         self._threads = ThreadPoolExecutor(2 * (len(placement.workers) + config.max_worker_restarts))
 
     def __iter__(self) -> Iterator[Worker]:
@@ -216,6 +218,7 @@ class Workers:
             self.model_path,
             self.placement.transport,
             str(self.run_path / f"worker_{index}.log"),
+            self._sockets.name,
         )
         worker = Worker(index)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
@@ -269,3 +272,4 @@ class Workers:
         for child in multiprocessing.active_children():  # one whose start was interrupted
             kill_session(child.pid)
         self._threads.shutdown()
+        self._sockets.cleanup()

@@ -6,9 +6,13 @@ a conversation of stand-ins, as it must not depend on what was said before. (Som
 Qwen3's for one drops their thoughts; here they stay in the context as they were sampled.)
 """
 
+import functools
+from collections.abc import Sequence
+
 from jinja2 import TemplateError
 
 _USER, _ASSISTANT, _OTHER = "1", "2", "3"  # stand-ins for what is said: a token each in every vocabulary
+_CACHED = 1024  # conversations of stand-ins and one observation
 _ADVICE = "take a model with another template, such as Qwen/Qwen3-0.6B"
 
 
@@ -28,6 +32,8 @@ class Conversation:
                 "model with one, such as Qwen/Qwen3-0.6B"
             )
         self._tokenizer = tokenizer
+        # Members of a group often see the same, and a tokenizer takes as long as everything else in a short turn.
+        self._encode = functools.lru_cache(_CACHED)(self._encode)
         try:
             self._find_reply()
             is_fixed = self._is_fixed()
@@ -45,7 +51,7 @@ class Conversation:
 
     def first(self, observation: str) -> list[int]:
         """Tokens before the policy's first turn: the observation as user message, and the generation prompt."""
-        return self._encode(observation)
+        return list(self._encode(observation))
 
     def reply(self, observation: str, ended: bool) -> list[int]:
         """Tokens between two turns of the policy: close its message, say the observation, open its next message.
@@ -53,14 +59,14 @@ class Conversation:
         `ended` says that the policy's own tokens end with `end_of_turn`, which is then not repeated.
         """
         tail = self._encode(_USER, _ASSISTANT, observation)[self._head :]
-        return tail[self._closing :] if ended else tail
+        return list(tail[self._closing :] if ended else tail)
 
-    def _encode(self, *contents: str) -> list[int]:
+    def _encode(self, *contents: str) -> tuple[int, ...]:
         """Tokens of messages, the user's and the assistant's in turn, with the generation prompt."""
         roles = ("user", "assistant") * len(contents)
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-        return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        return tuple(
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         )
 
     def _find_reply(self) -> None:
@@ -77,10 +83,10 @@ class Conversation:
         longer = self._encode(_OTHER, _OTHER, _USER, _ASSISTANT, _USER)
         has_closing = self._closing > 0 and reply[: self._closing] == other_reply[: self._closing]
         # With a head of 0, the assistant's message made no difference: the template leaves it out.
-        return self._head > 0 and has_closing and _common_tail(longer, reply) == reply
+        return self._head > 0 and has_closing and _common_tail(longer, reply) == tuple(reply)
 
 
-def _common_tail(one: list[int], other: list[int]) -> list[int]:
+def _common_tail(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
     length = 0
     while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
         length += 1

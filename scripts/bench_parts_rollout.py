@@ -59,10 +59,12 @@ class PlainEngine:
             self.proxy.shutdown()
 
     async def _sample(self, ticket: Ticket) -> int:
+        from vllm.inputs import tokens_input
+
         work = work_of(self.spec.config.max_response_tokens)
         tokens = work.length(ticket.seed) if work.forced else work.max_response_tokens
         params = self.proxy.sampling_params(ticket.seed, tokens, 1)
-        prompt = {"prompt_token_ids": list(ticket.prompt_tokens)}
+        prompt = tokens_input(list(ticket.prompt_tokens))
         async for output in self.proxy.engine.generate(prompt, params, str(ticket.ticket_id)):
             if output.finished:
                 return len(output.outputs[0].token_ids)

@@ -14,13 +14,13 @@ from data.records import Ticket
 from data.rewards import RewardError
 from data.tiny_agent import build_tokenizer
 from env_manager import (
+    CallThreads,
     Delayed,
     EnvironmentFailed,
     EnvironmentPool,
     EnvManager,
     MultiTurn,
     SingleTurn,
-    call_in_thread,
 )
 from llm_proxy import Completion
 
@@ -220,14 +220,37 @@ def test_simulated_failures_fail_as_real_ones_do(law, reason):
         asyncio.run(delayed.step([1]))
 
 
-def test_a_call_in_a_thread_returns_raises_or_times_out_off_the_loop():
+def test_a_call_returns_raises_or_times_out_off_the_loop():
     async def calls():
-        ticks = asyncio.create_task(asyncio.sleep(0.01))
-        assert await call_in_thread(time.sleep, 0.1, timeout_s=5) is None
+        threads, ticks = CallThreads("test"), asyncio.create_task(asyncio.sleep(0.01))
+        assert await threads.call(time.sleep, 0.1, timeout_s=5) is None
         assert ticks.done(), "the loop went on meanwhile"
         with pytest.raises(ZeroDivisionError):
-            await call_in_thread(lambda: 1 / 0, timeout_s=5)
+            await threads.call(lambda: 1 / 0, timeout_s=5)
         with pytest.raises(TimeoutError):
-            await call_in_thread(threading.Event().wait, timeout_s=0.05)
+            await threads.call(threading.Event().wait, timeout_s=0.05)
 
     asyncio.run(calls())
+
+
+def test_a_thread_is_used_again_but_not_while_it_hangs():
+    async def calls():
+        threads, gate = CallThreads("test"), threading.Event()
+        first = await threads.call(threading.get_ident, timeout_s=5)
+        assert await threads.call(threading.get_ident, timeout_s=5) == first
+        with pytest.raises(TimeoutError):
+            await threads.call(gate.wait, timeout_s=0.05)
+        second = await threads.call(threading.get_ident, timeout_s=5)
+        assert second != first
+        gate.set()
+        while len(threads) < 2:
+            await asyncio.sleep(0.01)
+        slow_calls = [threads.call(_ident_after, 0.1, timeout_s=5) for _ in range(2)]
+        assert set(await asyncio.gather(*slow_calls)) == {first, second}
+
+    asyncio.run(asyncio.wait_for(calls(), 10))
+
+
+def _ident_after(seconds):
+    time.sleep(seconds)
+    return threading.get_ident()
