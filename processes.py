@@ -61,7 +61,18 @@ def kill_session(pid: int, timeout_s: float = 10.0) -> None:
     for member in members:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(members, timeout=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while any(map(_has_not_ended, members)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _has_not_ended(process: psutil.Process) -> bool:
+    """Whether it may hold anything still; one that has ended does not, though whoever inherited it may not have
+    noticed its end yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _session_members(pid: int) -> list[psutil.Process]:
