@@ -84,6 +84,7 @@ class RolloutWorker:
         start = time.monotonic()
         self.start_environments()
         self.proxy = await self.start_proxy()
+        self.start_rewards()  # now that vLLM has forked its engine: a process with threads should not be forked
         inbox = self._start_reading()
         freeze_garbage()
         self.connection.send(Ready(time.monotonic() - start))
@@ -95,14 +96,11 @@ class RolloutWorker:
                 self.rewards.close()
 
     def start_environments(self) -> None:
-        """Start what answers the policy: environments, or the processes that score single turns."""
-        task, timeout_s = self.config.task, self.config.env_timeout_s
-        self.environments = self.rewards = None
+        """Prepare what answers the policy in tasks of several turns."""
+        self.environments = None
         if self.config.is_multi_turn:
-            make = functools.partial(make_environment, task)
-            self.environments = EnvironmentPool(make, self.tokenizer, timeout_s)
-        else:
-            self.rewards = RewardPool(task, timeout_s)
+            make = functools.partial(make_environment, self.config.task)
+            self.environments = EnvironmentPool(make, self.tokenizer, self.config.env_timeout_s)
 
     async def start_proxy(self) -> LLMProxy:
         """Start the engine."""
@@ -110,6 +108,10 @@ class RolloutWorker:
         if self.environments is not None:
             ends = sorted({*ends, self.environments.conversation.end_of_turn})
         return await LLMProxy.start(self.spec, ends)
+
+    def start_rewards(self) -> None:
+        """Start the processes that score single turns."""
+        self.rewards = None if self.config.is_multi_turn else RewardPool(self.config.task, self.config.env_timeout_s)
 
     async def _act_on_messages(self, inbox: asyncio.Queue) -> None:
         while True:

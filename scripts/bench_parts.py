@@ -5,6 +5,7 @@ rollout      one rollout worker, rewards and log-probs included, against AsyncLL
 trainer      Policy.train_step against forward, backward, clipping and AdamW on the same tokens, packed beforehand
 publish      weights from the trainer's memory to an engine that samples with them, against one memcpy of their bytes;
              of the tiny model and of a random one of 200 MB
+update       each phase of a weight update of the tiny model alone, on an idle engine; a round trip is in each
 queue        controller, buffer, pipe and events of a run whose worker answers at once: no engine, no training
 job          whole steps of the default task at α = 0, 1, 2: pause per update, speed-up over α = 0, and overlap: the
              step against the slower of the same loop without training and training alone
@@ -79,6 +80,13 @@ def measure_publish(size: dict, repeats: int, folder: Path) -> Iterator[dict]:
                 yield report.record(f"stage {name}", repeat, m["bytes"] / m["stage_s"], limit)
 
 
+def measure_update(size: dict, repeats: int, folder: Path) -> Iterator[dict]:
+    """The phases of a weight update of an engine that stands idle."""
+    for repeat, seconds in enumerate(bench_parts_rollout.measure_phases(WORKS["natural"].config(), repeats, folder)):
+        for phase in report.PHASES:
+            yield report.record(f"update: {phase}", repeat, seconds[phase], None)
+
+
 def measure_queue(size: dict, repeats: int, folder: Path) -> Iterator[dict]:
     """What a trajectory costs between the worker and the batch."""
     for per_message in (1, 16):
@@ -123,6 +131,7 @@ GROUPS: dict[str, Callable] = {
     "rollout": measure_rollout,
     "trainer": measure_trainer,
     "publish": measure_publish,
+    "update": measure_update,
     "queue": measure_queue,
     "job": measure_job,
     "frozen_lake": measure_frozen_lake,

@@ -29,6 +29,7 @@ from model_path import resolve_model
 from node import Node
 from placement import available_cores, place
 from policy import load_policy
+from processes import freeze_garbage
 from publisher import Publisher
 from rollout import RolloutWorker, load_tokenizer, run_worker
 from run_directory import RunDirectory
@@ -180,6 +181,7 @@ def started(configs: dict[str, Config], folder: Path) -> Iterator[dict[str, Job]
             job.connect()
         for job in jobs.values():
             job.measure(2)
+        freeze_garbage()
         yield jobs
     finally:
         stop_all([job.node for job in jobs.values()])

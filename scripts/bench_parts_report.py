@@ -38,6 +38,10 @@ class Part:
         return value >= self.target if self.at_least else value <= self.target
 
 
+PHASES = ("pause", "start", "load", "finish", "version", "resume")
+"""Of a weight update, as vLLM's engine is asked for them."""
+
+
 def _speed_up(task: str, ratio: int) -> Part:
     return Part(
         f"speed-up {task} α={ratio}", f"s per step at α = {ratio}", "s per step at α = 0", ".3f", lower_is_ours=True
@@ -54,6 +58,7 @@ PARTS = {
         Part("publish tiny", "stage and transfer, GB/s", "memcpy", ".3f", 1e-9),
         Part("publish large", "stage and transfer, GB/s", "memcpy", ".3f", 1e-9),
         Part("stage large", "stage alone, GB/s", "memcpy", ".3f", 1e-9),
+        *(Part(f"update: {phase}", "ms", "", ".2f", 1e3) for phase in PHASES),
         Part("pause α=1", "pause of generation per update, ms", "step", ".1f", 1e3, 0.01, at_least=False),
         Part("pause α=2", "pause of generation per update, ms", "step", ".1f", 1e3, 0.01, at_least=False),
         Part("queue 1 per message", "CPU time per trajectory in the trainer's process, µs", "", ".0f"),

@@ -19,7 +19,9 @@ from llm_proxy import LLMProxy, WorkerSpec
 from messages import Connect, Finished, Ready, Stop, Tickets, Update, Updated
 from model_path import resolve_model
 from placement import WorkerPlacement
+from processes import freeze_garbage
 from rollout import load_tokenizer, run_worker, stop_token_ids
+from scripts.bench_parts_report import PHASES
 from scripts.bench_work import ForcedLengths, WorkRolloutWorker, work_of
 from tickets import PromptSource, TicketSource
 from weight_sync import ParameterSpec, ShmTransport
@@ -40,23 +42,26 @@ class PlainEngine:
         config, path = self.spec.config, self.spec.model_path
         kind = ForcedLengths if work_of(config.max_response_tokens).forced else LLMProxy
         self.proxy = await kind.start(self.spec, stop_token_ids(path, load_tokenizer(path)))
+        freeze_garbage()
         self.connection.send(Ready(0.0))
         try:
             while True:
                 match await asyncio.to_thread(self.connection.recv):
                     case Connect(init_info):
                         await self.proxy.connect(init_info)
-                    case Update(version, update_infos, _):
-                        pause_s = await self.proxy.update(version, update_infos)
-                        self.connection.send(
-                            Updated(version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report())
-                        )
+                    case Update() as update:
+                        await self.update(update)
                     case Tickets(tickets):
                         self.connection.send(sum(await asyncio.gather(*map(self._sample, tickets))))
                     case Stop():
                         return
         finally:
             self.proxy.shutdown()
+
+    async def update(self, update: Update) -> None:
+        """Load new weights and report."""
+        pause_s = await self.proxy.update(update.version, update.update_infos)
+        self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()))
 
     async def _sample(self, ticket: Ticket) -> int:
         from vllm.inputs import tokens_input
@@ -69,6 +74,30 @@ class PlainEngine:
             if output.finished:
                 return len(output.outputs[0].token_ids)
         raise RuntimeError(f"request {ticket.ticket_id} ended without an output")
+
+
+class PhasedEngine(PlainEngine):
+    """An engine that stands idle while each phase of an update is waited for and timed by itself."""
+
+    async def update(self, update: Update) -> None:
+        """Load new weights and report the seconds of each phase."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine, (update_info,) = self.proxy.engine, update.update_infos
+        calls = (
+            lambda: engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False),
+            engine.start_weight_update,
+            lambda: engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)),
+            engine.finish_weight_update,
+            lambda: engine.update_weight_version(str(update.version)),
+            engine.resume_generation,
+        )
+        seconds = {}
+        for phase, call in zip(PHASES, calls, strict=True):
+            start = time.perf_counter()
+            await call()
+            seconds[phase] = time.perf_counter() - start
+        self.connection.send(seconds)
 
 
 class Worker:
@@ -96,15 +125,19 @@ class Worker:
         self.publish()
 
     def publish(self) -> dict[str, float]:
-        """Stage and transfer the weights. Returns seconds of each, and of the pause."""
+        """Stage and transfer the weights. Returns seconds of each, and of what the worker reports: pause or phases."""
         self.version += 1
         start = time.monotonic()
         staged = self.transport.stage(self.version, self.weights)
         stage_s = time.monotonic() - start
         self.process.send(Update(self.version, staged.messages, ()))
-        updated = self.receive()
+        match self.receive():
+            case Updated(pause_s=pause_s):
+                reported = {"pause_s": pause_s}
+            case dict(phases):
+                reported = phases
         self.transport.announce(staged)
-        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, "pause_s": updated.pause_s}
+        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, **reported}
 
     def sample(self, tickets: list[Ticket]) -> float:
         """Run tickets to their end. Returns tokens per second."""
@@ -201,6 +234,15 @@ def measure_rollout(config: Config, num_tickets: int, repeats: int, folder: Path
             rates = {name: made[name].sample(tickets) for name in order}
             if repeat:
                 yield rates["ours"], rates["plain"]
+
+
+def measure_phases(config: Config, repeats: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Seconds of each phase of a weight update of the tiny model; the first two updates warm up."""
+    model_path = resolve_model(config.model, config.task)
+    with workers({"phased": PhasedEngine}, config, model_path, load_weights(model_path), folder) as made:
+        made["phased"].publish()
+        for _ in range(repeats):
+            yield made["phased"].publish()
 
 
 def measure_publish(config: Config, model_path: str, weights: list, repeats: int, folder: Path) -> Iterator[dict]:

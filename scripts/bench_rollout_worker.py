@@ -70,12 +70,9 @@ class SimulatedReward:
 class BenchWorker(RolloutWorker):
     """A rollout worker with forced lengths and simulated rewards."""
 
-    def start_environments(self) -> None:
-        """Environments as they are; for single turns no reward processes."""
-        self.rewards, self.environments = None, None
-        if self.config.is_multi_turn:
-            super().start_environments()
-        self._reward_process = asyncio.Lock()
+    def start_rewards(self) -> None:
+        """No processes: rewards are simulated."""
+        self.rewards, self._reward_process = None, asyncio.Lock()
 
     async def start_proxy(self) -> LLMProxy:
         """Start the engine."""
