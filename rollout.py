@@ -328,6 +328,7 @@ def run_worker(spec: WorkerSpec, connection: Connection, kind: type[RolloutWorke
     os.environ.clear()
     os.environ.update(environment)
     asyncio.run(kind(spec, connection).serve())
+    sys.stdout.flush()
     os._exit(0)  # Python takes seconds to tidy up after vLLM's modules
 
 
