@@ -81,7 +81,7 @@ class Config:
     """Softmax temperature of sampling and of the trainer's log-probs."""
     top_p: float = 1.0
     """Nucleus mass of sampling and of the trainer's log-probs."""
-    max_running_requests: int = 128
+    max_running_requests: int = 256
     """Trajectories that one rollout worker samples at the same time."""
     env_latency: str | None = None
     """Simulated latency of an environment's step, seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA`, `constant:S`,

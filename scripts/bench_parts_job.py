@@ -129,7 +129,8 @@ class Job:
             process = psutil.Process(worker.process.process.pid)
             used["worker"] += _cpu_s(process)
             for child in process.children(recursive=True):
-                used["engine" if "EngineCore" in " ".join(child.cmdline()) else "rewards"] += _cpu_s(child)
+                is_forked = child.cmdline() == process.cmdline()  # as the engine is; what scores is spawned
+                used["engine" if is_forked else "rewards"] += _cpu_s(child)
         return used
 
     def measure_training(self, steps: int) -> float:

@@ -46,7 +46,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--over-sampling", "2"], "does not go with --async-ratio 1; use 0"),
         (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
         (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
-        (["--no-replicate-prompts", "--group-size", "200"], "--max-running-requests 128 below --group-size 200"),
+        (["--no-replicate-prompts", "--group-size", "300"], "--max-running-requests 256 below --group-size 300"),
         (["--scheduling", "batch", "--extra-members", "1"], "--extra-members 1 gives up the slowest responses"),
         (["--env-latency", "sometimes"], "--env-latency"),
         (["--colocate", "sleep"], "--async-ratio 1 lets it run ahead; use --async-ratio 0"),
