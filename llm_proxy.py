@@ -100,6 +100,7 @@ class LLMProxy:
 
         Raises ValueError if this vLLM cannot stamp versions exactly under the chosen `on_update`.
         """
+        import torch
         from vllm import AsyncEngineArgs
         from vllm.outputs import CompletionOutput
         from vllm.usage.usage_lib import UsageContext
@@ -114,8 +115,10 @@ class LLMProxy:
         options = engine_options(spec)
         engine_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if spec.placement.gpu is None:
-            # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s.
+            # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It
+            # inherits torch's threads, which the environment decides only if torch was not imported before.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            torch.set_num_threads(spec.placement.cpu_threads)
         engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
         return cls(spec.config, engine, stop_token_ids)
 
