@@ -29,6 +29,7 @@ README = "README.md"
 BENCH_ROLLOUT = "python scripts/bench_rollout.py"
 COMPARE_STALENESS = "python scripts/table.py results/staleness/a*-s* --by async_ratio"
 ABLATE = "--out results/losses"
+DEFAULT_GRID = "python scripts/ablate.py    #"
 BENCH_PARTS = "python scripts/bench_parts.py"
 BENCH_PEERS = "python scripts/bench_peers.py"
 """Commands, or what tells them from others, as they stand beside what they make."""
@@ -47,6 +48,12 @@ def rollout_records() -> list[dict]:
 def loss_records() -> list[dict]:
     """The cells of results/losses."""
     return ablation_report.read_records(RESULTS / "losses")
+
+
+@functools.cache
+def grid_records() -> list[dict]:
+    """The cells of results/ablation."""
+    return ablation_report.read_records(RESULTS / "ablation")
 
 
 @functools.cache
@@ -132,6 +139,13 @@ def accuracy(algo: str, publish_delay: int) -> float:
     return statistics.fmean(ablation_report.final_accuracies(chosen))
 
 
+def staleness_of_grid(async_ratio: float) -> tuple[float, float]:
+    """Staleness in results/ablation at that async ratio: mean over steps and runs, and the most of any sample."""
+    series = [r["series"] for r in grid_records() if r["cell"]["async_ratio"] == async_ratio]
+    mean = statistics.fmean(statistics.fmean(one["staleness_mean"]) for one in series)
+    return mean, max(max(one["staleness_max"]) for one in series)
+
+
 def clipped_percent(algo: str) -> tuple[float, float]:
     """Tokens whose gradient a clip cuts at a delay of 4, percent: mean of the first ten and of the last forty steps."""
     metrics = run_plot.read_metrics(RESULTS / "losses" / "clipped" / f"{algo}-k4-s0")
@@ -198,6 +212,7 @@ TABLES = (
         COMPARE_STALENESS,
     ),
     Table(README, losses_by_delay, ABLATE),
+    Table(README, lambda: ablation_report.table(grid_records()).splitlines(), DEFAULT_GRID),
     Table(README, lambda: peers_report.summary(peers_records()), BENCH_PEERS),
     Table(README, lambda: parts_report.summary(parts_records()), BENCH_PARTS),
     Table("results/parts/table.md", lambda: parts_report.table(parts_records())),
@@ -209,6 +224,7 @@ TABLES = (
         for work in peers_report.TARGETS
     ),
     Table("results/staleness/table.md", lambda: run_table.table(staleness_runs(), "async_ratio")),
+    Table("results/ablation/table.md", lambda: ablation_report.table(grid_records()).splitlines()),
     Table("results/losses/table.md", lambda: ablation_report.table(loss_records()).splitlines()),
     Table("results/replay/table.md", lambda: compare_replays.table(compare_replays.read_records(RESULTS / "replay"))),
     Table("results/rollout/table.md", lambda: rollout_report.table(rollout_records())),
@@ -332,6 +348,20 @@ CLAIMS = {
             r"α = 1 and 2 take (\S+) and (\S+) times as long a step",
             lambda: tuple(seconds_per_step(ratio) / seconds_per_step(0) for ratio in (1, 2)),
         ),
+    ),
+    DEFAULT_GRID: (
+        Claim(
+            r"# (\d+) runs in (\d+) minutes",
+            lambda: (len(grid_records()), sum(record["seconds"] for record in grid_records()) / 60),
+        ),
+        Claim(
+            r"Three losses at α = (\d+) and (\d+) on the default job, (\d+) seeds each",
+            lambda: (
+                *sorted({record["cell"]["async_ratio"] for record in grid_records()}),
+                num_seeds((r["cell"]["algo"], r["cell"]["async_ratio"]) for r in grid_records()),
+            ),
+        ),
+        Claim(r"is (\S+) steps old on average and (\d+) at most", lambda: staleness_of_grid(4)),
     ),
     ABLATE: (
         Claim(
