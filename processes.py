@@ -13,6 +13,8 @@ import psutil
 
 # torchrun's variables would make a child believe that it is a trainer rank.
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
+GARBAGE_THRESHOLD = 10_000
+"""Objects made and not freed until Python looks for cycles; by default 700."""
 TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -33,12 +35,13 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
 
 
 def freeze_garbage() -> None:
-    """Take what is alive now out of garbage collection.
+    """Take what is alive now out of garbage collection, and collect the rest less often.
 
     The modules of torch, transformers and vllm are a million objects, and each full collection would walk them all.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GARBAGE_THRESHOLD)
 
 
 def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
