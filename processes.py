@@ -11,10 +11,10 @@ import time
 
 import psutil
 
-# torchrun's variables would make a child believe that it is a trainer rank.
-TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 GARBAGE_THRESHOLD = 10_000
 """Objects made and not freed until Python looks for cycles; by default 700."""
+# torchrun's variables would make a child believe that it is a trainer rank.
+TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
