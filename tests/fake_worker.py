@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 from fake_link import FakeEngine
@@ -41,6 +42,7 @@ def run_fake_worker(spec, connection):
         with open(spec.log_path, "a") as log:
             log.write("RuntimeError: this model is broken\nand more\n")
         os._exit(7)
+    Path(spec.log_path).with_name("sockets_path").write_text(spec.sockets_path)
     version, hanging, at_barrier, lock, activity = -1, {}, [], threading.Lock(), Activity()
     engine = None
 

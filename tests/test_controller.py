@@ -1,5 +1,6 @@
 """The controller with real processes and pipes, and workers that have no engine."""
 
+import os
 import time
 from contextlib import contextmanager
 
@@ -234,12 +235,15 @@ def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp
     assert ledger["groups_dropped_stale"] == 1 and hung.count(0) == 2
 
 
-def test_stopping_leaves_no_process(tmp_path):
+def test_stopping_leaves_no_process_and_no_sockets(tmp_path):
     with session(tmp_path, answers=lambda i: "hang", num_workers=2) as s:
         s.publish(0)
         pids = [w.process.process.pid for w in s.controller.workers]
         assert all(psutil.pid_exists(pid) for pid in pids)
+        sockets = (tmp_path / "sockets_path").read_text()
+        assert os.path.isdir(sockets)
     assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not os.path.exists(sockets)
 
 
 def test_groups_without_variance_are_dropped_counted_and_replaced_at_once(tmp_path):

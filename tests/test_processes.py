@@ -49,6 +49,29 @@ def test_a_session_is_killed_whole_even_when_its_leader_is_dead():
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_nobody_waits_for_a_process_that_has_ended_and_is_not_missed_yet():
+    leader = start("import time; print('up', flush=True); time.sleep(60)", start_new_session=True)
+    assert leader.stdout.readline() == "up\n"
+    begun = time.monotonic()
+    kill_session(leader.pid, timeout_s=30)
+    assert time.monotonic() - begun < 10
+    assert psutil.Process(leader.pid).status() == psutil.STATUS_ZOMBIE, "it is ours to wait for, and we did not"
+    assert leader.wait() == -signal.SIGKILL
+
+
+def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
+    code = (
+        "import gc, weakref; from processes import freeze_garbage\n"
+        "class Ring:\n"
+        "    def __init__(self): self.itself = self\n"
+        "old, before = Ring(), len(gc.get_objects()); freeze_garbage()\n"
+        "assert gc.get_freeze_count() > before / 2\n"
+        "new = Ring(); gone, kept = weakref.ref(new), weakref.ref(old); del new, old; gc.collect()\n"
+        "print(gone() is None, kept() is None)"
+    )
+    assert start(code).communicate(timeout=60)[0] == "True False\n"
+
+
 def test_stacks_are_asked_only_of_processes_that_can_give_them():
     deaf = start("import time; print('up', flush=True); time.sleep(60)")
     handler = "faulthandler.register(signal.SIGUSR1, file=sys.stdout)"
