@@ -146,19 +146,22 @@ class Usage:
 
     def _watch(self) -> None:
         while not self._ended.wait(POLL_S):
-            self.peak_memory = max(self.peak_memory, tree_memory(self._pid))
             self.cpu.append((time.time(), tree_cpu(self._pid)))
+            self.peak_memory = max(self.peak_memory, tree_memory(self._pid))
 
     def stop(self) -> None:
         """Watch no longer."""
         self._ended.set()
         self._thread.join()
 
-    def cpu_between(self, start: float, end: float) -> float:
-        """Seconds of CPU used between two Unix times, interpolated between what was seen."""
-        at = [time for time, _ in self.cpu]
-        used = [seconds for _, seconds in self.cpu]
-        return float(np.interp(end, at, used) - np.interp(start, at, used))
+    def cores_busy(self, start: float, end: float) -> float:
+        """Cores kept busy between two Unix times, up to the last look before the second: soon after it processes end,
+        and what they used is not seen any more. 0 if nobody looked in between."""
+        seen = [(time, seconds) for time, seconds in self.cpu if time <= end]
+        if not seen or seen[-1][0] <= start:
+            return 0.0
+        at, used = zip(*seen, strict=True)
+        return float(used[-1] - np.interp(start, at, used)) / (at[-1] - start)
 
 
 def tree(pid: int) -> list[psutil.Process]:
@@ -210,7 +213,7 @@ def measure(arm: Arm, work: str, steps: int, model_path: str, python: Path, keep
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     found = {**steady_state(lines), "start_s": lines[0]["time"] - started_at}
     start, end = lines[len(lines) // 4]["time"], lines[-1]["time"]
-    found["cores_busy"] = usage.cpu_between(start, end) / (end - start)
+    found["cores_busy"] = usage.cores_busy(start, end)
     found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
     found |= {"cores": len(os.sched_getaffinity(0)), "peak_memory_gb": usage.peak_memory / 1e9}
     if work == "natural" and arm.learns:

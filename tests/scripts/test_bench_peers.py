@@ -179,14 +179,15 @@ def test_memory_and_cpu_time_of_a_process_that_has_gone_are_nothing():
     assert bench_peers.tree_memory(2**22 + 1) == bench_peers.tree_cpu(2**22 + 1) == 0
 
 
-def test_cpu_time_between_two_moments_is_interpolated_between_what_was_seen(tmp_path, monkeypatch):
+def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_peers, "POLL_S", 0.1)
     begun = time.time()
     usage = bench_peers.run([sys.executable, "-c", BUSY], dict(os.environ), tmp_path / "log")
     assert usage.peak_memory > 1e6
-    assert 0.3 < usage.cpu_between(begun + 0.5, begun + 1.5) <= 1.1
-    usage.cpu = [(0.0, 0.0), (2.0, 4.0), (4.0, 4.0)]
-    assert usage.cpu_between(1.0, 3.0) == 2.0
+    assert 0.3 < usage.cores_busy(begun + 0.5, begun + 1.5) <= 1.1
+    usage.cpu = [(0.0, 0.0), (2.0, 4.0), (4.0, 7.0), (6.0, 1.0)]
+    assert usage.cores_busy(1.0, 5.0) == (7.0 - 2.0) / 3.0, "at 6.0 most processes have gone"
+    assert usage.cores_busy(4.5, 5.0) == 0.0, "nobody looked"
 
 
 BUSY = """
