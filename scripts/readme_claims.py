@@ -93,6 +93,18 @@ def cpu_of_step(part: str) -> list[float]:
     return [1e3 * statistics.median(r["cpu_s"][who] for r in found) for who in ("trainer", "worker", "engine")]
 
 
+def cpu_and_step(part: str) -> tuple[float, float]:
+    """CPU time of all processes per step, the sum of their medians, and the time of the step, median; ms."""
+    found = [r for r in parts_records() if r["part"] == part]
+    cpu = sum(statistics.median(r["cpu_s"][who] for r in found) for who in found[0]["cpu_s"])
+    return 1e3 * cpu, 1e3 * statistics.median(r["ours"] for r in found)
+
+
+def ms_of_phase(phase: str) -> float:
+    """Time of a phase of a weight update on an idle engine, median, ms."""
+    return 1e3 * statistics.median(r["ours"] for r in parts_records() if r["part"] == f"update: {phase}")
+
+
 def soonest_after_start(prefix: str) -> tuple[float, float]:
     """Seconds to the end of the first step, and from there to the accuracy that is wanted: medians, of the arm on
     `natural`, whose name begins so, that takes least for the second."""
@@ -329,6 +341,14 @@ CLAIMS = {
         Claim(
             r"Of a step at α = 2, (\d+) ms of CPU time are the trainer's, (\d+) the worker's and (\d+) the engine's",
             lambda: tuple(cpu_of_step("overlap α=2")),
+        ),
+        Claim(
+            r"of (\d+) ms that the phases of an update take on an idle engine (\d+) are",
+            lambda: (sum(ms_of_phase(phase) for phase in parts_report.PHASES), ms_of_phase("load")),
+        ),
+        Claim(
+            r"(\d+) ms of CPU time in a step of (\d+) ms at α = 2, (\d+) in (\d+) at α = 1",
+            lambda: (*cpu_and_step("overlap α=2"), *cpu_and_step("overlap α=1")),
         ),
     ),
     COMPARE_STALENESS: (
