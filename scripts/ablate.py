@@ -19,13 +19,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from config import Algo, Config
+from scripts.ablation_report import read_records, report
+from scripts.plot import column, evaluations, read_metrics
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ablation_report import read_records, report  # noqa: E402
-from plot import column, evaluations, read_metrics  # noqa: E402
-
-from config import Algo, Config  # noqa: E402
 
 SERIES = {
     "reward": "reward/mean",

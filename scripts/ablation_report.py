@@ -17,10 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from config import Algo  # noqa: E402
+from config import Algo
 
 Setting = tuple[float, int]
 """(async_ratio, publish_delay in steps)."""

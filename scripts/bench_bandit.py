@@ -30,10 +30,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from algos import LOSSES, LossInputs
 
-from algos import LOSSES, LossInputs  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 MEASURES = {
     "bias": "‖E[g] − ∇J‖ / ‖∇J‖",

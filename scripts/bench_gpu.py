@@ -17,11 +17,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from processes import kill_session
+from scripts.bench_rollout_report import provenance
 
-from processes import kill_session  # noqa: E402
-from scripts.bench_rollout_report import provenance  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET_S = 470.0
 VERSION_STAMPS_SINCE = (0, 32)

@@ -18,7 +18,6 @@ bench_work.py.
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,15 +25,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from config import Config
+from model_path import resolve_model
+from scripts import bench_parts_job, bench_parts_rollout, bench_parts_trainer
+from scripts import bench_parts_report as report
+from scripts.bench_rollout_report import append, provenance
+from scripts.bench_work import WORKS
 
-from config import Config  # noqa: E402
-from model_path import resolve_model  # noqa: E402
-from scripts import bench_parts_job, bench_parts_rollout, bench_parts_trainer  # noqa: E402
-from scripts import bench_parts_report as report  # noqa: E402
-from scripts.bench_rollout_report import append, provenance  # noqa: E402
-from scripts.bench_work import WORKS  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 LATENCY = {"env_latency": "lognormal:2,0.8", "env_latency_scale": 0.01}
 """Of a turn, as in bench_rollout.py: 0.1 s in the mean."""

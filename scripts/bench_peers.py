@@ -38,13 +38,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from model_path import resolve_model
+from scripts import bench_peers_report as report
+from scripts.bench_rollout_report import append, provenance
+from scripts.bench_work import MODEL_TASK, WORKS
 
-from model_path import resolve_model  # noqa: E402
-from scripts import bench_peers_report as report  # noqa: E402
-from scripts.bench_rollout_report import append, provenance  # noqa: E402
-from scripts.bench_work import MODEL_TASK, WORKS  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
@@ -232,6 +231,7 @@ def environment(arm: Arm) -> dict[str, str]:
         "OMP_NUM_THREADS": str(arm.threads),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -6,17 +6,13 @@ Heavy imports are inside functions, as in train_async.py: every process that is 
 import argparse
 import functools
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from config import Config  # noqa: E402
-from rollout import run_worker  # noqa: E402
-from scripts.bench_work import SAMPLES_PER_STEP, WORKS, WorkRolloutWorker  # noqa: E402
+from config import Config
+from rollout import run_worker
+from scripts.bench_work import SAMPLES_PER_STEP, WORKS, WorkRolloutWorker
 
 KINDS = ("train", "generate", "learn")
 

@@ -14,16 +14,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from datasets import Dataset
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+
+from data.rewards import score
+from data.tasks import load_task
+from scripts.bench_work import GROUP_SIZE, MAX_PROMPT_TOKENS, MODEL_TASK, SAMPLES_PER_STEP, WORKS, Work
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from datasets import Dataset  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
-
-from data.rewards import score  # noqa: E402
-from data.tasks import load_task  # noqa: E402
-from scripts.bench_work import GROUP_SIZE, MAX_PROMPT_TOKENS, MODEL_TASK, SAMPLES_PER_STEP, WORKS, Work  # noqa: E402
 
 MODES = ("generate", "colocate", "async")
 NUM_PROBLEMS = 4096

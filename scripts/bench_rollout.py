@@ -19,7 +19,6 @@ import math
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,21 +29,20 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from config import Config
+from controller import Controller
+from data.records import Group, Trajectory
+from data.tasks import Problem, load_task
+from llm_proxy import SampledTokens
+from model_path import resolve_model
+from placement import Placement, WorkerPlacement
+from rollout import load_tokenizer, run_worker
+from scripts import bench_rollout_report as report
+from scripts.bench_rollout_worker import BenchWorker
+from tickets import PromptSource, TicketSource
+from weight_sync import Announcement
 
-from config import Config  # noqa: E402
-from controller import Controller  # noqa: E402
-from data.records import Group, Trajectory  # noqa: E402
-from data.tasks import Problem, load_task  # noqa: E402
-from llm_proxy import SampledTokens  # noqa: E402
-from model_path import resolve_model  # noqa: E402
-from placement import Placement, WorkerPlacement  # noqa: E402
-from rollout import load_tokenizer, run_worker  # noqa: E402
-from scripts import bench_rollout_report as report  # noqa: E402
-from scripts.bench_rollout_worker import BenchWorker  # noqa: E402
-from tickets import PromptSource, TicketSource  # noqa: E402
-from weight_sync import Announcement  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 NUM_WORKERS = 2
 VARYING_SHARE = 0.5

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from readme_claims import CLAIMS, README, RESULTS, ROOT, TABLES, Table
+from scripts.readme_claims import CLAIMS, README, RESULTS, ROOT, TABLES, Table
 
 CHECKED_CHAPTER, CHECKED_COLUMN = "## Results", "measured here"
 OF_A_TEST = "tests/"

@@ -12,14 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from config import Algo
+from recorded_batches import weights_sha256
+from scripts.plot import column, evaluations, mean, read_metrics
+from scripts.table import cell
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from plot import column, evaluations, mean, read_metrics  # noqa: E402
-from table import cell  # noqa: E402
-
-from config import Algo  # noqa: E402
-from recorded_batches import weights_sha256  # noqa: E402
 
 SERIES = {"drift_k3": "drift/k3", "entropy": "loss/entropy", "ess": "loss/ess", "grad_norm": "loss/grad_norm"}
 """What is kept of every step: its name here and in metrics.jsonl."""

@@ -37,6 +37,10 @@ make_venv() {
     pip --version >/dev/null 2>&1 || fail ".venv has no working python and pip; remove it (rm -r .venv) and try again"
 }
 
+find_repository() { # what is in scripts/ imports the rooms beside it; the path counts from where this file lies
+    echo ../../../.. >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/repository.pth"
+}
+
 choose_kind() {
     local gpus
     gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
@@ -106,6 +110,7 @@ try_flash_attn() {
 }
 
 make_venv
+find_repository
 choose_kind
 [ "${1-}" != --dev ] || files+=(requirements-dev.txt)
 stamp=.venv/installed-$(cat "${files[@]}" requirements-flash-attn.txt | sha256sum | cut -c1-16)

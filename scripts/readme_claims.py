@@ -7,23 +7,19 @@ committed records, a number by a pattern and an expression over the records.
 import functools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts import ablation_report, bench_bandit, compare_replays
+from scripts import bench_parts_report as parts_report
+from scripts import bench_peers_report as peers_report
+from scripts import bench_rollout_report as rollout_report
+from scripts import plot as run_plot
+from scripts import table as run_table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-import ablation_report  # noqa: E402
-import bench_bandit  # noqa: E402
-import bench_parts_report as parts_report  # noqa: E402
-import bench_peers_report as peers_report  # noqa: E402
-import bench_rollout_report as rollout_report  # noqa: E402
-import compare_replays  # noqa: E402
-import plot as run_plot  # noqa: E402
-import table as run_table  # noqa: E402
 
 README = "README.md"
 BENCH_ROLLOUT = "python scripts/bench_rollout.py"

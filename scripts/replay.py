@@ -21,19 +21,15 @@ that is in the last line of metrics.jsonl.
 import argparse
 import json
 import os
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from config import Config  # noqa: E402
-from recorded_batches import batch_path, read_batch, weights_sha256  # noqa: E402
-from time_ledger import Account, TrainerClock  # noqa: E402
-from train_async import is_due, run_job  # noqa: E402
+from config import Config
+from recorded_batches import batch_path, read_batch, weights_sha256
+from time_ledger import Account, TrainerClock
+from train_async import is_due, run_job
 
 OF_TRAINING = (
     "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "clip_low", "clip_high",

@@ -16,15 +16,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from plot import TABLE, Metrics, evaluations, samples_by_version, seconds_by_version, summarise  # noqa: E402
-from report_page import Chart, Page, Series, Table, render  # noqa: E402
-from timeline import STATE_COLORS, Timeline, build_timeline, trace  # noqa: E402
-
-from config import Config  # noqa: E402
-from time_ledger import WORKER_STATES  # noqa: E402
+from config import Config
+from scripts.plot import TABLE, Metrics, evaluations, samples_by_version, seconds_by_version, summarise
+from scripts.report_page import Chart, Page, Series, Table, render
+from scripts.timeline import STATE_COLORS, Timeline, build_timeline, trace
+from time_ledger import WORKER_STATES
 
 NUM_SAMPLES = 10
 STILL_GOING_S = 60

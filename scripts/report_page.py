@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from timeline import STATE_COLORS, TRAJECTORY_FIELDS, Bar, Lane, Timeline, bar_name
+from scripts.timeline import STATE_COLORS, TRAJECTORY_FIELDS, Bar, Lane, Timeline, bar_name
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 WIDTH, HEIGHT = 460, 230

@@ -21,14 +21,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from scripts.simulation import report, scale, scenarios
+from scripts.simulation.cluster import simulate
+from scripts.simulation.engine import EngineCurve
+from scripts.simulation.own_bench import own_bench
+from scripts.simulation.scenarios import MECHANISMS, QUICK, TAILS, Scenario
 
-from scripts.simulation import report, scale, scenarios  # noqa: E402
-from scripts.simulation.cluster import simulate  # noqa: E402
-from scripts.simulation.engine import EngineCurve  # noqa: E402
-from scripts.simulation.own_bench import own_bench  # noqa: E402
-from scripts.simulation.scenarios import MECHANISMS, QUICK, TAILS, Scenario  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 SCALE, OWN = "scale", "own"
 ENGINE, CONTROLLER = "engine_cpu_tiny.json", "controller.json"

@@ -15,20 +15,18 @@ had lived through when it was sampled; 0 updates is the control, where only roun
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
+import torch
+import transformers
+
+from data.records import Trajectory
+from model_path import resolve_model
+from recorded_batches import batch_path, read_batch
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-
-from data.records import Trajectory  # noqa: E402
-from model_path import resolve_model  # noqa: E402
-from recorded_batches import batch_path, read_batch  # noqa: E402
 
 MAX_UPDATES = 3
 """Tokens that lived through this many updates or more are counted together."""

@@ -10,7 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from plot import read_metrics, summarise
+from scripts.plot import read_metrics, summarise
 
 COLUMNS = {
     "accuracy_first": ("held-out accuracy, first", "{:.3f}"),

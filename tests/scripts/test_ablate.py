@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from scripts import ablate
+from scripts import ablation_report as grid_report
+from scripts.ablate import Cell
 
-import ablate  # noqa: E402
-import ablation_report as grid_report  # noqa: E402
-from ablate import Cell  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 FIGURES = ("curves.png", "wallclock.png", "staleness.png")
 STUB = """
@@ -113,8 +112,7 @@ def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
     script = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-sys.path[:0] = [{str(ROOT / "scripts")!r}]
-import ablate
+from scripts import ablate
 from pathlib import Path
 
 def run(cell, extra):

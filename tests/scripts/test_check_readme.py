@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from scripts import check_readme
+from scripts.check_readme import (
+    CHECKED_COLUMN,
+    check,
+    compare,
+    faults_of_claims,
+    faults_of_tables,
+    find_table,
+    find_tables,
+)
 
-import check_readme  # noqa: E402
-from check_readme import CHECKED_COLUMN, check, compare, faults_of_claims, faults_of_tables, find_table, find_tables  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

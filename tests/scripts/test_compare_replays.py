@@ -3,10 +3,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from scripts.compare_replays import read_recorded, read_records, table
 
-from compare_replays import read_recorded, read_records, table  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def write_run(path, seed, accuracy):

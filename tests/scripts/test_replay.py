@@ -21,14 +21,12 @@ from node import Node
 from placement import Placement, WorkerPlacement
 from recorded_batches import batch_path, weights_sha256, write_batch
 from run_directory import Progress, RunDirectory
+from scripts.plot import read_metrics, summarise
+from scripts.replay import Recording, choose_options, evaluate_last, train
+from scripts.report import write_report
 from tickets import PromptSource, TicketSource
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from plot import read_metrics, summarise  # noqa: E402
-from replay import Recording, choose_options, evaluate_last, train  # noqa: E402
-from report import write_report  # noqa: E402
 
 CPU = torch.device("cpu")
 NUM_STEPS = 3

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from scripts import report
+from scripts.timeline import build_timeline, pack, trace
 
-import report  # noqa: E402
-from timeline import build_timeline, pack, trace  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 STARTED = 1_700_000_000.0
 """2023-11-14T22:13:20Z."""
