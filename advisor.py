@@ -17,6 +17,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from data.records import Group
 from placement import Placement
 
 FIRST_STEPS = 20
@@ -66,6 +69,20 @@ class Measured:
     response_max_s: float
     """Longest response of a step, seconds (L)."""
     step_s: float
+
+
+def step_times(groups: list[Group], metrics: dict[str, float], measured: dict, previous_tokens: int) -> StepTimes:
+    """What the advisor needs of a step, whose `metrics` and measurements these are."""
+    responses = [t.ended_at - t.started_at for group in groups for t in group.trajectories]
+    return StepTimes(
+        step_s=metrics["time/step_s"],
+        busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
+        decoding_s=measured["worker_time"].get("decoding", 0) / 1e9,
+        sampled=measured["sampled"].new,
+        generated=metrics["tokens/generated"] - previous_tokens,
+        response_mean_s=float(np.mean(responses)),
+        response_max_s=max(responses),
+    )
 
 
 def measure(steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement) -> Measured:

@@ -35,7 +35,7 @@ from placement import Placement
 from rollout import run_worker
 from rollout_records import RolloutRecords
 from scheduling import Dispatcher
-from tickets import EVALUATION_GROUP, TicketSource
+from tickets import TicketSource
 from weight_sync import Announcement
 from workers import Worker, Workers
 
@@ -184,7 +184,7 @@ class Controller:
 
     def _issue_again(self, ticket: Ticket) -> None:
         again = self.tickets.again(ticket)
-        if ticket.group_id == EVALUATION_GROUP:
+        if ticket.is_evaluation:
             self.evaluations.running.issue_again(ticket, again)
         elif not self.buffer.is_running(ticket.group_id):
             return  # its group was dropped or finished without it
@@ -193,7 +193,7 @@ class Controller:
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
         self.records.trajectory(trajectory)
-        if trajectory.group_id == EVALUATION_GROUP:
+        if trajectory.is_evaluation:
             self._on_evaluated(trajectory)
         else:
             self.gatherer.add(trajectory)

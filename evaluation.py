@@ -49,6 +49,19 @@ class Evaluation:
         self.trajectories.append(trajectory)
 
 
+def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
+    """Metrics of the newest evaluation that ended since the last line, or nothing."""
+    if not evaluations:
+        return {}
+    newest = evaluations[-1]
+    return {
+        "eval/accuracy": newest.accuracy,
+        "eval/policy_version": newest.version,
+        "eval/problems": len(newest.trajectories),
+        "eval/failed": newest.num_failed,
+    }
+
+
 class Evaluations:
     """One evaluation at a time, and the weights that wait for it to end.
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from config import Config
 from data.records import FinishReason
-from placement import WorkerPlacement
+from messages import SampledTokens
+from placement import WorkerSpec
 from processes import dump_stacks
 from time_ledger import Activity
 
@@ -25,19 +26,6 @@ CPU_BATCHED_TOKENS = 8192  # per engine step
 ABORT_AGAIN_S = 0.02
 DUMP_S = 1.0
 """Time that the engine's processes have to write their stacks."""
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """All a worker process needs to start; it pickles."""
-
-    config: Config
-    placement: WorkerPlacement
-    model_path: str
-    transport: str
-    log_path: str
-    sockets_path: str | None = None
-    """Folder for vLLM's sockets, which it does not remove; its own choice if None."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +38,6 @@ class Completion:
     versions: np.ndarray
     """[R] int32."""
     finish_reason: FinishReason
-
-
-@dataclass
-class SampledTokens:
-    """Tokens that the engine has returned since they were last asked for."""
-
-    new: int = 0
-    """All of them, those of aborted requests included."""
-    resumed: int = 0
-    """Those that continued a response which an update had interrupted."""
-    discarded: int = 0
-    """Those that `restart` threw away."""
 
 
 @dataclass

@@ -6,10 +6,33 @@ from typing import Literal
 import numpy as np
 
 from data.records import Ticket, Trajectory
-from llm_proxy import SampledTokens
-from time_ledger import ActivityReport
 
 HoldReason = Literal["weights", "version", "bound", "evaluation", "round"]
+
+# What they carry
+
+
+@dataclass
+class SampledTokens:
+    """Tokens that the engine has returned since they were last asked for."""
+
+    new: int = 0
+    """All of them, those of aborted requests included."""
+    resumed: int = 0
+    """Those that continued a response which an update had interrupted."""
+    discarded: int = 0
+    """Those that `restart` threw away."""
+
+
+@dataclass(frozen=True)
+class ActivityReport:
+    """What a rollout worker did since its last report."""
+
+    changes: tuple[tuple[int, str, str], ...]
+    """When it entered a state, Unix ns; the state; and why, where there are several reasons."""
+    until: int
+    """Unix ns."""
+
 
 # Messages: controller -> worker
 

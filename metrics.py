@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from advisor import StepTimes
 from data.records import Group
-from evaluation import Evaluation
 from time_ledger import TRAINER_STATES, TRAINING, WAITING, WORKER_STATES, shares
 
 
@@ -112,19 +110,6 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
-    """Metrics of the newest evaluation that ended since the last line, or nothing."""
-    if not evaluations:
-        return {}
-    newest = evaluations[-1]
-    return {
-        "eval/accuracy": newest.accuracy,
-        "eval/policy_version": newest.version,
-        "eval/problems": len(newest.trajectories),
-        "eval/failed": newest.num_failed,
-    }
-
-
 def rollout_metrics(measured: dict, previous_tokens: int, step_s: float) -> dict[str, float]:
     """Metrics of what the controller measured since the last line; see RolloutRecords.drain."""
     ledger, pauses = measured["ledger"], measured["pause_s"]
@@ -154,17 +139,3 @@ def time_metrics(trainer: Counter[str], workers: dict[str, int]) -> dict[str, fl
         **{f"trainer_time/{state}": share for state, share in shares(trainer, in_steps).items()},
         **{f"worker_time/{state}": share for state, share in shares(Counter(workers), WORKER_STATES).items()},
     }
-
-
-def step_times(groups: list[Group], metrics: dict[str, float], measured: dict, previous_tokens: int) -> StepTimes:
-    """What the advisor needs of a step, whose `metrics` and measurements these are."""
-    responses = [t.ended_at - t.started_at for group in groups for t in group.trajectories]
-    return StepTimes(
-        step_s=metrics["time/step_s"],
-        busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
-        decoding_s=measured["worker_time"].get("decoding", 0) / 1e9,
-        sampled=measured["sampled"].new,
-        generated=metrics["tokens/generated"] - previous_tokens,
-        response_mean_s=float(np.mean(responses)),
-        response_max_s=max(responses),
-    )

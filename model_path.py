@@ -40,3 +40,23 @@ def resolve_model(model: str, task: str) -> str:
         raise ValueError(
             f"--model {model}: no such folder, not cached, and the hub says: {reason}; {allowed}"
         ) from None
+
+
+def load_tokenizer(model_path: str):
+    """The tokenizer of a model directory or hub name."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def stop_token_ids(model_path: str, tokenizer) -> list[int]:
+    """Tokens that end a response: the tokenizer's end of sequence and those of the model's generation config."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    try:
+        configured = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # a model without generation_config.json
+        configured = None
+    ids.update(configured if isinstance(configured, list) else [configured])
+    return sorted(ids - {None})

@@ -22,14 +22,13 @@ from data.records import Group
 from data.tasks import load_task
 from exchange import exchange_groups
 from gpus import visible_gpus
-from model_path import resolve_model
+from model_path import load_tokenizer, resolve_model
 from model_shape import read_shape
 from nccl_sync import NcclTransport
 from node_watch import NodeWatch
 from placement import Placement, available_cores, place, plan_memory
 from processes import dump_trainer_stacks, exit_with_parent
 from recorded_batches import batch_path, weights_sha256, write_batch
-from rollout import load_tokenizer
 from run_directory import NodeRecords, RunDirectory
 from tickets import PromptSource, TicketSource
 from weight_sync import IpcTransport, ParameterSpec, ShmTransport

@@ -40,6 +40,19 @@ class WorkerPlacement:
 
 
 @dataclass(frozen=True)
+class WorkerSpec:
+    """All a worker process needs to start; it pickles."""
+
+    config: Config
+    placement: WorkerPlacement
+    model_path: str
+    transport: str
+    log_path: str
+    sockets_path: str | None = None
+    """Folder for vLLM's sockets, which it does not remove; its own choice if None."""
+
+
+@dataclass(frozen=True)
 class Placement:
     """The devices of one node."""
 

@@ -21,7 +21,7 @@ from data.latency import LatencyLaw
 from data.records import Ticket, Trajectory
 from data.rewards import RewardPool
 from env_manager import Delayed, Environment, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
-from llm_proxy import LLMProxy, WorkerSpec
+from llm_proxy import LLMProxy
 from messages import (
     Abort,
     Asleep,
@@ -41,9 +41,9 @@ from messages import (
     Updated,
     Waiting,
 )
-from placement import WorkerPlacement
+from model_path import load_tokenizer, stop_token_ids
+from placement import WorkerPlacement, WorkerSpec
 from processes import exit_with_parent, freeze_garbage, without_torchrun
-from tickets import EVALUATION_GROUP
 
 
 class Barrier:
@@ -222,7 +222,7 @@ class RolloutWorker:
     def _barriers(self, ticket: Ticket) -> tuple[Callable, Callable]:
         """What a trajectory waits for before each turn and before each step; evaluation waits for nothing."""
         barrier = functools.partial(self._wait_at_barrier, ticket.ticket_id)
-        is_evaluation = ticket.group_id == EVALUATION_GROUP
+        is_evaluation = ticket.is_evaluation
         return (
             barrier if self.config.env_barrier and not is_evaluation else _go_on,
             barrier if self.config.scheduling == "batch" and not is_evaluation else _go_on,
@@ -240,7 +240,7 @@ class RolloutWorker:
             environment = SingleTurn(ticket, self.tokenizer, self.rewards)
         else:
             environment = MultiTurn(self.environments, ticket.environment_seed)
-        if self.latency is None or ticket.group_id == EVALUATION_GROUP:
+        if self.latency is None or ticket.is_evaluation:
             return environment
         seed = ticket.seed + member
         return Delayed(environment, self.latency, self.config.env_latency_scale, self.config.env_timeout_s, seed)
@@ -290,26 +290,6 @@ class RolloutWorker:
 
 async def _go_on() -> None:
     """No barrier."""
-
-
-def load_tokenizer(model_path: str):
-    """The tokenizer of a model directory or hub name."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path)
-
-
-def stop_token_ids(model_path: str, tokenizer) -> list[int]:
-    """Tokens that end a response: the tokenizer's end of sequence and those of the model's generation config."""
-    from transformers import GenerationConfig
-
-    ids = {tokenizer.eos_token_id}
-    try:
-        configured = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # a model without generation_config.json
-        configured = None
-    ids.update(configured if isinstance(configured, list) else [configured])
-    return sorted(ids - {None})
 
 
 def run_worker(spec: WorkerSpec, connection: Connection, kind: type[RolloutWorker] = RolloutWorker) -> None:

@@ -8,9 +8,8 @@ import numpy as np
 
 from data.records import Trajectory
 from evaluation import Evaluation
-from llm_proxy import SampledTokens
-from messages import Updated
-from time_ledger import ActivityReport, WorkerLedgers, seconds, unix_ns
+from messages import ActivityReport, SampledTokens, Updated
+from time_ledger import WorkerLedgers, seconds, unix_ns
 
 
 class RolloutRecords:

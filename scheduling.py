@@ -13,7 +13,7 @@ from buffer import SampleBuffer
 from config import Config
 from data.records import Ticket
 from messages import Abort, Hold, HoldReason, Proceed, Tickets
-from tickets import EVALUATION_GROUP, TicketSource
+from tickets import TicketSource
 from workers import Worker, Workers
 
 
@@ -37,7 +37,7 @@ class TicketQueue:
     @property
     def has_training_tickets(self) -> bool:
         """Whether a ticket waits that is not of an evaluation."""
-        return any(ticket.group_id != EVALUATION_GROUP for ticket in self._tickets)
+        return any(not ticket.is_evaluation for ticket in self._tickets)
 
     def append(self, tickets: list[Ticket]) -> None:
         """Put tickets at the end."""
@@ -81,7 +81,7 @@ class TicketQueue:
         """Free slots do not count: the engine keeps what it cannot run yet."""
         waiting, self._tickets = self._tickets, deque()
         for ticket in waiting:
-            index = ticket.member if ticket.group_id == EVALUATION_GROUP else ticket.group_id
+            index = ticket.member if ticket.is_evaluation else ticket.group_id
             worker = workers[index % len(workers)]
             if worker.can_start(self.min_version(ticket)):
                 yield worker, ticket
@@ -99,7 +99,7 @@ class Dispatcher:
 
     def _min_version(self, ticket: Ticket) -> int:
         """That of its group may have risen: with several workers one has newer weights before another."""
-        if ticket.group_id == EVALUATION_GROUP:
+        if ticket.is_evaluation:
             return ticket.min_version
         return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
 
@@ -124,7 +124,7 @@ class Dispatcher:
             ticket.ticket_id
             for worker in self.workers
             for ticket in worker.running.values()
-            if ticket.group_id != EVALUATION_GROUP
+            if not ticket.is_evaluation
         }
 
     def send_out(self) -> None:
@@ -132,7 +132,7 @@ class Dispatcher:
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
         for worker, ticket in self.queue.assign(list(self.workers)):
             worker.give(ticket)
-            if ticket.group_id != EVALUATION_GROUP:
+            if not ticket.is_evaluation:
                 self.buffer.start(ticket.group_id, worker.sent_version)
             outgoing[worker.index].append(ticket)
         for index, tickets in outgoing.items():

@@ -1,17 +1,9 @@
 """What is written and printed about every step: rank 0 writes for all nodes, the other leaders their own events."""
 
-from advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure
+from advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure, step_times
 from data.records import Group, Trajectory
-from metrics import (
-    StepOfNode,
-    batch_metrics,
-    evaluation_metrics,
-    over_nodes,
-    rollout_metrics,
-    step_times,
-    time_metrics,
-    training_metrics,
-)
+from evaluation import evaluation_metrics
+from metrics import StepOfNode, batch_metrics, over_nodes, rollout_metrics, time_metrics, training_metrics
 from mismatch import Mismatch
 from node import Node
 from run_directory import Progress

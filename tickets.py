@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from config import Config
-from data.records import Ticket
+from data.records import EVALUATION_GROUP, Ticket
 from data.tasks import Problem
 
-EVALUATION_GROUP = -1
-"""group_id of evaluation tickets; they never enter the buffer."""
 IDS_PER_NODE = 10**9
 """Groups and tickets of node n are numbered from n times this."""
 NUM_CHECKED_PROMPTS = 512

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from messages import ActivityReport
+
 TRAINER_STATES = {
     "starting": "before the first step: model, engines, first weights",
     "wait": "for a batch of groups that is fresh enough",
@@ -135,16 +137,6 @@ class TrainerClock:
 
 
 # Rollout workers
-
-
-@dataclass(frozen=True)
-class ActivityReport:
-    """What a rollout worker did since its last report."""
-
-    changes: tuple[tuple[int, str, str], ...]
-    """When it entered a state, Unix ns; the state; and why, where there are several reasons."""
-    until: int
-    """Unix ns."""
 
 
 class Activity:

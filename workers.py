@@ -18,9 +18,8 @@ from pathlib import Path
 
 from config import Config
 from data.records import Ticket
-from llm_proxy import WorkerSpec
 from messages import HoldReason, Stop
-from placement import Placement
+from placement import Placement, WorkerSpec
 from processes import dump_stacks, dump_trainer_stacks, kill_session
 from rollout import run_worker
 from weight_sync import Staged

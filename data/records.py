@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "failed", "aborted"]
+EVALUATION_GROUP = -1
+"""group_id of evaluation tickets; they never enter the buffer."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Ticket:
     """Sampling seed, from run seed, group, member and attempt."""
     min_version: int
     """Policy version that the worker must have loaded before it starts, steps."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it asks for a held-out problem."""
+        return self.group_id == EVALUATION_GROUP
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,11 @@ class Trajectory:
     """Index of the rollout worker."""
     turns: tuple[tuple[float, float, float], ...] = ()
     """When the policy began and ended each turn that was answered, and when it was answered; Unix times, seconds."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it answers a held-out problem."""
+        return self.group_id == EVALUATION_GROUP
 
     @property
     def num_generated(self) -> int:

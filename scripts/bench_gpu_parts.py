@@ -39,7 +39,8 @@ class Pair:
 
     def __init__(self, setup: Setup, **options):
         """Start the engine first: it measures how much of the GPU is free. `options` of Config."""
-        from llm_proxy import LLMProxy, WorkerSpec
+        from llm_proxy import LLMProxy
+        from placement import WorkerSpec
         from rollout import worker_environment
 
         self.config = setup.config(**options)
@@ -138,7 +139,7 @@ def rollout(setup: Setup) -> dict:
     """A real worker and controller, synchronous, without a trainer: generated tokens/s."""
     from controller import Controller
     from data.tasks import load_task
-    from rollout import load_tokenizer
+    from model_path import load_tokenizer
     from tickets import PromptSource, TicketSource
 
     config = setup.config(async_ratio=0.0, eval_every=0)
@@ -194,8 +195,10 @@ def _rates(steps: list[tuple[float, int]]) -> dict:
 
 def bare(setup: Setup) -> dict:
     """vLLM alone: LLM.generate of as many responses to the same prompts, without log-probs. Tokens/s."""
-    from llm_proxy import WorkerSpec, engine_options
-    from rollout import load_tokenizer, worker_environment
+    from llm_proxy import engine_options
+    from model_path import load_tokenizer
+    from placement import WorkerSpec
+    from rollout import worker_environment
 
     config = setup.config(async_ratio=0.0)
     placement = place_here(config, setup.device)

@@ -3,8 +3,7 @@
 import numpy as np
 
 from data.records import Ticket, Trajectory
-from llm_proxy import SampledTokens
-from messages import Finished, Ready, Stop, Tickets, Update, Updated
+from messages import Finished, Ready, SampledTokens, Stop, Tickets, Update, Updated
 from time_ledger import Activity
 
 

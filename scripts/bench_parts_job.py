@@ -25,13 +25,13 @@ from config import Config
 from controller import Controller
 from data.records import Group
 from data.tasks import load_task
-from model_path import resolve_model
+from model_path import load_tokenizer, resolve_model
 from node import Node
 from placement import available_cores, place
 from policy import load_policy
 from processes import freeze_garbage
 from publisher import Publisher
-from rollout import RolloutWorker, load_tokenizer, run_worker
+from rollout import RolloutWorker, run_worker
 from run_directory import RunDirectory
 from scripts.bench_parts_echo import run_echo_worker
 from scripts.bench_work import NO_LEARNING, WorkRolloutWorker

@@ -15,12 +15,12 @@ from config import Config
 from data.records import Ticket
 from data.tasks import load_task
 from data.tiny import VOCABULARY, build_tokenizer
-from llm_proxy import LLMProxy, WorkerSpec
+from llm_proxy import LLMProxy
 from messages import Connect, Finished, Ready, Stop, Tickets, Update, Updated
-from model_path import resolve_model
-from placement import WorkerPlacement
+from model_path import load_tokenizer, resolve_model, stop_token_ids
+from placement import WorkerPlacement, WorkerSpec
 from processes import freeze_garbage
-from rollout import load_tokenizer, run_worker, stop_token_ids
+from rollout import run_worker
 from scripts.bench_parts_report import PHASES
 from scripts.bench_work import ForcedLengths, WorkRolloutWorker, work_of
 from tickets import PromptSource, TicketSource

@@ -11,10 +11,9 @@ from torch import nn
 
 from config import Config
 from data.tasks import load_task
-from model_path import resolve_model
+from model_path import load_tokenizer, resolve_model
 from packing import MicroBatch, TrainSequence, distribute, pack
 from policy import load_policy
-from rollout import load_tokenizer
 from scripts.bench_work import NO_LEARNING, SAMPLES_PER_STEP, work_of
 
 

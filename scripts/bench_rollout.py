@@ -33,10 +33,10 @@ from config import Config
 from controller import Controller
 from data.records import Group, Trajectory
 from data.tasks import Problem, load_task
-from llm_proxy import SampledTokens
-from model_path import resolve_model
+from messages import SampledTokens
+from model_path import load_tokenizer, resolve_model
 from placement import Placement, WorkerPlacement
-from rollout import load_tokenizer, run_worker
+from rollout import run_worker
 from scripts import bench_rollout_report as report
 from scripts.bench_rollout_worker import BenchWorker
 from tickets import PromptSource, TicketSource

@@ -211,7 +211,7 @@ def evaluate_last(node, policy) -> dict[str, float]:
     Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
     start behind the held-out ones, as in a run; nobody takes them.
     """
-    from metrics import evaluation_metrics
+    from evaluation import evaluation_metrics
     from publisher import Publisher
 
     node.connect(policy)

@@ -9,7 +9,6 @@ import numpy as np
 from fake_link import FakeEngine
 
 from data.records import Trajectory
-from llm_proxy import SampledTokens
 from messages import (
     Abort,
     Asleep,
@@ -19,6 +18,7 @@ from messages import (
     Proceed,
     Ready,
     Receiving,
+    SampledTokens,
     Sleep,
     Stop,
     Stopped,

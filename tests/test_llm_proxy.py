@@ -13,10 +13,10 @@ from fake_link import SocketLink
 from tiny_policy import VOCAB, load, save_tiny_model
 
 from config import Config
-from llm_proxy import LLMProxy, WorkerSpec
+from llm_proxy import LLMProxy
 from nccl_sync import CHUNK_BYTES, NcclTransport
 from packing import TrainSequence
-from placement import WorkerPlacement
+from placement import WorkerPlacement, WorkerSpec
 from rollout import worker_environment
 from weight_sync import ParameterSpec, ShmTransport, split_wire_options
 

@@ -6,20 +6,11 @@ import pytest
 from test_batch import make_group
 from test_buffer import make_trajectory
 
+from advisor import step_times
 from data.records import Group
-from evaluation import Evaluation
-from llm_proxy import SampledTokens
-from metrics import (
-    TOKEN_MEANS,
-    StepOfNode,
-    batch_metrics,
-    evaluation_metrics,
-    over_nodes,
-    rollout_metrics,
-    step_times,
-    time_metrics,
-    training_metrics,
-)
+from evaluation import Evaluation, evaluation_metrics
+from messages import SampledTokens
+from metrics import TOKEN_MEANS, StepOfNode, batch_metrics, over_nodes, rollout_metrics, time_metrics, training_metrics
 
 
 def test_staleness_counts_from_the_oldest_token_of_each_trajectory():

@@ -13,11 +13,11 @@ from data.conversation import Conversation
 from data.environments import make_environment
 from data.tasks import load_task
 from data.tiny_agent import tiny_agent_path
-from llm_proxy import WorkerSpec
 from messages import Abort, Connect, Finished, Proceed, Ready, Stop, Tickets, Update, Updated, Waiting
-from placement import WorkerPlacement
+from model_path import load_tokenizer
+from placement import WorkerPlacement, WorkerSpec
 from processes import kill_session
-from rollout import load_tokenizer, run_worker, worker_environment
+from rollout import run_worker, worker_environment
 from tickets import PromptSource, TicketSource
 from weight_sync import ParameterSpec, ShmTransport
 

@@ -1,8 +1,9 @@
 import pytest
 
 from config import Config
+from data.records import EVALUATION_GROUP
 from data.tasks import Problem
-from tickets import EVALUATION_GROUP, IDS_PER_NODE, PromptSource, TicketSource
+from tickets import IDS_PER_NODE, PromptSource, TicketSource
 
 
 def make_source(seed=0, eval_problems=2, node=0, num_nodes=1, **options):

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
+from messages import ActivityReport
 from time_ledger import (
     REPORT_INTERVAL_NS,
     TRAINER_STATES,
     WORKER_STATES,
     Activity,
-    ActivityReport,
     TimeLedger,
     TrainerClock,
     WorkerLedgers,

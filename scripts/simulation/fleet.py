@@ -14,8 +14,7 @@ import numpy as np
 
 from config import Config
 from data.records import FinishReason, Ticket, Trajectory
-from llm_proxy import SampledTokens
-from messages import Abort, Finished, Proceed, Suspend, Tickets, Update, Updated, Waiting
+from messages import Abort, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine
 from scripts.simulation.workload import Workload, draws_of

@@ -13,10 +13,10 @@ import numpy as np
 
 from config import Config
 from data.records import Group, Trajectory
-from llm_proxy import LLMProxy, WorkerSpec
+from llm_proxy import LLMProxy
 from messages import Finished
 from model_path import resolve_model
-from placement import WorkerPlacement
+from placement import WorkerPlacement, WorkerSpec
 from rollout import worker_environment
 from run_directory import RunDirectory
 from scripts.bench_rollout_worker import ForcedLengths

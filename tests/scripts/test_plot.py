@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from data.records import Group, Trajectory
-from llm_proxy import SampledTokens
-from metrics import batch_metrics, evaluation_metrics, rollout_metrics
+from evaluation import evaluation_metrics
+from messages import SampledTokens
+from metrics import batch_metrics, rollout_metrics
 from scripts import plot
 
 
