@@ -71,14 +71,16 @@ class Measured:
     step_s: float
 
 
-def step_times(groups: list[Group], metrics: dict[str, float], measured: dict, previous_tokens: int) -> StepTimes:
-    """What the advisor needs of a step, whose `metrics` and measurements these are."""
+def step_times(
+    groups: list[Group], metrics: dict[str, float], decoding_s: float, sampled: int, previous_tokens: int
+) -> StepTimes:
+    """What the advisor needs of a step: its `metrics`, worker-seconds of decoding, and tokens that engines returned."""
     responses = [t.ended_at - t.started_at for group in groups for t in group.trajectories]
     return StepTimes(
         step_s=metrics["time/step_s"],
         busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
-        decoding_s=measured["worker_time"].get("decoding", 0) / 1e9,
-        sampled=measured["sampled"].new,
+        decoding_s=decoding_s,
+        sampled=sampled,
         generated=metrics["tokens/generated"] - previous_tokens,
         response_mean_s=float(np.mean(responses)),
         response_max_s=max(responses),

@@ -11,6 +11,7 @@ from cluster import Cluster
 from config import Config
 from data.records import Group
 from packing import TrainSequence, distribute
+from policy import Policy
 
 
 def make_updates(groups: list[Group], config: Config, cluster: Cluster | None = None) -> list[list[TrainSequence]]:
@@ -38,19 +39,17 @@ def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster)
     return advantages[start : start + len(mine)].tolist()
 
 
-def share(
-    groups: list[Group] | None, config: Config, cluster: Cluster, one_row: bool
-) -> list[list[list[TrainSequence]]]:
-    """This rank's [update][micro-batch] → sequences, balanced over the node's ranks by tokens; collective.
+def deal(groups: list[Group] | None, policy: Policy, cluster: Cluster) -> list[list[list[TrainSequence]]]:
+    """Deal a node's batch to its ranks: this rank's [update][micro-batch] → sequences, about equal tokens; collective.
 
-    `groups` is the node's batch on its leader and None on the others; `one_row` says how the model wants micro-batches
-    packed.
+    `groups` is the node's batch on its leader and None on the others.
     """
-    shares = None
+    policy.clock.enter("gather")
+    config, shares = policy.config, None
     if groups is not None:
         updates = make_updates(groups, config, cluster)
         num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
-        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, one_row)
+        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row)
     mine = cluster.scatter_on_node(shares)
     return mine if len(cluster.trainers) == 1 else _pad(mine, cluster)
 

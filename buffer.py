@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from config import Bounds
 from data.records import Group, Trajectory
 
 DropReason = Literal["stale", "filtered", "failed", "aborted"]
@@ -41,26 +42,8 @@ class SampleBuffer:
     (arXiv 2505.24298, its rule ⌊(N − 1)/B⌋ ≤ version + η): groups are consumed as they finish, however old.
     """
 
-    def __init__(
-        self,
-        groups_per_step: int,
-        group_size: int,
-        max_outstanding: int,
-        max_staleness: int,
-        publish_delay: int = 0,
-        stale_policy: Literal["wait", "drop"] = "wait",
-        extra_groups: int = 0,
-        extra_members: int = 0,
-        admission: Literal["ledger", "gate"] = "ledger",
-    ):
-        self.groups_per_step = groups_per_step
-        self.group_size = group_size
-        self.max_outstanding = max_outstanding
-        self.max_staleness = max_staleness
-        self.publish_delay = publish_delay
-        self.stale_policy = stale_policy
-        self.extra_groups, self.extra_members = extra_groups, extra_members
-        self.admission = admission
+    def __init__(self, bounds: Bounds):
+        self.bounds = bounds
         self.trainer_version = 0
         self.published_version = 0
         self._residents: dict[int, _Resident] = {}
@@ -77,9 +60,12 @@ class SampleBuffer:
 
     def num_free_places(self) -> int:
         """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
-        if self.admission == "ledger" and self.published_version + self.max_staleness < self.trainer_version:
+        if (
+            self.bounds.admission == "ledger"
+            and self.published_version + self.bounds.max_staleness < self.trainer_version
+        ):
             return 0
-        return self.max_outstanding - len(self._residents) - len(self._unpublished)
+        return self.bounds.max_outstanding - len(self._residents) - len(self._unpublished)
 
     def admit(self, group_id: int) -> int:
         """Give a place to a new group. Returns the version that its tokens must have at least.
@@ -87,7 +73,9 @@ class SampleBuffer:
         Raises RuntimeError if there is no place, or if the id was used before.
         """
         if self.num_free_places() < 1:
-            raise RuntimeError(f"group {group_id} has no place: all {self.max_outstanding} are taken, {self.ledger()}")
+            raise RuntimeError(
+                f"group {group_id} has no place: all {self.bounds.max_outstanding} are taken, {self.ledger()}"
+            )
         if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
         self._residents[group_id] = _Resident(self.published_version)
@@ -118,7 +106,7 @@ class SampleBuffer:
         resident = self._residents.get(trajectory.group_id)
         self._check_belongs(trajectory, resident)
         resident.members[trajectory.member] = trajectory
-        if len(resident.members) < self.group_size:
+        if len(resident.members) < self.bounds.group_size:
             return None
         self._finish(trajectory.group_id, resident)
         return resident.group
@@ -144,7 +132,7 @@ class SampleBuffer:
         resident.rank = self._num_finished
         self._may_have_batch = True
         self._num_finished += 1
-        if self.extra_members:
+        if self.bounds.extra_members:
             self._closed[group_id] = "aborted"
 
     def add_failed(self, trajectory: Trajectory) -> bool:
@@ -155,7 +143,7 @@ class SampleBuffer:
         if resident is None or resident.group is not None:
             return True
         resident.num_failed += 1
-        return resident.num_failed <= self.extra_members
+        return resident.num_failed <= self.bounds.extra_members
 
     def count_discarded(self, num_tokens: int) -> None:
         """Count tokens of responses that were started over."""
@@ -190,30 +178,30 @@ class SampleBuffer:
 
         Running ones go first. Empty if there is no batch yet, if none need be given up, or if it would not help.
         """
-        batch = self._next_batch() if self.extra_groups else None
+        batch = self._next_batch() if self.bounds.extra_groups else None
         too_late = [] if batch is None else self._left_too_late(batch)
-        return too_late if len(too_late) <= self.extra_groups else []
+        return too_late if len(too_late) <= self.bounds.extra_groups else []
 
     def _next_batch(self) -> list[int] | None:
-        is_gate = self.admission == "gate"
+        is_gate = self.bounds.admission == "gate"
         finished = sorted(
             (resident.rank if is_gate else resident.version, group_id)
             for group_id, resident in self._residents.items()
             if resident.group is not None
         )
-        if len(finished) < self.groups_per_step:
+        if len(finished) < self.bounds.groups_per_step:
             return None
-        return [group_id for _, group_id in finished[: self.groups_per_step]]
+        return [group_id for _, group_id in finished[: self.bounds.groups_per_step]]
 
     def _are_left_in_time(self, batch: list[int]) -> bool:
         """Whether all groups outside `batch` can be consumed in time, B a step."""
-        if self.stale_policy != "wait" or self.admission == "gate":
+        if self.bounds.stale_policy != "wait" or self.bounds.admission == "gate":
             return True
         versions = Counter(self._residents[group_id].version for group_id in self._residents.keys() - batch)
         num_due = 0
         for version in sorted(versions):
             num_due += versions[version]
-            if num_due > self.groups_per_step * (version + self.max_staleness - self.trainer_version):
+            if num_due > self.bounds.groups_per_step * (version + self.bounds.max_staleness - self.trainer_version):
                 return False
         return True
 
@@ -225,8 +213,8 @@ class SampleBuffer:
         kept, too_late = [], []
         for version, group_id in sorted((self._residents[group_id].version, group_id) for group_id in left):
             kept.append(group_id)
-            steps_left = version + self.max_staleness - self.trainer_version
-            if len(kept) > self.groups_per_step * steps_left:
+            steps_left = version + self.bounds.max_staleness - self.trainer_version
+            if len(kept) > self.bounds.groups_per_step * steps_left:
                 running = [i for i in kept if self._residents[i].group is None]
                 too_late.append((running or kept)[-1])
                 kept.remove(too_late[-1])
@@ -234,11 +222,11 @@ class SampleBuffer:
 
     def _check_fresh(self, group: Group) -> None:
         staleness = self.trainer_version - group.min_version
-        is_bounded = self.admission == "ledger"
-        if staleness < 0 or (is_bounded and staleness > self.max_staleness):
+        is_bounded = self.bounds.admission == "ledger"
+        if staleness < 0 or (is_bounded and staleness > self.bounds.max_staleness):
             raise RuntimeError(
                 f"group {group.group_id} has tokens of version {group.min_version} at trainer version "
-                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.max_staleness}"
+                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.bounds.max_staleness}"
             )
 
     def publish(self, trainer_version: int) -> None:
@@ -246,16 +234,16 @@ class SampleBuffer:
 
         Frees the places of all groups consumed up to that step.
         """
-        self.published_version = max(self.published_version, trainer_version - self.publish_delay)
+        self.published_version = max(self.published_version, trainer_version - self.bounds.publish_delay)
         self._unpublished = [version for version in self._unpublished if version > trainer_version]
 
     # Dropping
 
     def expired(self) -> list[int]:
         """Groups that no later batch can hold under `drop`: their oldest token would be beyond the bound."""
-        if self.stale_policy == "wait" or self.admission == "gate":
+        if self.bounds.stale_policy == "wait" or self.bounds.admission == "gate":
             return []
-        oldest = self.trainer_version - self.max_staleness
+        oldest = self.trainer_version - self.bounds.max_staleness
         return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]
 
     def drop(self, group_id: int, reason: DropReason) -> None:

@@ -269,13 +269,13 @@ def check_shares(config: Config, num_samplers: int, num_trainers: int, num_ranks
             f"--extra-groups {config.extra_groups} is not a multiple of {num_samplers} nodes: {config.extra_groups} / "
             f"{num_samplers} = {config.extra_groups / num_samplers:.2f} per node; change one of the two"
         )
-    part = share_of_sampler(config, num_samplers)
-    if part.max_outstanding_groups * num_samplers != config.max_outstanding_groups:
+    part = config.bounds(num_samplers)
+    if part.max_outstanding * num_samplers != config.max_outstanding_groups:
         raise ValueError(
             f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
             f"{config.max_outstanding_groups} outstanding groups, {num_samplers} nodes with {part.groups_per_step} "
-            f"groups per step each round that down to {num_samplers} × {part.max_outstanding_groups} = "
-            f"{part.max_outstanding_groups * num_samplers}; choose a ratio that leaves whole groups per node"
+            f"groups per step each round that down to {num_samplers} × {part.max_outstanding} = "
+            f"{part.max_outstanding * num_samplers}; choose a ratio that leaves whole groups per node"
         )
 
 
@@ -287,12 +287,3 @@ def _check_groups(config: Config, num_nodes: int, which: str, minibatches: int) 
             f"--groups-per-step {num_groups} is not a multiple of {num_nodes} nodes {which}{times}: {num_groups} / "
             f"{shares} = {num_groups / shares:.2f} groups; use {-(-num_groups // shares) * shares}"
         )
-
-
-def share_of_sampler(config: Config, num_samplers: int) -> Config:
-    """What the rollout of one of the nodes that sample has to do: its share of the groups."""
-    return dataclasses.replace(
-        config,
-        groups_per_step=config.groups_per_step // num_samplers,
-        extra_groups=config.extra_groups // num_samplers,
-    )

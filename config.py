@@ -21,6 +21,28 @@ MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
 """Tasks that are environments: the keys of ENVIRONMENTS in data/environments.py."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How many groups a node may have under way, and how old they may be when it trains on them."""
+
+    groups_per_step: int
+    """Groups that one step consumes here (B)."""
+    group_size: int
+    """Members of a group (G)."""
+    max_outstanding: int
+    """Groups that are running, waiting, or in the batch whose weights are not published."""
+    max_staleness: int
+    """Oldest version that a consumed token may have, steps behind the trainer."""
+    publish_delay: int = 0
+    """Steps that publication is late (K)."""
+    stale_policy: Literal["wait", "drop"] = "wait"
+    extra_groups: int = 0
+    """Groups of max_outstanding that may be given up when a batch is full."""
+    extra_members: int = 0
+    """Members started beyond group_size."""
+    admission: Literal["ledger", "gate"] = "ledger"
+
+
 @dataclass(frozen=True)
 class Config:
     """Train a language model by asynchronous reinforcement learning under a freshness bound."""
@@ -185,6 +207,20 @@ class Config:
         _check_rollout(self)
         _check_colocation(self)
         return self
+
+    def bounds(self, num_nodes: int = 1) -> Bounds:
+        """The bounds of one of `num_nodes` nodes, among which the groups of a step are shared."""
+        shared = {"groups_per_step": self.groups_per_step // num_nodes, "extra_groups": self.extra_groups // num_nodes}
+        return Bounds(
+            **shared,
+            group_size=self.group_size,
+            max_outstanding=dataclasses.replace(self, **shared).max_outstanding_groups,
+            max_staleness=self.max_staleness,
+            publish_delay=self.publish_delay,
+            stale_policy=self.stale_policy,
+            extra_members=self.extra_members,
+            admission=self.admission,
+        )
 
     @property
     def max_outstanding_groups(self) -> int:

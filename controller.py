@@ -8,13 +8,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from buffer import SampleBuffer
 from config import Config
 from data.records import Group, Ticket, Trajectory
-from evaluation import Evaluations
+from evaluation import Evaluations, evaluation_metrics
 from gathering import Gatherer
 from messages import (
     Asleep,
@@ -31,11 +32,11 @@ from messages import (
     Updated,
     Waiting,
 )
-from placement import Placement
-from rollout import run_worker
+from metrics import RolloutReport
 from rollout_records import RolloutRecords
 from scheduling import Dispatcher
 from tickets import TicketSource
+from time_ledger import TrainerClock
 from weight_sync import Announcement
 from workers import Worker, Workers
 
@@ -46,30 +47,18 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        placement: Placement,
-        model_path: str,
+        workers: Workers,
         tickets: TicketSource,
-        run_path: Path,
         record: Callable[..., None],
-        worker_main: Callable = run_worker,
-        make_workers: Callable = Workers,
+        clock: TrainerClock | None = None,
+        num_nodes: int = 1,
     ):
-        self.config, self.tickets = config, tickets
+        """`record(event, **fields)` writes an event, `clock` is told what `take_batch` waits for, and `num_nodes` share
+        the groups of a step."""
+        self.config, self.workers, self.tickets = config, workers, tickets
+        self.clock = clock or TrainerClock()
         self.transport = None
-        self.workers = make_workers(
-            config, placement, model_path, run_path, self._on_message, self._on_thread_ended, worker_main
-        )
-        self.buffer = SampleBuffer(
-            config.groups_per_step,
-            config.group_size,
-            config.max_outstanding_groups,
-            config.max_staleness,
-            config.publish_delay,
-            config.stale_policy,
-            config.extra_groups,
-            config.extra_members,
-            config.admission,
-        )
+        self.buffer = SampleBuffer(config.bounds(num_nodes))
         self._changed = threading.Condition()
         self.dispatcher = Dispatcher(config, self.workers, self.buffer, tickets)
         self.gatherer = Gatherer(config, self.buffer, self.dispatcher, tickets)
@@ -85,7 +74,7 @@ class Controller:
         with self._changed:
             for index in range(self.workers.num_workers):
                 self.records.started(index)
-            self.workers.launch()
+            self.workers.launch(self.on_message, self._on_thread_ended)
 
     def wait_until_ready(self) -> None:
         """Wait until all engines are up.
@@ -107,7 +96,7 @@ class Controller:
         with self._changed:
             self._changed.notify_all()
 
-    def _on_message(self, worker: Worker, message) -> None:
+    def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or on its death; called by the worker's reading thread."""
         with self._changed:
             try:
@@ -209,21 +198,22 @@ class Controller:
 
     # Batches
 
-    def take_batch(self, enter: Callable[[str], None] = lambda state: None) -> list[Group]:
+    def take_batch(self) -> list[Group]:
         """Wait for the next batch of groups and take it.
 
-        `enter` is told what is waited for: `evaluate` while an evaluation holds weights back that were published, which
-        also keeps places taken, else `wait`. Raises the error that ended rollout, or RuntimeError after the rollout
-        timeout, with all stacks dumped.
+        Raises the error that ended rollout, or RuntimeError after the rollout timeout, with all stacks dumped.
         """
         what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
-            return self._wait(lambda: self.take_batch_if_ready(enter), self.config.rollout_timeout_s, what)
+            return self._wait(self.take_batch_if_ready, self.config.rollout_timeout_s, what)
 
-    def take_batch_if_ready(self, enter: Callable[[str], None] = lambda state: None) -> list[Group] | None:
-        """Take the next batch of groups, or return None while it must be waited for."""
+    def take_batch_if_ready(self) -> list[Group] | None:
+        """Take the next batch of groups, or return None while it must be waited for.
+
+        An evaluation that holds back weights which were published keeps places taken, and is what is waited for.
+        """
         with self._changed:
-            enter("wait" if self.evaluations.deferred is None else "evaluate")
+            self.clock.enter("wait" if self.evaluations.deferred is None else "evaluate")
             batch = self.gatherer.take()
             if batch is None:
                 return None
@@ -231,7 +221,7 @@ class Controller:
             self._suspend_rest()
             self._fill()
             if self.config.colocate == "sleep":
-                self._put_to_sleep(enter)
+                self._put_to_sleep()
             return batch
 
     def _suspend_rest(self) -> None:
@@ -242,13 +232,13 @@ class Controller:
                     worker.stands = True
                     worker.process.send(Suspend())
 
-    def _put_to_sleep(self, enter: Callable[[str], None]) -> None:
+    def _put_to_sleep(self) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""
         timeout_s = self.config.rollout_timeout_s
         if self.evaluations.running is not None:
-            enter("evaluate")
+            self.clock.enter("evaluate")
             self._wait(lambda: self.evaluations.running is None, timeout_s, "an evaluation")
-            enter("wait")
+            self.clock.enter("wait")
 
         def asleep() -> bool:
             for worker in self.workers:  # one that was started again in between is told when it is up
@@ -353,21 +343,27 @@ class Controller:
 
     def finish_evaluations(self) -> None:
         """Wait until no evaluation is running or to come."""
+        self.clock.enter("evaluate")
         with self._changed:
             self._wait(lambda: self.evaluations.is_idle, self.config.rollout_timeout_s, "an evaluation")
 
     # Records
 
-    def drain(self) -> dict:
-        """Hand over what was measured since the last call, as RolloutRecords.drain, evaluations, and the ledger."""
+    def take_report(self) -> RolloutReport:
+        """What was measured since the last call, and the ledger."""
         with self._changed:
             self.workers.check()  # what ended a reading thread is the reason if the ledger does not balance
-            return {
-                **self.records.drain(),
-                "evaluations": self.evaluations.take_ended(),
-                "ledger": self.buffer.ledger(),
-                "num_restarts": self.workers.num_restarts,
-            }
+            return self.records.take_report(self.buffer.ledger(), self.workers.num_restarts)
+
+    def take_probes(self) -> dict[int, tuple[np.ndarray, ...]]:
+        """The engines' log-probs of the probe by version, as far as they have come since the last call."""
+        with self._changed:
+            return self.records.take_probes()
+
+    def take_evaluation(self) -> dict[str, float]:
+        """Metrics of the newest evaluation that ended since the last call, or nothing."""
+        with self._changed:
+            return evaluation_metrics(self.evaluations.take_ended())
 
     def worker_time(self) -> dict[int, Counter[str]]:
         """Nanoseconds of each worker in each state of WORKER_STATES so far."""

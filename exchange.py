@@ -6,6 +6,7 @@ gathered; a node that gets them stages them like a trainer would, and its worker
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,9 +15,9 @@ from cluster import Cluster
 from data.records import Group
 from weight_sync import ParameterSpec
 
-Probe = tuple[tuple[int, ...], ...]
-"""Token ids of some sequences that engine and trainer both score."""
-
+if TYPE_CHECKING:
+    from node import Node
+    from step_log import StepLog
 
 # Groups
 
@@ -80,7 +81,8 @@ class Notice:
     """Policy version of the weights."""
     trainer_version: int
     """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
-    probe: Probe
+    probe: tuple[tuple[int, ...], ...]
+    """Token ids of the sequences that engine and trainer both score."""
     probe_logprobs: list[np.ndarray] | None
     """The trainer's own at this version, float32 nats per token of each sequence; None if it has not scored them."""
     evaluate: bool
@@ -131,3 +133,20 @@ def receive_parameters(specs: list[ParameterSpec], cluster: Cluster) -> Iterator
     feeder = cluster.feeders[cluster.node]
     for spec in specs:
         yield spec.name, cluster.leaders.receive_tensor(torch.empty(spec.shape, dtype=spec.dtype), feeder)
+
+
+def sample_on(node: "Node", log: "StepLog") -> None:
+    """The loop of the leader of a node that only samples: its batches go to nodes that train, weights come back."""
+    from publisher import stage_and_announce
+
+    specs = receive_specs(node.cluster)
+    node.connect_workers(specs)
+    for step in range(node.config.steps + 1):
+        if step:
+            node.take_batch()
+        notice = receive_notice(node.cluster)
+        if notice.probe_logprobs is not None:
+            node.probe.note(notice.version, notice.probe_logprobs)
+        stage_and_announce(node.controller, notice, receive_parameters(specs, node.cluster))
+        if step:
+            log.contribute(step)

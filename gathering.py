@@ -42,7 +42,7 @@ class Gatherer:
         if self.buffer.add_failed(trajectory):
             return
         self._failed_in_a_row += 1
-        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.config.max_outstanding_groups):
+        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.bounds.max_outstanding):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "mend the environment or reward, or raise --env-timeout-s if it is only slow"

@@ -1,13 +1,15 @@
 """What one step's line in metrics.jsonl holds. Each name is explained in the README's table."""
 
-import dataclasses
+import functools
 import math
+import operator
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from data.records import Group
+from messages import SampledTokens
 from time_ledger import TRAINER_STATES, TRAINING, WAITING, WORKER_STATES, shares
 
 
@@ -34,6 +36,30 @@ def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int =
     }
 
 
+@dataclass(frozen=True)
+class RolloutReport:
+    """What the controller of a node measured since its last report; those of several nodes add up."""
+
+    pauses_s: list[float]
+    """Time without progress of each weight update, seconds."""
+    sampled: SampledTokens
+    worker_time: Counter[str]
+    """Nanoseconds of all workers in each of WORKER_STATES."""
+    ledger: Counter[str]
+    """SampleBuffer.ledger, since the start of the run."""
+    num_restarts: int
+    """Restarts of workers, since the start of the run."""
+
+    def __add__(self, other: "RolloutReport") -> "RolloutReport":
+        return RolloutReport(
+            self.pauses_s + other.pauses_s,
+            self.sampled + other.sampled,
+            self.worker_time + other.worker_time,
+            Counter({name: count + other.ledger[name] for name, count in self.ledger.items()}),
+            self.num_restarts + other.num_restarts,
+        )
+
+
 TOKEN_MEANS = ("response/inherited_share", "staleness/token_mean")
 """Metrics of a batch that are means over tokens, not over trajectories or groups."""
 
@@ -44,8 +70,8 @@ class StepOfNode:
 
     batch: dict[str, float]
     """batch_metrics of what it trained on; empty where it does not train."""
-    measured: dict
-    """What its controller measured; empty where it does not sample."""
+    rollout: RolloutReport | None
+    """What its controller measured; None where it does not sample."""
     evaluation: dict[str, float]
     """evaluation_metrics, on the node that evaluates."""
     mismatch: dict[str, float]
@@ -57,7 +83,7 @@ def over_nodes(of_nodes: list[StepOfNode]) -> StepOfNode:
         return of_nodes[0]
     return StepOfNode(
         _batch_over_nodes([node.batch for node in of_nodes if node.batch]),
-        _sum_over_nodes([node.measured for node in of_nodes if node.measured]),
+        functools.reduce(operator.add, (node.rollout for node in of_nodes if node.rollout is not None)),
         {name: value for node in of_nodes for name, value in node.evaluation.items()},
         _mismatch_over_nodes([node.mismatch for node in of_nodes]),
     )
@@ -84,19 +110,6 @@ def _mismatch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(metrics[name] for metrics in of_nodes if name in metrics) for name in names}
 
 
-def _sum_over_nodes(of_nodes: list):
-    """Add up what the nodes' controllers measured: numbers are added, lists joined, and records by their fields."""
-    first = of_nodes[0]
-    if isinstance(first, Counter):
-        return sum(of_nodes, Counter())
-    if isinstance(first, dict):
-        names = dict.fromkeys(name for one in of_nodes for name in one)
-        return {name: _sum_over_nodes([one[name] for one in of_nodes if name in one]) for name in names}
-    if dataclasses.is_dataclass(first):
-        return type(first)(**_sum_over_nodes([vars(one) for one in of_nodes]))
-    return [item for one in of_nodes for item in one] if isinstance(first, list) else sum(of_nodes)
-
-
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     """The policy's stats under the names of the log: loss/*, but for drift/*, memory/* and tokens/*."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
@@ -110,19 +123,19 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def rollout_metrics(measured: dict, previous_tokens: int, step_s: float) -> dict[str, float]:
-    """Metrics of what the controller measured since the last line; see RolloutRecords.drain."""
-    ledger, pauses = measured["ledger"], measured["pause_s"]
+def rollout_metrics(report: RolloutReport, previous_tokens: int, step_s: float) -> dict[str, float]:
+    """Metrics of what the controllers measured since the last line."""
+    ledger, sampled = report.ledger, report.sampled
     metrics = {f"ledger/{name}": count for name, count in ledger.items()}
     metrics["tokens/generated"] = ledger["tokens_generated"]
     metrics["rollout/tokens_per_s"] = (ledger["tokens_generated"] - previous_tokens) / step_s
-    metrics["rollout/restarts"] = measured["num_restarts"]
-    if measured["sampled"].new:
+    metrics["rollout/restarts"] = report.num_restarts
+    if sampled.new:
         # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
-        metrics["rollout/resumed_share"] = measured["sampled"].resumed / measured["sampled"].new
-    metrics["rollout/discarded_tokens"] = measured["sampled"].discarded
-    if pauses:
-        metrics["rollout/pause_s"] = float(np.mean(pauses))
+        metrics["rollout/resumed_share"] = sampled.resumed / sampled.new
+    metrics["rollout/discarded_tokens"] = sampled.discarded
+    if report.pauses_s:
+        metrics["rollout/pause_s"] = float(np.mean(report.pauses_s))
     return metrics
 
 

@@ -1,5 +1,6 @@
 """Where the weights of `--model` are: a tiny model made here, a local folder, or the Hugging Face hub."""
 
+import functools
 import os
 
 from config import MULTI_TURN_TASKS
@@ -42,6 +43,7 @@ def resolve_model(model: str, task: str) -> str:
         ) from None
 
 
+@functools.cache
 def load_tokenizer(model_path: str):
     """The tokenizer of a model directory or hub name."""
     from transformers import AutoTokenizer

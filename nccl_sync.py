@@ -134,6 +134,8 @@ class NcclTransport(TwoBuffers):
     ):
         """`ranks_per_worker`: GPUs of one worker's engine."""
         super().__init__()
+        if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
+            import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
         self._join_timeout_s, self._send_timeout_s, self._open_link = join_timeout_s, send_timeout_s, open_link
         _, size = payload_offsets(specs)

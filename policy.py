@@ -28,6 +28,7 @@ from checkpoint import try_write
 from config import Config
 from lora import add_adapters, initial_adapters, merged, named_adapters, named_base_parameters, without_adapters
 from packing import MicroBatch, TrainSequence, pack, token_weights
+from time_ledger import TrainerClock
 from token_logprobs import TokenLogprobs
 from token_stats import TokenStats
 from weight_sync import ParameterSpec
@@ -56,6 +57,7 @@ class Policy:
         reference: TokenLogprobs | None,
         loss: Callable,
         device: torch.device,
+        clock: TrainerClock | None = None,
     ) -> None:
         self.config = config
         self.model_path = model_path
@@ -66,13 +68,17 @@ class Policy:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
         self.num_updates = 0
-        self.enter: Callable[[str], None] = lambda state: None
-        """Told when the optimizer begins, and when forward and backward passes go on: TrainerClock.enter."""
+        self.clock = clock or TrainerClock()
 
     @property
     def attention(self) -> str:
         """Attention implementation in use: flash_attention_2 or sdpa."""
         return self.module.model.config._attn_implementation
+
+    @property
+    def one_row(self) -> bool:
+        """Whether its attention wants each micro-batch packed into one row."""
+        return self.module.one_row
 
     @property
     def lr(self) -> float:
@@ -88,6 +94,7 @@ class Policy:
         Raises RuntimeError for a non-finite loss or gradient, for an update without a trained token, and for a token
         from the future.
         """
+        self.clock.enter("forward_backward")
         packed = [[self._pack(sequences, policy_version) for sequences in update] for update in updates]
         anchors = [[None] * len(update) for update in packed]
         if len(packed) > 1 and self.config.proximal == "recompute":
@@ -227,7 +234,9 @@ class Policy:
 
     def _step(self, loss: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
-        self.enter("optimizer")  # reading `loss` has just waited for the device, so the host's time is the device's
+        self.clock.enter(
+            "optimizer"
+        )  # reading `loss` has just waited for the device, so the host's time is the device's
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -243,7 +252,7 @@ class Policy:
         self.num_updates += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # costs no overlap: the next thing the host does is to read a sum
-        self.enter("forward_backward")
+        self.clock.enter("forward_backward")
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr}
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -274,7 +283,7 @@ def _drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
     }
 
 
-def load_policy(config: Config, model_path: str, device: torch.device) -> Policy:
+def load_policy(config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None) -> Policy:
     """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
 
     With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
@@ -288,7 +297,8 @@ def load_policy(config: Config, model_path: str, device: torch.device) -> Policy
     elif config.kl_coef > 0:
         interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
         reference = _load_sharded(interpreted, model_path, mesh, device).requires_grad_(False)
-    return Policy(config, model_path, module, reference, functools.partial(LOSSES[config.algo], **options), device)
+    loss = functools.partial(LOSSES[config.algo], **options)
+    return Policy(config, model_path, module, reference, loss, device, clock)
 
 
 def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:

@@ -1,89 +1,72 @@
-"""The trainer's side of publishing: which version, when, and the probe that proves the engine got it right."""
+"""The trainer's side of publishing: which version, and when."""
 
 import collections
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cluster import Cluster
-from config import Config
 from controller import Controller
 from data.records import Group
-from exchange import Feed, Notice, Probe
-from mismatch import Mismatch
-from packing import TrainSequence
+from exchange import Feed, Notice
+from node import Node
 from policy import Policy
 from weight_sync import Announcement
-
-NUM_PROBES = 4
-MAX_PROBE_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
 
 
 class Publisher:
     """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller, and
     it has none where its node only trains."""
 
-    def __init__(self, config: Config, policy: Policy, cluster: Cluster, controller: Controller | None):
-        self.config, self.policy, self.cluster, self.controller = config, policy, cluster, controller
-        self.mismatch = Mismatch()
-        self._feed = Feed(policy.sent_specs(), cluster) if cluster.is_leader else None
-        self._probes: list[TrainSequence] = []
+    def __init__(self, node: Node, policy: Policy):
+        """Join trainer and workers, and wait until all engines of this node are up."""
+        self.node, self.policy, self.config = node, policy, node.config
+        node.connect(policy)
+        self._feed = Feed(policy.sent_specs(), node.cluster) if node.cluster.is_leader else None
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
 
-    def choose_probes(self, groups: list[Group] | None) -> None:
-        """Take the first trajectories of a node's batch as its probe, if there is none yet; collective on the node."""
-        if self._probes:
-            return
-        chosen = None
-        if groups is not None:
-            length = min(MAX_PROBE_TOKENS, self.config.max_sequence_tokens - 1)
-            chosen = [_probe(group.trajectories[0].tokens[:length]) for group in groups[:NUM_PROBES]]
-        self._probes = self.cluster.broadcast_on_node(chosen)
+    def publish(self, step: int, groups: list[Group] | None = None) -> None:
+        """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.
 
-    def publish(self, trainer_version: int, evaluate: bool) -> None:
-        """Publish the version that is due after the step which made `trainer_version`; collective.
-
-        The last step's is due at once, as no sample is trained on any more. With `evaluate` the held-out problems are
-        sampled at the published version.
+        The last step's is due at once, as no sample is trained on any more. After every `eval_every` steps, the first
+        and the last, the held-out problems are sampled at the published version.
         """
-        self._score_probes(trainer_version)
-        version, parameters = trainer_version, self.policy.named_full_parameters()
-        if self.config.publish_delay and trainer_version < self.config.steps:
-            version, parameters = self._delayed(trainer_version, parameters)
+        node, probe = self.node, self.node.probe
+        node.clock.enter("publish")
+        if step:
+            probe.choose(groups, node.cluster)
+            probe.score(self.policy, step)
+        version, parameters = step, self.policy.named_full_parameters()
+        if self.config.publish_delay and step < self.config.steps:
+            version, parameters = self._delayed(step, parameters)
         if self._feed is None:
             _gather(parameters)
             return
-        notice = Notice(version, trainer_version, self._probe_tokens(), self.mismatch.at(version), evaluate)
+        evaluate = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
+        notice = Notice(version, step, probe.tokens, probe.at(version), evaluate)
         parameters = self._feed.send(notice, parameters)
-        if self.controller is not None:
-            stage_and_announce(self.controller, notice, parameters)
+        if node.controller is not None:
+            stage_and_announce(node.controller, notice, parameters)
         else:
             _gather(parameters)
-            self.mismatch.forget_before(version)
+            probe.forget_before(version)
         self._feed.wait()
 
-    def _delayed(self, trainer_version: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
+    def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
-        copies, is_needed = [], self.controller is not None or (self._feed is not None and self._feed.followers)
+        copies = []
+        is_needed = self.node.controller is not None or (self._feed is not None and self._feed.followers)
         for name, tensor in parameters:  # gathering is collective
             copies.append((name, tensor.to("cpu", copy=True) if is_needed else tensor.new_empty(0)))
-        self._snapshots.append((trainer_version, copies))
-        while self._snapshots[0][0] < trainer_version - self.config.publish_delay:
+        self._snapshots.append((step, copies))
+        while self._snapshots[0][0] < step - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]
 
-    def _probe_tokens(self) -> Probe:
-        return tuple(tuple(probe.tokens.tolist()) for probe in self._probes)
 
-    def _score_probes(self, version: int) -> None:
-        if not self._probes:
-            return
-        (scores,) = self.policy.score([self._probes], raw=True)
-        if self.cluster.is_leader:
-            scored = [len(probe.tokens) - 1 for probe in self._probes]
-            self.mismatch.note(version, [score.numpy() for score in scores.split(scored)])
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
+    return step == last or (every > 0 and step % every == 0)
 
 
 def _gather(parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -100,9 +83,3 @@ def stage_and_announce(controller: Controller, notice: Notice, parameters: Itera
     if controller.config.colocate == "sleep":
         torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
     controller.publish(Announcement(notice.version, notice.trainer_version, staged, notice.probe, evaluate))
-
-
-def _probe(tokens: np.ndarray) -> TrainSequence:
-    """A sequence of which every token but the first is scored, and none is trained on."""
-    unused = np.zeros(len(tokens), dtype=np.float32)
-    return TrainSequence(tokens, np.arange(len(tokens)) > 0, unused, np.zeros(len(tokens), np.int32), 0.0, 0.0)

@@ -1,6 +1,5 @@
 """What is recorded of rollout: events for events.jsonl, and measurements for a step's metrics."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
@@ -9,6 +8,7 @@ import numpy as np
 from data.records import Trajectory
 from evaluation import Evaluation
 from messages import ActivityReport, SampledTokens, Updated
+from metrics import RolloutReport
 from time_ledger import WorkerLedgers, seconds, unix_ns
 
 
@@ -61,9 +61,7 @@ class RolloutRecords:
     def updated(self, worker: int, message: Updated) -> None:
         """A worker has loaded new weights."""
         self._pause_s.append(message.pause_s)
-        for field in dataclasses.fields(SampledTokens):
-            total = getattr(self._sampled, field.name) + getattr(message.sampled, field.name)
-            setattr(self._sampled, field.name, total)
+        self._sampled += message.sampled
         self._record("update", worker=worker, version=message.version, pause_s=message.pause_s)
 
     def probed(self, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
@@ -76,13 +74,16 @@ class RolloutRecords:
 
     # Sums
 
-    def drain(self) -> dict:
-        """Hand over what was measured since the last call: pauses, probe log-probs, tokens, time of all workers."""
+    def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
+        """What was measured since the last call: pauses, tokens, time of all workers; and what the controller knows."""
         pauses, self._pause_s = self._pause_s, []
-        probes, self._probes = self._probes, {}
         sampled, self._sampled = self._sampled, SampledTokens()
-        spent = self._ledgers.take(unix_ns())
-        return {"pause_s": pauses, "probes": probes, "sampled": sampled, "worker_time": spent}
+        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts)
+
+    def take_probes(self) -> dict[int, tuple[np.ndarray, ...]]:
+        """The engines' log-probs of the probe by version, as far as they have come since the last call."""
+        probes, self._probes = self._probes, {}
+        return probes
 
     def worker_time(self) -> dict[int, Counter[str]]:
         """Nanoseconds of each worker in each state so far."""

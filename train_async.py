@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from config import Config, parse_config
-from time_ledger import TrainerClock
 
 if TYPE_CHECKING:
     from node import Node
@@ -22,79 +21,46 @@ class Interrupted(Exception):
     """A signal asked the run to stop."""
 
 
-def train(config: Config) -> None:
-    """Run the whole job; every process that torchrun starts calls this."""
+def train(config: Config, worker_main: Callable | None = None) -> None:
+    """Run the whole job; every process that torchrun starts calls this.
+
+    `worker_main(spec, connection)` is what rollout workers run in place of rollout.run_worker.
+    """
     from node import start_node
+    from rollout import run_worker
     from step_log import StepLog
 
-    clock = TrainerClock()
-    with start_node(config) as node, StepLog(node, clock) as log:
+    with start_node(config, worker_main or run_worker) as node, StepLog(node) as log:
         if node.cluster.trains:
-            train_on(node, clock, log)
+            train_on(node, log)
         else:
+            from exchange import sample_on
+
             sample_on(node, log)
     log.say_where_time_went()
     node.say_where()
 
 
-def train_on(node: "Node", clock: TrainerClock, log: "StepLog") -> None:
-    """The loop of a trainer rank."""
+def train_on(node: "Node", log: "StepLog") -> None:
+    """The loop of a trainer rank; each call enters its own state of the clock."""
     import batch
     from policy import load_policy
-    from processes import freeze_garbage
-    from publisher import Publisher
+    from publisher import Publisher, is_due
 
     config = node.config
-    policy = load_policy(config, node.model_path, node.device)
-    policy.enter = clock.enter
-    node.connect(policy)
-    publisher = Publisher(config, policy, node.cluster, node.controller)
-    publisher.publish(0, evaluate=config.eval_every > 0)
-    clock.enter("other")
-    freeze_garbage()
-    clock.next_step()
+    policy = load_policy(config, node.model_path, node.device, node.clock)
+    publisher = Publisher(node, policy)
+    publisher.publish(0)
+    log.begin()
     for step in range(1, config.steps + 1):
-        clock.enter("wait")
-        groups = node.take_batch(clock.enter)
-        if config.record:
-            clock.enter("save")
-            node.record_batch(step, groups)
-        clock.enter("gather")
-        share = batch.share(groups, config, node.cluster, policy.module.one_row)
-        publisher.choose_probes(groups)
-        clock.enter("forward_backward")
-        stats = policy.train_step(share, policy_version=step - 1)
-        clock.enter("publish")
-        publisher.publish(step, evaluate=config.eval_every > 0 and is_due(step, config.eval_every, config.steps))
-        clock.enter("other")
-        log.write(step, groups, stats, publisher.mismatch, clock.next_step())
+        groups = node.take_batch()
+        node.record_batch(step, groups)
+        updates = batch.deal(groups, policy, node.cluster)
+        stats = policy.train_step(updates, policy_version=step - 1)
+        publisher.publish(step, groups)
+        log.write(step, groups, stats)
         if is_due(step, config.save_every, config.steps):
-            clock.enter("save")
-            policy.save(node.checkpoint_path(step))
-
-
-def sample_on(node: "Node", log: "StepLog") -> None:
-    """The loop of the leader of a node that only samples: its batches go to nodes that train, weights come back."""
-    from exchange import receive_notice, receive_parameters, receive_specs
-    from mismatch import Mismatch
-    from publisher import stage_and_announce
-
-    specs, mismatch = receive_specs(node.cluster), Mismatch()
-    node.connect_workers(specs)
-    for step in range(node.config.steps + 1):
-        if step:
-            node.take_batch()
-        notice = receive_notice(node.cluster)
-        if notice.probe_logprobs is not None:
-            mismatch.note(notice.version, notice.probe_logprobs)
-        stage_and_announce(node.controller, notice, receive_parameters(specs, node.cluster))
-        if step:
-            log.contribute(step, mismatch)
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
-    return step == last or (every > 0 and step % every == 0)
+            node.save(step, policy)
 
 
 def main() -> None:

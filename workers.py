@@ -21,7 +21,6 @@ from data.records import Ticket
 from messages import HoldReason, Stop
 from placement import Placement, WorkerSpec
 from processes import dump_stacks, dump_trainer_stacks, kill_session
-from rollout import run_worker
 from weight_sync import Staged
 
 LOG_LINES_SHOWN = 15
@@ -174,17 +173,15 @@ class Workers:
         placement: Placement,
         model_path: str,
         run_path: Path,
-        on_message: Callable,
-        on_ended: Callable,
-        main: Callable = run_worker,
+        main: Callable,
     ):
-        """`on_message(worker, message or None)` and `on_ended(future)` are called by reading threads."""
+        """`main(spec, connection)` is what each process runs."""
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
         self.num_restarts = 0
         self.have_worked = False
         """Whether any trajectory has come back."""
-        self._on_message, self._on_ended, self._main = on_message, on_ended, main
+        self._main = main
         self._workers: list[Worker] = []
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         self._threads = ThreadPoolExecutor(2 * (len(placement.workers) + config.max_worker_restarts))
@@ -205,8 +202,12 @@ class Workers:
         """Those whose engines are not up yet."""
         return [worker for worker in self._workers if not worker.ready]
 
-    def launch(self) -> None:
-        """Start all; returns at once."""
+    def launch(self, on_message: Callable, on_ended: Callable) -> None:
+        """Start all; returns at once.
+
+        `on_message(worker, message or None)` and `on_ended(future)` are called by reading threads.
+        """
+        self._on_message, self._on_ended = on_message, on_ended
         for index in range(self.num_workers):
             self._workers.append(self._start(index))  # one by one, so that stop() knows of each at once
 

@@ -140,14 +140,18 @@ def rollout(setup: Setup) -> dict:
     from controller import Controller
     from data.tasks import load_task
     from model_path import load_tokenizer
+    from rollout import run_worker
     from tickets import PromptSource, TicketSource
+    from workers import Workers
 
     config = setup.config(async_ratio=0.0, eval_every=0)
     placement, task = place_here(config, setup.device), load_task(config.task, 0)
     encode = functools.partial(task.encode_prompt, tokenizer=load_tokenizer(config.model))
     tickets = TicketSource(config, PromptSource(task.train_problem, [], encode))
     logs = Path(tempfile.mkdtemp(prefix="bench-gpu-"))
-    controller = Controller(config, placement, config.model, tickets, logs, lambda *_, **__: None)
+    controller = Controller(
+        config, Workers(config, placement, config.model, logs, run_worker), tickets, lambda *_, **__: None
+    )
     try:
         controller.launch()
         controller.wait_until_ready()

@@ -29,6 +29,7 @@ from model_path import load_tokenizer, resolve_model
 from node import Node
 from placement import available_cores, place
 from policy import load_policy
+from probe import Probe
 from processes import freeze_garbage
 from publisher import Publisher
 from rollout import RolloutWorker, run_worker
@@ -39,6 +40,7 @@ from step_log import StepLog
 from tickets import PromptSource, TicketSource
 from time_ledger import TrainerClock
 from weight_sync import Announcement, ParameterSpec, ShmTransport
+from workers import Workers
 
 
 def make_node(config: Config, worker_main) -> Node:
@@ -49,10 +51,10 @@ def make_node(config: Config, worker_main) -> Node:
     tokenizer = load_tokenizer(model_path)
     prompts = PromptSource(task.train_problem, [], lambda problem: task.encode_prompt(problem, tokenizer))
     run = RunDirectory(config)
-    controller = Controller(
-        config, placement, model_path, TicketSource(config, prompts), run.path, run.record, worker_main
-    )
-    return Node(config, config, Cluster(), placement, torch.device("cpu"), model_path, tokenizer, run, controller)
+    workers, clock = Workers(config, placement, model_path, run.path, worker_main), TrainerClock()
+    controller = Controller(config, workers, TicketSource(config, prompts), run.record, clock)
+    fields = config, Cluster(), placement, torch.device("cpu"), model_path, clock, Probe(config)
+    return Node(*fields, run, tokenizer, controller)
 
 
 class Job:
@@ -69,37 +71,27 @@ class Job:
     def connect(self) -> None:
         """Load the policy, wait for the engines and publish the first weights."""
         torch.set_num_threads(self.node.placement.trainer_threads)
-        self.policy = load_policy(self.config, self.node.model_path, self.node.device)
+        self.policy = load_policy(self.config, self.node.model_path, self.node.device, self.node.clock)
         with quiet():
-            self.node.connect(self.policy)
-            self.publisher = Publisher(self.config, self.policy, self.node.cluster, self.node.controller)
-            self.clock = TrainerClock()
-            self.log = StepLog(self.node, self.clock).__enter__()
-        self.policy.enter = self.clock.enter
-        self.publisher.publish(0, evaluate=False)
-        self.clock.enter("other")
-        self.clock.next_step()
+            self.publisher = Publisher(self.node, self.policy)
+            self.log = StepLog(self.node).__enter__()
+        self.publisher.publish(0)
+        self.log.begin()
 
     def run_step(self, train: bool = True) -> None:
         """One turn of the loop; without training, the same weights are published under the next version."""
         self.step += 1
-        self.clock.enter("wait")
-        groups, stats = self.node.take_batch(self.clock.enter), {}
+        groups, stats = self.node.take_batch(), {}
         if train:
             stats = self.train(groups)
-        self.clock.enter("publish")
-        self.publisher.publish(self.step, evaluate=False)
-        self.clock.enter("other")
-        self.log.write(self.step, groups, stats, self.publisher.mismatch, self.clock.next_step())
+        self.publisher.publish(self.step, groups)
+        self.log.write(self.step, groups, stats)
         self.batches = [*self.batches[-9:], groups]
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         """The training part of a step."""
-        self.clock.enter("gather")
-        share = batch.share(groups, self.config, self.node.cluster, self.policy.module.one_row)
-        self.publisher.choose_probes(groups)
-        self.clock.enter("forward_backward")
-        return self.policy.train_step(share, policy_version=self.step - 1)
+        updates = batch.deal(groups, self.policy, self.node.cluster)
+        return self.policy.train_step(updates, policy_version=self.step - 1)
 
     def measure(self, steps: int, train: bool = True) -> dict[str, float]:
         """Steady state over `steps` steps, after as many as wait already; then the workers come to rest."""

@@ -19,15 +19,11 @@ KINDS = ("train", "generate", "learn")
 
 def train(config: Config) -> None:
     """The whole job, with responses of the work's lengths."""
-    import node
     import train_async
-    from controller import Controller
     from policy import Policy
 
     Policy.save = save_weights
-    worker_main = functools.partial(run_worker, kind=WorkRolloutWorker)
-    node.Controller = functools.partial(Controller, worker_main=worker_main)
-    train_async.train(config)
+    train_async.train(config, functools.partial(run_worker, kind=WorkRolloutWorker))
 
 
 def save_weights(policy, path: str, *_, **__) -> None:

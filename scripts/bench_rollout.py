@@ -41,6 +41,7 @@ from scripts import bench_rollout_report as report
 from scripts.bench_rollout_worker import BenchWorker
 from tickets import PromptSource, TicketSource
 from weight_sync import Announcement
+from workers import Workers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -163,14 +164,13 @@ class Session:
         self._published_at: dict[int, float] = {}
         model_path = resolve_model(config.model, config.task)
         self._weights = _weights(model_path)
+        workers = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers))
+        placement = Placement((None,), 1, workers, "shm")
         self.controller = Controller(
             config,
-            Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers)), "shm"),
-            model_path,
+            Workers(config, placement, model_path, run_path, functools.partial(run_worker, kind=BenchWorker)),
             TicketSource(config, _prompts(config, load_tokenizer(model_path))),
-            run_path,
             self._record,
-            functools.partial(run_worker, kind=BenchWorker),
         )
 
     def start(self) -> None:

@@ -27,9 +27,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from config import Config
+from publisher import is_due
 from recorded_batches import batch_path, read_batch, weights_sha256
-from time_ledger import Account, TrainerClock
-from train_async import is_due, run_job
+from rollout import run_worker
+from time_ledger import Account
+from train_async import run_job
 
 OF_TRAINING = (
     "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "clip_low", "clip_high",
@@ -151,9 +153,9 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     from policy import load_policy
     from run_directory import Progress
 
-    with start_node(config, lambda node: lead(node, recording, evaluate)) as node:
-        policy = load_policy(config, node.model_path, node.device)
-        progress = Progress(config.steps) if node.is_leader else None
+    with start_node(config, run_worker, lambda start: lead(start, recording, evaluate)) as node:
+        policy = load_policy(config, node.model_path, node.device, node.clock)
+        progress = Progress(config.steps) if node.cluster.is_leader else None
         try:
             train(recording, node, policy, progress, evaluate)
         finally:
@@ -162,47 +164,45 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     node.say_where()
 
 
-def lead(node, recording: Recording, evaluate: bool) -> None:
-    """Rank 0's part of the start: the model must be the recorded one; a rollout worker is needed only to evaluate."""
+def lead(start, recording: Recording, evaluate: bool):
+    """Make rank 0's node: the model must be the recorded one; a rollout worker is needed only to evaluate."""
     from model_path import resolve_model
     from node import start_rollout
     from run_directory import RunDirectory
 
-    if node.cluster.num_nodes > 1:
-        raise ValueError(f"a replay runs on one node, got {node.cluster.num_nodes}; use --nnodes 1")
-    node.model_path = resolve_model(node.config.model, node.config.task)
-    recording.check_weights(node.config.model, node.model_path)
+    if start.cluster.num_nodes > 1:
+        raise ValueError(f"a replay runs on one node, got {start.cluster.num_nodes}; use --nnodes 1")
+    model_path = resolve_model(start.config.model, start.config.task)
+    recording.check_weights(start.config.model, model_path)
     if evaluate:
-        start_rollout(node)
+        node = start_rollout(start)
     else:
-        node.run = RunDirectory(node.config)
+        node = start.make_node(model_path, run=RunDirectory(start.config))
+        start.keep_records(node.run)
         print(f"run directory: {node.run.path}", flush=True)
     node.run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
+    return node
 
 
 def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective."""
     import batch
 
-    config, clock = node.config, TrainerClock()
-    policy.enter = clock.enter
+    config, clock = node.config, node.clock
     clock.enter("other")
     clock.next_step()
     for step in range(1, config.steps + 1):
         clock.enter("wait")
-        groups = recording.batch(step) if node.is_leader else None
-        clock.enter("gather")
-        share = batch.share(groups, config, node.cluster, policy.module.one_row)
-        clock.enter("forward_backward")
-        stats = policy.train_step(share, policy_version=step - 1)
+        groups = recording.batch(step) if node.cluster.is_leader else None
+        updates = batch.deal(groups, policy, node.cluster)
+        stats = policy.train_step(updates, policy_version=step - 1)
         clock.enter("evaluate")
         evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
         clock.enter("other")
-        if node.is_leader:
+        if node.cluster.is_leader:
             write_metrics(node, step, groups, stats, evaluated, clock.next_step(), progress)
         if is_due(step, config.save_every, config.steps):
-            clock.enter("save")
-            policy.save(node.checkpoint_path(step))
+            node.save(step, policy)
 
 
 def evaluate_last(node, policy) -> dict[str, float]:
@@ -211,16 +211,13 @@ def evaluate_last(node, policy) -> dict[str, float]:
     Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
     start behind the held-out ones, as in a run; nobody takes them.
     """
-    from evaluation import evaluation_metrics
     from publisher import Publisher
 
-    node.connect(policy)
-    publisher = Publisher(node.config, policy, node.cluster, node.controller)
-    publisher.publish(node.config.steps, evaluate=True)
-    if not node.is_leader:
+    Publisher(node, policy).publish(node.config.steps)
+    if not node.cluster.is_leader:
         return {}
     node.controller.finish_evaluations()
-    return evaluation_metrics(node.controller.drain()["evaluations"])
+    return node.controller.take_evaluation()
 
 
 def write_metrics(

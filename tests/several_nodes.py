@@ -22,7 +22,9 @@ from cluster import Cluster, Peer, form_cluster, join
 from config import Config
 from data.records import Group, Trajectory
 from exchange import exchange_groups, receive_notice, receive_parameters, receive_specs
+from node import Node
 from node_watch import NodeWatch
+from probe import Probe
 from publisher import Publisher
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -60,7 +62,7 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     found = []
     for config in configs:
         policy = load(config)
-        share = batch.share(groups_of_node(cluster.node) if cluster.is_leader else None, config, cluster, False)
+        share = batch.deal(groups_of_node(cluster.node) if cluster.is_leader else None, policy, cluster)
         metrics = policy.train_step(share, policy_version=12)
         gradient, weights = first_gradient(policy), {name: p.clone() for name, p in policy.named_full_parameters()}
         shards = [p.to_local().numel() for p in policy.module.parameters()]
@@ -100,13 +102,12 @@ def _train_and_publish(groups: list[Group] | None, config: Config, cluster: Clus
     policy = load(config)
     specs = policy.sent_specs()
     policy.sent_specs = lambda: [dataclasses.replace(spec, dtype=torch.bfloat16) for spec in specs]
-    publisher = Publisher(config, policy, cluster, None)
-    publisher.publish(0, evaluate=True)
-    share = batch.share(groups, config, cluster, False)
-    publisher.choose_probes(groups)
-    metrics = policy.train_step(share, policy_version=12)
-    publisher.publish(1, evaluate=False)
-    publisher.publish(2, evaluate=True)
+    node = Node(config, cluster, None, policy.device, "", policy.clock, Probe(config))
+    publisher = Publisher(node, policy)
+    publisher.publish(0)
+    metrics = policy.train_step(batch.deal(groups, policy, cluster), policy_version=12)
+    publisher.publish(1, groups)
+    publisher.publish(2, groups)
     weights = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
     return {"metrics": metrics, "gradient": first_gradient(policy), "weights": weights}
 

@@ -48,22 +48,16 @@ def make_buffer(
         publish_delay=publish_delay,
         over_sampling=over_sampling,
         extra_groups=extra_groups,
+        group_size=group_size,
+        stale_policy=stale_policy,
+        extra_members=extra_members,
+        admission=admission,
     )
-    return SampleBuffer(
-        groups_per_step,
-        group_size,
-        config.max_outstanding_groups,
-        config.max_staleness,
-        publish_delay,
-        stale_policy,
-        extra_groups,
-        extra_members,
-        admission,
-    )
+    return SampleBuffer(config.bounds())
 
 
 def finish(buffer, group_id, version=0):
-    for member in range(buffer.group_size):
+    for member in range(buffer.bounds.group_size):
         buffer.add(make_trajectory(group_id, member, (version,)))
 
 
@@ -192,17 +186,17 @@ class SimulatedRun:
         self.consumed: list[int] = []
         self.late: list[int] = []
         self.deferred: list[int] = []
-        self.can_defer = buffer.max_staleness > buffer.publish_delay
+        self.can_defer = buffer.bounds.max_staleness > buffer.bounds.publish_delay
 
     def fill(self):
         while self.buffer.num_free_places() > 0:
             version = self.buffer.admit(self.next_group)
             assert version == self.buffer.published_version <= self.worker_version
-            num_members = self.buffer.group_size + self.buffer.extra_members
+            num_members = self.buffer.bounds.group_size + self.buffer.bounds.extra_members
             self.running += [(self.next_group, member) for member in range(num_members)]
             self.next_group += 1
         held = len(self.buffer._residents) + len(self.buffer._unpublished)
-        assert held <= self.buffer.max_outstanding
+        assert held <= self.buffer.bounds.max_outstanding
 
     def start_some(self):
         for group_id, _ in self.running:
@@ -248,7 +242,7 @@ class SimulatedRun:
             self.finish_one()
         version = self.buffer.trainer_version - 1
         for group in batch:
-            assert 0 <= version - group.min_version <= self.buffer.max_staleness
+            assert 0 <= version - group.min_version <= self.buffer.bounds.max_staleness
         self.consumed += [group.group_id for group in batch]
         self.drop_expired()
         if self.can_defer and self.random.random() < 0.5:
@@ -271,7 +265,7 @@ class SimulatedRun:
 
     def publish(self, trainer_version):
         self.deferred.clear()
-        self.worker_version = max(self.worker_version, trainer_version - self.buffer.publish_delay)
+        self.worker_version = max(self.worker_version, trainer_version - self.buffer.bounds.publish_delay)
         self.buffer.publish(trainer_version)
         self.drop_expired()
         self.fill()
@@ -412,7 +406,7 @@ def test_the_gate_bounds_the_mean_staleness_and_the_ledger_the_staleness_of_ever
 
 def test_over_sampling_consumes_every_group_once_within_max_resumes_steps():
     buffer = make_buffer(groups_per_step=2, async_ratio=0.0, over_sampling=2.0)
-    assert buffer.max_outstanding == 4 and buffer.max_staleness == 4
+    assert buffer.bounds.max_outstanding == 4 and buffer.bounds.max_staleness == 4
     run = SimulatedRun(buffer, seed=0)
     run.can_defer = False
     run.fill()

@@ -10,7 +10,7 @@ from several_nodes import groups_of_node, meet_and_end, run_ranks, train_on_two_
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
 from batch import make_updates
-from cluster import Cluster, Peer, _meet, check_roles, check_shares, share_of_sampler
+from cluster import Cluster, Peer, _meet, check_roles, check_shares
 from config import Config
 from packing import distribute
 
@@ -85,10 +85,10 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
 def test_a_node_has_its_share_of_the_groups():
     config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
     check_shares(config, num_samplers=4, num_trainers=2, num_ranks=8)
-    part = share_of_sampler(config, 4)
-    assert (part.groups_per_step, part.extra_groups, part.max_outstanding_groups) == (8, 1, 13)
+    part = config.bounds(4)
+    assert (part.groups_per_step, part.extra_groups, part.max_outstanding) == (8, 1, 13)
     assert part.max_staleness == config.max_staleness
-    assert share_of_sampler(config, 1) == config
+    assert config.bounds().max_outstanding == config.max_outstanding_groups
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from nccl_sync import NcclTransport
 from placement import Placement, WorkerPlacement
 from tickets import PromptSource, TicketSource
 from weight_sync import Announcement, ParameterSpec, ShmTransport
-from workers import WorkerDied
+from workers import WorkerDied, Workers
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
 
@@ -54,12 +54,9 @@ def session(
     events = []
     controller = Controller(
         config,
-        Placement((None,), 1, workers, transport),
-        model,
+        Workers(config, Placement((None,), 1, workers, transport), model, tmp_path, run_fake_worker),
         TicketSource(config, prompts),
-        tmp_path,
         lambda event, **fields: events.append({"event": event, **fields}),
-        worker_main=run_fake_worker,
     )
     started = Session(controller, transport)
     started.events = events
@@ -92,7 +89,7 @@ def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
             assert [len(g.trajectories) for g in groups] == [2, 2]
             assert all(0 <= step - 1 - g.min_version <= 1 for g in groups)
             s.publish(step)
-        assert s.controller.drain()["ledger"]["groups_consumed"] == 10
+        assert s.controller.take_report().ledger["groups_consumed"] == 10
     assert {e["worker"] for e in s.events if e["event"] == "trajectory"} == {0, 1}
 
 
@@ -110,7 +107,7 @@ def test_a_failed_trajectory_drops_its_group_counted_and_another_takes_the_place
         assert [g.group_id for g in s.controller.take_batch()] == [1, 2]
         s.publish(1)
         s.controller.take_batch()
-        ledger = s.controller.drain()["ledger"]
+        ledger = s.controller.take_report().ledger
     assert ledger["groups_dropped_failed"] == 2 and ledger["tokens_dropped_failed"] > 0
 
 
@@ -130,7 +127,7 @@ def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
         assert 1 <= s.controller.workers.num_restarts <= 2, (
             "both members of group 2 kill the worker that gets them first"
         )
-        assert s.controller.drain()["ledger"]["groups_consumed"] == 6
+        assert s.controller.take_report().ledger["groups_consumed"] == 6
     death = next(e for e in s.events if e["event"] == "worker_died")
     assert death["exit_code"] == 3
     assert [e["attempt"] for e in s.events if e["event"] == "worker_started"][:3] == [0, 0, 1]
@@ -169,13 +166,13 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         s.publish(0, evaluate=True)
         s.controller.take_batch()
         s.publish(1)
-        waited_for = []
-        s.controller.take_batch(waited_for.append)
-        assert waited_for[0] == "evaluate", "what is waited for is held back by the evaluation"
+        s.controller.take_batch()
+        spent = s.controller.clock.next_step().spent
+        assert spent["evaluate"] > 0, "what is waited for is held back by the evaluation"
         evaluation = s.controller.evaluations.running
         assert evaluation is not None and s.controller.buffer.published_version == 0, "publishing waits, nothing else"
         s.controller.finish_evaluations()
-        (done,) = s.controller.drain()["evaluations"]
+        (done,) = s.controller.evaluations.take_ended()
         assert done.version == 0 and len(done.trajectories) == 6 and done.accuracy == 1.0
         assert s.controller.buffer.published_version == 1
 
@@ -188,14 +185,14 @@ def test_an_evaluation_that_was_held_back_is_made_up_for_at_the_next_version(tmp
         s.controller.take_batch()
         s.publish(2)
         s.controller.finish_evaluations()
-        assert [e.version for e in s.controller.drain()["evaluations"]] == [0, 2]
+        assert [e.version for e in s.controller.evaluations.take_ended()] == [0, 2]
 
 
 def test_a_failed_evaluation_response_is_counted_and_not_scored_as_0(tmp_path):
     with session(tmp_path, eval_answers=["ok", "fail", "ok"]) as s:
         s.publish(0, evaluate=True)
         s.controller.finish_evaluations()
-        (done,) = s.controller.drain()["evaluations"]
+        (done,) = s.controller.evaluations.take_ended()
     assert (done.accuracy, done.num_failed) == (1.0, 1)
 
 
@@ -206,7 +203,7 @@ def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_p
             s.controller.take_batch()
             s.publish(step)
         assert s.controller.workers.num_restarts == 1
-        assert s.controller.drain()["ledger"]["groups_consumed"] == 10
+        assert s.controller.take_report().ledger["groups_consumed"] == 10
 
 
 def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_path):
@@ -215,7 +212,7 @@ def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_pa
         s.controller.take_batch()
         s.publish(1, evaluate=True)
         s.controller.finish_evaluations()
-        (done,) = s.controller.drain()["evaluations"]
+        (done,) = s.controller.evaluations.take_ended()
         assert s.controller.workers.num_restarts == 1 and len(done.trajectories) == 3 and done.version == 1
 
 
@@ -231,7 +228,7 @@ def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp
         for step in range(1, 5):
             assert 0 not in [g.group_id for g in s.controller.take_batch()]
             s.publish(step)
-        ledger = s.controller.drain()["ledger"]
+        ledger = s.controller.take_report().ledger
     assert ledger["groups_dropped_stale"] == 1 and hung.count(0) == 2
 
 
@@ -254,7 +251,7 @@ def test_groups_without_variance_are_dropped_counted_and_replaced_at_once(tmp_pa
             batch = s.controller.take_batch()
             assert all(set(group.rewards) == {0.0, 1.0} for group in batch)
             s.publish(step)
-        ledger = s.controller.drain()["ledger"]
+        ledger = s.controller.take_report().ledger
     assert ledger["groups_consumed"] == 6 and ledger["groups_dropped_filtered"] >= 10
 
 
@@ -271,7 +268,7 @@ def test_extra_groups_that_are_left_when_the_batch_is_full_are_aborted_and_their
         s.publish(1)
         s.controller.take_batch()
         assert asked.count(0) == 2
-        assert s.controller.drain()["ledger"]["groups_dropped_aborted"] == 2, "one is left over in every step"
+        assert s.controller.take_report().ledger["groups_dropped_aborted"] == 2, "one is left over in every step"
 
 
 def test_the_first_members_to_finish_make_the_group_and_a_hanging_one_is_aborted(tmp_path):
@@ -287,7 +284,7 @@ def test_a_failed_member_is_no_loss_where_there_is_an_extra_one(tmp_path):
     with session(tmp_path, answers=lambda i: "fail 0", extra_members=1, async_ratio=0.0) as s:
         s.publish(0)
         assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [[1, 2]] * 2
-        assert s.controller.drain()["ledger"]["groups_dropped_failed"] == 0
+        assert s.controller.take_report().ledger["groups_dropped_failed"] == 0
 
 
 def test_without_replication_a_group_is_one_ticket_on_one_worker(tmp_path):
@@ -352,9 +349,9 @@ def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_p
             s.publish(step)
             s.controller.take_batch()
             wait_until(lambda: all(worker.held == "bound" for worker in s.controller.workers))
-            measured.append(s.controller.drain()["worker_time"])
+            measured.append(s.controller.take_report().worker_time)
         with s.controller._changed:
-            measured.append(s.controller.drain()["worker_time"])
+            measured.append(s.controller.take_report().worker_time)
             known = sum(spent.total() for spent in s.controller.worker_time().values())
         assert sum(spent.total() for spent in measured) == known
     for worker, ledger in s.controller.records._ledgers.items():
@@ -377,7 +374,7 @@ def test_weights_are_sent_to_each_worker_when_it_is_ready_for_them(tmp_path, mod
             s.publish(step)
         wait_until(lambda: all(worker.ready and not worker.updating for worker in s.controller.workers))
         s.transport.check()
-        restarts = s.controller.drain()["num_restarts"]
+        restarts = s.controller.take_report().num_restarts
     assert restarts == (0 if model == "fine" else 2)
 
 
@@ -385,7 +382,7 @@ def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_ev
     with session(tmp_path, eval_answers=["slow"], async_ratio=0.0, colocate="sleep") as s:
         s.publish(0, evaluate=True)
         s.controller.take_batch()
-        assert s.controller.drain()["evaluations"], "it ended before the engine slept"
+        assert s.controller.evaluations.take_ended(), "it ended before the engine slept"
         assert s.controller.workers[0].asleep
         s.publish(1)
         s.controller.take_batch()

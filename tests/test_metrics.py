@@ -10,7 +10,16 @@ from advisor import step_times
 from data.records import Group
 from evaluation import Evaluation, evaluation_metrics
 from messages import SampledTokens
-from metrics import TOKEN_MEANS, StepOfNode, batch_metrics, over_nodes, rollout_metrics, time_metrics, training_metrics
+from metrics import (
+    TOKEN_MEANS,
+    RolloutReport,
+    StepOfNode,
+    batch_metrics,
+    over_nodes,
+    rollout_metrics,
+    time_metrics,
+    training_metrics,
+)
 
 
 def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
@@ -42,8 +51,8 @@ def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
 
 def test_tokens_per_second_are_those_of_this_step():
     sampled = SampledTokens(new=40, resumed=10, discarded=5)
-    measured = {"ledger": {"tokens_generated": 500}, "pause_s": [0.1, 0.3], "num_restarts": 0, "sampled": sampled}
-    metrics = rollout_metrics(measured, previous_tokens=300, step_s=2.0)
+    report = RolloutReport([0.1, 0.3], sampled, Counter(), Counter(tokens_generated=500), 0)
+    metrics = rollout_metrics(report, previous_tokens=300, step_s=2.0)
     assert metrics["rollout/tokens_per_s"] == 100 and metrics["rollout/pause_s"] == pytest.approx(0.2)
     assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
 
@@ -65,34 +74,36 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
 
     nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
     whole = batch_metrics([group for groups in nodes for group in groups], 5, 1)
-    sampling_only = StepOfNode({}, {"num_restarts": 2}, {"eval/accuracy": 0.5}, {})
-    known = over_nodes([*(StepOfNode(batch_metrics(groups, 5, 1), {}, {}, {}) for groups in nodes), sampling_only])
+    report = make_report(num_restarts=2)
+    sampling_only = StepOfNode({}, report, {"eval/accuracy": 0.5}, {})
+    known = over_nodes([*(StepOfNode(batch_metrics(groups, 5, 1), None, {}, {}) for groups in nodes), sampling_only])
     found = known.batch
-    assert (known.measured, known.evaluation) == ({"num_restarts": 2}, {"eval/accuracy": 0.5})
+    assert (known.rollout, known.evaluation) == (report, {"eval/accuracy": 0.5})
     assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
 
 
+def make_report(num_restarts=0, worker_time=None):
+    ledger = Counter({"tokens_generated": 5, "groups_resident": 0})
+    return RolloutReport([0.1], SampledTokens(4, 2, 1), worker_time or Counter(), ledger, num_restarts)
+
+
 def test_ledgers_tokens_and_restarts_are_added_over_nodes_and_the_worst_mismatch_is_told():
-    measured = {
-        "ledger": {"tokens_generated": 5},
-        "pause_s": [0.1],
-        "num_restarts": 1,
-        "sampled": SampledTokens(4, 2, 1),
-    }
+    report = make_report(num_restarts=1, worker_time=Counter(decoding=7, paused=0))
     batch = {"response/length_mean": 1.0, "reward/std": 0.0, "reward/mean": 0.0} | dict.fromkeys(TOKEN_MEANS, 0.0)
     mismatches = ({"mismatch/k3": 1.0}, {"mismatch/k3": 2.0}, {})
-    known = over_nodes([StepOfNode(batch, measured, {}, mismatch) for mismatch in mismatches])
-    assert known.measured == {
-        "ledger": {"tokens_generated": 15},
-        "pause_s": [0.1] * 3,
-        "num_restarts": 3,
-        "sampled": SampledTokens(12, 6, 3),
-    }
+    known = over_nodes([StepOfNode(batch, report, {}, mismatch) for mismatch in mismatches])
+    assert known.rollout == RolloutReport(
+        [0.1] * 3,
+        SampledTokens(12, 6, 3),
+        Counter(decoding=21),
+        Counter({"tokens_generated": 15, "groups_resident": 0}),
+        3,
+    )
     assert known.mismatch == {"mismatch/k3": 2.0}
 
 
 def test_one_nodes_metrics_are_left_as_they_are():
-    mine = StepOfNode({"any": 1.0}, {"ledger": {}}, {}, {})
+    mine = StepOfNode({"any": 1.0}, make_report(), {}, {})
     assert over_nodes([mine]) is mine
 
 

@@ -5,7 +5,7 @@ import pytest
 from test_tickets import make_source
 
 from buffer import SampleBuffer
-from config import Config
+from config import Bounds, Config
 from data.records import Ticket
 from scheduling import Dispatcher, TicketQueue
 from workers import Worker
@@ -74,7 +74,7 @@ def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first
     """A worker may have been sent a version that another, still busy with the one before, has not."""
     config = Config(groups_per_step=1, group_size=3, async_ratio=1, max_running_requests=1, num_rollout_workers=2)
     ahead, behind = (Worker(i, Outbox(), ready=True, sent_version=version) for i, version in enumerate((5, 4)))
-    buffer = SampleBuffer(1, 3, max_outstanding=1, max_staleness=1)
+    buffer = SampleBuffer(Bounds(groups_per_step=1, group_size=3, max_outstanding=1, max_staleness=1))
     dispatcher = Dispatcher(config, [ahead, behind], buffer, make_source())
     dispatcher.fill()
     assert (ahead.num_running, behind.num_running) == (1, 0), "the group counts on version 5 now"

@@ -20,6 +20,7 @@ from transformers import (
 from config import Config
 from packing import TrainSequence, distribute
 from policy import Policy, load_policy
+from time_ledger import TrainerClock
 
 VOCAB = 150
 
@@ -143,9 +144,9 @@ def brute_force_nucleus(row, target, temperature, top_p):
     return torch.tensor([row[i].item() if i in kept else -math.inf for i in range(len(row))])
 
 
-def load(config: Config) -> Policy:
+def load(config: Config, clock: TrainerClock | None = None) -> Policy:
     """The policy of config.model on the CPU."""
-    return load_policy(config, config.model, torch.device("cpu"))
+    return load_policy(config, config.model, torch.device("cpu"), clock)
 
 
 def first_gradient(policy: Policy) -> dict[str, torch.Tensor]:

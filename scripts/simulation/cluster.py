@@ -7,7 +7,6 @@ process.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from config import Config
 from controller import Announcement, Controller
@@ -201,17 +200,11 @@ class Simulation:
             cluster.message_s,
         )
         self.controller = Controller(
-            self.config,
-            None,
-            "",
-            TicketSource(self.config, case.workload.prompts(case.seed)),
-            Path(),
-            record,
-            make_workers=lambda *_: self.workers,
+            self.config, self.workers, TicketSource(self.config, case.workload.prompts(case.seed)), record
         )
+        self.workers.on_handled = self._on_handled
         self.controller.launch()
         self.controller.transport = _Transport()
-        self.workers.connect(self.controller._on_message, self._on_handled)
         self.steps: list[Step] = []
         self.totals, self._at_start = _Totals(), _Totals()
         self._version = 0

@@ -233,6 +233,8 @@ class SimulatedWorkers:
         """`message_s` is what the controller takes for a trajectory, seconds; others wait for their turn meanwhile."""
         self.clock, self.message_s = clock, message_s
         self.have_worked = False
+        self.on_handled: Callable[[object], None] = lambda message: None
+        """Called with each message after the controller has acted on it."""
         self.controller_busy_s = 0.0
         self._controller_free_at = 0.0
         self._workers = []
@@ -246,25 +248,22 @@ class SimulatedWorkers:
     def num_workers(self) -> int:
         return len(self._workers)
 
-    def launch(self) -> None:
-        """They are up already."""
+    def launch(self, on_message: Callable, _) -> None:
+        """Have what workers say go to `on_message(worker, message)`, and then to `on_handled`; they are up already."""
+        for worker in self._workers:
+            worker.process.reply = functools.partial(self._deliver, worker, on_message)
 
     def check(self) -> None:
         """Nothing happens in the background that could have failed."""
 
-    def connect(self, on_message: Callable, on_handled: Callable[[object], None]) -> None:
-        """Have what workers say go to `on_message(worker, message)`, and after each call `on_handled(message)`."""
-        for worker in self._workers:
-            worker.process.reply = functools.partial(self._deliver, worker, on_message, on_handled)
-
-    def _deliver(self, worker: Worker, on_message: Callable, on_handled: Callable, message) -> None:
+    def _deliver(self, worker: Worker, on_message: Callable, message) -> None:
         seconds = self.message_s * len(message.trajectories) if isinstance(message, Finished) else 0.0
         self.controller_busy_s += seconds
         self._controller_free_at = max(self._controller_free_at, self.clock.now) + seconds
 
         def handle() -> None:
             on_message(worker, message)
-            on_handled(message)
+            self.on_handled(message)
 
         self.clock.at(self._controller_free_at, handle)
 

@@ -94,7 +94,7 @@ class TimedSimulation(Simulation):
         return result
 
     def _timed_message(self, worker: Worker, message) -> None:
-        self._timed(self.controller._on_message, worker, message)
+        self._timed(self.controller.on_message, worker, message)
 
     def _take(self) -> list[Group] | None:
         return self._timed(super()._take)

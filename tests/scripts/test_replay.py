@@ -19,12 +19,15 @@ from data.records import Group, Trajectory
 from data.tasks import Problem
 from node import Node
 from placement import Placement, WorkerPlacement
+from probe import Probe
 from recorded_batches import batch_path, weights_sha256, write_batch
 from run_directory import Progress, RunDirectory
 from scripts.plot import read_metrics, summarise
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import write_report
 from tickets import PromptSource, TicketSource
+from time_ledger import TrainerClock
+from workers import Workers
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,8 +76,9 @@ def make_trajectory(step, group_id, member):
 def replay_to_end(recording, tmp_path, *options):
     """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
     config = choose_options(recording, [f"--runs-dir={tmp_path}", *options], evaluate=False)
-    node = Node(config, config, Cluster(), None, CPU, config.model, None, RunDirectory(config), None)
-    train(recording, node, load(config), Progress(config.steps), evaluate=False)
+    clock = TrainerClock()
+    node = Node(config, Cluster(), None, CPU, config.model, clock, Probe(config), RunDirectory(config))
+    train(recording, node, load(config, clock), Progress(config.steps), evaluate=False)
     node.run.close()
     lines = [json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()]
     metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "trainer_time/"))} for line in lines]
@@ -186,12 +190,13 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
         encode=lambda problem: [2, 3],
     )
     directory = RunDirectory(config)
-    controller = Controller(
-        config, placement, model, TicketSource(config, prompts), directory.path, directory.record, run_fake_worker
-    )
+    workers = Workers(config, placement, model, directory.path, run_fake_worker)
+    controller = Controller(config, workers, TicketSource(config, prompts), directory.record)
     try:
         controller.launch()
-        node = Node(config, config, Cluster(), placement, CPU, model, None, directory, controller)
+        node = Node(
+            config, Cluster(), placement, CPU, model, controller.clock, Probe(config), directory, None, controller
+        )
         evaluated = evaluate_last(node, load(config))
     finally:
         controller.stop()

@@ -1,0 +1,83 @@
+"""How far apart engine and trainer are at the same weights: both score the same probe, and what differs is recorded."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster import Cluster
+from config import Config
+from data.records import Group
+from packing import TrainSequence
+
+if TYPE_CHECKING:
+    from policy import Policy  # imports transformers, for which no worker is to wait
+
+NUM_SEQUENCES = 4
+MAX_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
+
+
+class Probe:
+    """Some sequences of the first batch, and the trainer's log-probs of them by version until an engine's come."""
+
+    def __init__(self, config: Config):
+        self._length = min(MAX_TOKENS, config.max_sequence_tokens - 1)
+        self._sequences: list[TrainSequence] = []
+        self._own: dict[int, list[np.ndarray]] = {}
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each sequence; none before the first batch."""
+        return tuple(tuple(sequence.tokens.tolist()) for sequence in self._sequences)
+
+    def choose(self, groups: list[Group] | None, cluster: Cluster) -> None:
+        """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
+        if self._sequences:
+            return
+        chosen = []
+        if groups is not None:
+            chosen = [_sequence(group.trajectories[0].tokens[: self._length]) for group in groups[:NUM_SEQUENCES]]
+        self._sequences = cluster.broadcast_on_node(chosen)
+
+    def score(self, policy: "Policy", version: int) -> None:
+        """Have the trainer score it at a version, if there is one; collective."""
+        if not self._sequences:
+            return
+        (scores,) = policy.score([self._sequences], raw=True)
+        lengths = [len(sequence.tokens) - 1 for sequence in self._sequences]
+        self.note(version, [score.numpy() for score in scores.split(lengths)])
+
+    def note(self, version: int, logprobs: list[np.ndarray]) -> None:
+        """Keep the trainer's log-probs at a version, float32 nats per token of each sequence."""
+        self._own[version] = logprobs
+
+    def at(self, version: int) -> list[np.ndarray] | None:
+        """The trainer's log-probs at a version, if they are still needed."""
+        return self._own.get(version)
+
+    def forget_before(self, version: int) -> None:
+        """Drop the log-probs of older versions."""
+        self._own = {v: logprobs for v, logprobs in self._own.items() if v >= version}
+
+    def compare(self, engine_logprobs: dict[int, tuple[np.ndarray, ...]]) -> dict[str, float]:
+        """Compare an engine's log-probs, version -> nats per token of each sequence, with the trainer's.
+
+        Returns `mismatch/*` of the newest version that both have scored, in nats over all tokens, or nothing.
+        """
+        versions = sorted(self._own.keys() & engine_logprobs.keys())
+        if not versions:
+            return {}
+        trainer = np.concatenate(self._own[versions[-1]]).astype(np.float64)
+        engine = np.concatenate(engine_logprobs[versions[-1]]).astype(np.float64)
+        self.forget_before(versions[-1] + 1)
+        gap = trainer - engine
+        return {
+            "mismatch/k3": float(np.mean(np.expm1(gap) - gap)),
+            "mismatch/abs_mean": float(np.abs(gap).mean()),
+            "mismatch/abs_max": float(np.abs(gap).max()),
+        }
+
+
+def _sequence(tokens: np.ndarray) -> TrainSequence:
+    """A sequence of which every token but the first is scored, and none is trained on."""
+    unused = np.zeros(len(tokens), dtype=np.float32)
+    return TrainSequence(tokens, np.arange(len(tokens)) > 0, unused, np.zeros(len(tokens), np.int32), 0.0, 0.0)
