@@ -24,6 +24,8 @@ from time_ledger import Activity
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCHED_TOKENS = 8192  # per engine step
 ABORT_AGAIN_S = 0.02
+WATCH_S = 0.2
+"""Between two looks at whether the engine is alive."""
 DUMP_S = 1.0
 """Time that the engine's processes have to write their stacks."""
 
@@ -98,6 +100,18 @@ class LLMProxy:
         engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
         return cls(spec.config, engine, stop_token_ids)
 
+    @property
+    def death(self) -> RuntimeError | None:
+        """The error to end with once the engine is dead; vLLM has logged what it knows of it."""
+        why = "the engine is dead; if nothing above says why, it was killed, most likely for want of memory"
+        return RuntimeError(why) if self.engine.errored else None
+
+    async def watch(self) -> None:
+        """Raise when the engine is dead: vLLM fails its requests then, but leaves an update or a suspend waiting."""
+        while self.death is None:
+            await asyncio.sleep(WATCH_S)
+        raise self.death
+
     async def connect(self, init_info: dict) -> None:
         """Connect the engine to the trainer's weight transport.
 
@@ -121,7 +135,7 @@ class LLMProxy:
         request = self._requests[request_id] = _Request()
         try:
             while True:
-                await self._resumed.wait()  # else it would be stamped and salted with the version that is going
+                await self._until_resumed()
                 if request.aborted:
                     return _join(request.segments, "aborted")
                 segment = await self._sample_segment(request, request_id, prompt_tokens, seed, max_tokens)
@@ -133,6 +147,11 @@ class LLMProxy:
                     return _join(request.segments, "length")
         finally:
             del self._requests[request_id]
+
+    async def _until_resumed(self) -> None:
+        """Wait; else a request would be stamped and salted with the version that is going."""
+        while not self._resumed.is_set():  # an update that wakes it may be followed at once by a suspend
+            await self._resumed.wait()
 
     async def _sample_segment(
         self, request: _Request, request_id: str, prompt_tokens: tuple[int, ...], seed: int, max_tokens: int
@@ -168,7 +187,7 @@ class LLMProxy:
         """Sample several responses by one request; all are returned when the last has ended."""
         request = self._requests[request_id] = _Request()
         try:
-            await self._resumed.wait()
+            await self._until_resumed()
             request.engine_id = request_id
             completions = await self._sample(
                 request_id, list(prompt_tokens), seed, self.config.max_response_tokens, num_responses

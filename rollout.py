@@ -88,8 +88,11 @@ class RolloutWorker:
         inbox = self._start_reading()
         freeze_garbage()
         self.connection.send(Ready(time.monotonic() - start))
+        self._ended = asyncio.get_running_loop().create_future()
         try:
-            await self._act_on_messages(inbox)
+            self._start(self.proxy.watch())
+            self._start(self._act_on_messages(inbox))
+            await self._ended  # the first task to fail ends the worker at once, whatever the others wait for
         finally:
             self.proxy.shutdown()
             if self.rewards is not None:
@@ -114,9 +117,8 @@ class RolloutWorker:
         self.rewards = None if self.config.is_multi_turn else RewardPool(self.config.task, self.config.env_timeout_s)
 
     async def _act_on_messages(self, inbox: asyncio.Queue) -> None:
-        while True:
-            message = await inbox.get()
-            match message:
+        while not self._ended.done():
+            match await inbox.get():
                 case Tickets(tickets):
                     self.proxy.activity.add(trajectories=sum(ticket.num_members for ticket in tickets))
                     for ticket in tickets:
@@ -125,8 +127,8 @@ class RolloutWorker:
                     self.proxy.activity.hold(reason)
                 case Connect(init_info):
                     await self.proxy.connect(init_info)
-                case Update():
-                    await self.update(message)
+                case Update() as update:
+                    await self.update(update)
                 case Suspend():
                     await self._finish_probing()  # frozen, it could not end, and the update waits for it
                     self.proxy.activity.stand("suspended")
@@ -142,9 +144,7 @@ class RolloutWorker:
                     await self.abort(ticket_ids)
                 case Stop():
                     self.connection.send(Stopped(self.proxy.activity.report()))
-                    return
-                case BaseException():
-                    raise message
+                    self._ended.set_result(None)
 
     def _start_reading(self) -> asyncio.Queue:
         """Read the connection in a thread, so that the controller's sends never fill the pipe."""
@@ -159,18 +159,18 @@ class RolloutWorker:
                 loop.call_soon_threadsafe(inbox.put_nowait, message)
 
         threading.Thread(target=read, name="read-controller", daemon=True).start()
-        self._fail = lambda error: inbox.put_nowait(error)
         return inbox
 
-    def _start(self, coroutine) -> None:
+    def _start(self, coroutine) -> asyncio.Task:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finish_task)
+        return task
 
     def _finish_task(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._fail(task.exception())
+        if not task.cancelled() and task.exception() is not None and not self._ended.done():
+            self._ended.set_exception(self.proxy.death or task.exception())
 
     async def run_ticket(self, ticket: Ticket) -> None:
         """Run the trajectories of a ticket and send them back: one, or a whole group."""
@@ -277,7 +277,7 @@ class RolloutWorker:
         receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
         pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
         self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()))
-        self._probing = asyncio.create_task(self._score_probe(update)) if update.probe else None
+        self._probing = self._start(self._score_probe(update)) if update.probe else None
 
     async def _finish_probing(self) -> None:
         if self._probing is not None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -373,3 +374,35 @@ def test_an_update_that_does_not_end_is_an_error_that_names_it():
     proxy = LLMProxy(Config(rollout_timeout_s=0.1), OlderEngine(stuck=True), [])
     with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
         asyncio.run(proxy.update(3, [{}]))
+
+
+class SamplingEngine(StampingEngine):
+    """Writes down requests too, and ends each at once with one token."""
+
+    async def generate(self, prompt, params, request_id):
+        self.asked.append("request")
+        logprobs = SimpleNamespace(logprobs=[-1.0])
+        output = SimpleNamespace(index=0, token_ids=[5], logprobs=logprobs, finish_reason="stop")
+        yield SimpleNamespace(finished=True, outputs=[output])
+
+
+@pytest.mark.parametrize("as_group", [False, True])
+def test_a_response_woken_by_an_update_that_a_suspend_follows_at_once_waits_for_the_next(as_group):
+    engine = SamplingEngine()
+    proxy = LLMProxy(Config(), engine, [])
+
+    async def wake_and_suspend():
+        await proxy.suspend()
+        response = proxy.generate_group("r", PROMPT, 1, 1) if as_group else proxy.generate("r", PROMPT, 1)
+        response = asyncio.create_task(response)
+        await asyncio.sleep(0)
+        await proxy.update(1, [{}])
+        await proxy.suspend()
+        await asyncio.sleep(0.05)
+        assert "request" not in engine.asked
+        await proxy.update(2, [{}])
+        return await asyncio.wait_for(response, 5)
+
+    completion = asyncio.run(wake_and_suspend())
+    completion = completion[0] if as_group else completion
+    assert completion.versions.tolist() == [2] and engine.asked[-2:] == ["resume", "request"]

@@ -1,8 +1,10 @@
 """A rollout worker as its own process with a real engine, driven as the controller does, on an environment of turns."""
 
+import asyncio
 import collections
 import dataclasses
 import multiprocessing
+import time
 
 import numpy as np
 import pytest
@@ -13,11 +15,25 @@ from data.conversation import Conversation
 from data.environments import make_environment
 from data.tasks import load_task
 from data.tiny_agent import tiny_agent_path
-from messages import Abort, Connect, Finished, Proceed, Ready, Stop, Tickets, Update, Updated, Waiting
+from llm_proxy import LLMProxy
+from messages import (
+    Abort,
+    Connect,
+    Finished,
+    Proceed,
+    Ready,
+    Stop,
+    Stopped,
+    Suspend,
+    Tickets,
+    Update,
+    Updated,
+    Waiting,
+)
 from model_path import load_tokenizer
 from placement import WorkerPlacement, WorkerSpec
 from processes import kill_session
-from rollout import run_worker, worker_environment
+from rollout import RolloutWorker, run_worker, worker_environment
 from tickets import PromptSource, TicketSource
 from weight_sync import ParameterSpec, ShmTransport
 
@@ -222,3 +238,72 @@ def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     environment = worker_environment(WorkerPlacement(0, gpu, None, 1, 0.9, num_gpus))
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
+
+
+class MortalEngine:
+    """Answers no call for weights, ends no request, and dies after a while."""
+
+    def __init__(self, lifetime_s):
+        self.dies_at = time.monotonic() + lifetime_s
+        self.engine_core = self
+
+    @property
+    def errored(self):
+        return time.monotonic() > self.dies_at
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        await asyncio.Event().wait()
+
+    async def generate(self, prompt, params, request_id):
+        await asyncio.Event().wait()
+        yield
+
+    def shutdown(self, timeout):
+        self.is_shut_down = True
+
+
+class WorkerOfFakes(RolloutWorker):
+    """A worker with that engine, whose messages are all there from the start; `sent` is what it says."""
+
+    def __init__(self, lifetime_s, messages):
+        model_path, self.engine, self.sent = str(tiny_agent_path(TASK)), MortalEngine(lifetime_s), []
+        self.messages, config = messages, Config(task=TASK, max_prompt_tokens=64, rollout_timeout_s=90)
+        super().__init__(WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), model_path, "shm", ""), self)
+
+    def send(self, message):
+        self.sent.append(message)
+
+    async def start_proxy(self):
+        return LLMProxy(self.config, self.engine, [])
+
+    def _start_reading(self):
+        inbox = asyncio.Queue()
+        for message in self.messages:
+            inbox.put_nowait(message)
+        return inbox
+
+    def run(self):
+        """Serve to the end, which comes soon."""
+        asyncio.run(asyncio.wait_for(self.serve(), 20))
+
+
+@pytest.fixture
+def ticket():
+    task, tokenizer = load_task(TASK, seed=0), load_tokenizer(str(tiny_agent_path(TASK)))
+    encode = lambda problem: task.encode_prompt(problem, tokenizer)  # noqa: E731
+    config = Config(task=TASK, max_prompt_tokens=64)
+    return TicketSource(config, PromptSource(task.train_problem, task.eval_problems(4), encode)).for_group(0, -1)[0]
+
+
+@pytest.mark.parametrize("message", [None, Suspend(), Update(0, [], ())])
+def test_a_worker_whose_engine_dies_ends_at_once_whatever_it_waits_for(message, ticket):
+    worker = WorkerOfFakes(0.3, [Tickets([ticket]), *([message] if message else [])])
+    with pytest.raises(RuntimeError, match="the engine is dead"):
+        worker.run()
+    assert worker.engine.is_shut_down
+
+
+def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):
+    worker = WorkerOfFakes(60, [Tickets([ticket]), Stop()])
+    worker.run()
+    assert isinstance(worker.sent[-1], Stopped) and worker.engine.is_shut_down
