@@ -23,7 +23,10 @@ class TokenStats:
         if "weight" in stats or "ratio" in stats:
             columns[_WEIGHT] = columns["weight" if "weight" in stats else "ratio"]
             columns[_WEIGHT_SQUARED] = columns[_WEIGHT] ** 2
-        for name, total in zip(columns, torch.stack(list(columns.values())) @ one_hot, strict=True):
+        values = torch.stack(list(columns.values()))
+        finite = values.nan_to_num(0.0, 0.0, 0.0)  # an infinity times the zeros of one_hot is NaN in every bucket
+        sums = (finite @ one_hot).index_add(1, buckets, values - finite)
+        for name, total in zip(columns, sums, strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + total
 
     def reduce(self) -> dict[str, float]:

@@ -26,6 +26,15 @@ def test_buckets_without_tokens_are_absent():
     assert set(stats.reduce()) == {"x", "tokens", "x/lag_2", "tokens/lag_2"}
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_not_finite_stays_in_its_lag_and_its_statistic(bad):
+    stats = TokenStats()
+    stats.add({"x": torch.tensor([1.0, bad, 3.0]), "y": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor([0, 2, 6]))
+    metrics = stats.reduce()
+    assert metrics["x/lag_2"] == pytest.approx(bad, nan_ok=True) and metrics["x"] == pytest.approx(bad, nan_ok=True)
+    assert (metrics["x/lag_0"], metrics["x/lag_5-8"], metrics["y"], metrics["y/lag_2"]) == (1.0, 3.0, 2.0, 2.0)
+
+
 def effective_sample_size(**stats):
     token_stats = TokenStats()
     tensors = {name: torch.tensor(values) for name, values in stats.items()}
