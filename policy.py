@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
 from algos.kl import k3
 from algos.proximal import loglinear
+from algos.ratio import importance_ratio
 from attention import check_shares_prefix, choose_attention
 from checkpoint import try_write
 from config import Config
@@ -279,7 +280,7 @@ def _drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
     return {
         "drift/k1": -log_ratio,
         "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
-        "ratio": log_ratio.exp(),
+        "ratio": importance_ratio(log_ratio),
     }
 
 

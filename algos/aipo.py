@@ -7,15 +7,15 @@ LlamaRL, arXiv 2505.24034, «Asynchronous Importance weighted Policy Optimizatio
 Differs from the paper: nothing known; it is tis.py with a cap above 1, which lets likelier tokens weigh more.
 """
 
-import torch
 from torch import Tensor
 
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, *, cap: float = 5.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
-    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     weight = ratio.clamp(max=cap)
     per_token_loss = -weight * inputs.advantages * inputs.logprobs
     return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}

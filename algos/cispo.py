@@ -16,13 +16,14 @@ from torch import Tensor
 
 from algos.clipping import is_past_clip
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(
     inputs: LossInputs, *, clip_low: float = 0.1, clip_high: float = 0.1, unified_mask: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
-    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     if unified_mask:
         weight = torch.where(is_past_clip(ratio, inputs.advantages, clip_low, clip_high), 0.0, weight)

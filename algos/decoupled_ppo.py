@@ -9,7 +9,7 @@ AReaL, arXiv 2505.24298, eq. 5; the decoupling is arXiv 2110.00641. The proximal
 the step. In the first update of a step it is the current one: then u = 1 in value, the clip does nothing, and the
 gradient is −w·A, importance-weighted policy gradient. With `minibatches` 1 there is no other update, and that is right.
 Differs from the paper: w is capped, as in its code (cap 5 per token, then the default); a masked token stays in the
-denominator of the mean, because token weights are fixed before any loss is seen.
+denominator of the mean, because token weights are fixed before any loss is seen; log-ratios are clamped to ±20 nats.
 """
 
 from typing import Literal
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(
@@ -33,12 +34,12 @@ def loss(
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
     """
-    stale = torch.exp(inputs.proximal_logprobs - inputs.behavior_logprobs)
+    stale = importance_ratio(inputs.proximal_logprobs - inputs.behavior_logprobs)
     weight = capped_weight(stale, behavior_weight_cap, action)
-    ratio = torch.exp(inputs.logprobs - inputs.proximal_logprobs)
+    ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     return -weight * objective, {
-        "ratio": torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs),
+        "ratio": importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs),
         "proximal_ratio": ratio.detach(),
         "weight": weight,
         "clipped": (clipped | (stale > behavior_weight_cap)).to(ratio.dtype),

@@ -7,7 +7,8 @@
 PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; clip_high > clip_low («clip-higher») is DAPO,
 arXiv 2503.14476, eq. 10; the dual clip is arXiv 1912.09729, section 3.
 Differs from the paper: the denominator is the engine's own log-prob, so that one update per step still corrects for
-staleness; the KL term is the trainer's (`kl_coef`), and 1/length is a choice of `loss_aggregation`.
+staleness; the KL term is the trainer's (`kl_coef`), and 1/length is a choice of `loss_aggregation`; log-ratios are
+clamped to ±20 nats.
 """
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(
@@ -22,7 +24,7 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
     advantages = inputs.advantages
-    ratio = torch.exp(inputs.logprobs - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.logprobs - inputs.behavior_logprobs)
     objective, clipped = clipped_objective(ratio, advantages, clip_low, clip_high)
     detached = ratio.detach()
     if dual_clip is not None:

@@ -5,22 +5,23 @@
 
 Group Sequence Policy Optimization, arXiv 2507.18071, section 4.1; the defaults are those of its section 5.1.
 Differs from the paper: the denominator is the engine's own log-prob; the loss of a sequence is repeated on each of its
-tokens, so `loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same.
+tokens, so `loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same; the
+mean log-ratio is clamped to ±20 nats.
 The gradient of one token's loss is spread over the sequence, −s·A/length to each token. Summed over a sequence whose
 tokens share one advantage and one weight, as with every `loss_aggregation`, it is −s·A: on fresh data policy gradient.
 """
 
-import torch
 from torch import Tensor
 
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean
 
 
 def loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), clipped (gradient cut)."""
     log_ratio = inputs.logprobs - inputs.behavior_logprobs
-    ratio = torch.exp(sequence_mean(log_ratio, inputs.sequence_ids))
+    ratio = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     return -objective, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}

@@ -8,7 +8,8 @@
 Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855, where IcePop is the mask M(k; α, β) with α = 0.5, β = 5.
 Differs from the paper: its k is only training engine against inference engine at one version, ours holds the staleness
 as well; level "sequence" is not in it; a token left out stays in the denominator of the mean; the KL term is the
-trainer's. The proximal policy of a step's first update is the current one, as in decoupled_ppo.py.
+trainer's; log-ratios are clamped to ±20 nats. The proximal policy of a step's first update is the current one, as in
+decoupled_ppo.py.
 """
 
 from typing import Literal
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean
 
 
@@ -37,13 +39,13 @@ def loss(
     if level not in ("token", "sequence"):
         raise ValueError(f"level must be token or sequence, got {level!r}")
     log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
-    stale = torch.exp(sequence_mean(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale)
+    stale = importance_ratio(sequence_mean(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale)
     outside = (stale < low) | (stale > high)
     weight = torch.where(outside, 0.0, stale)
-    ratio = torch.exp(inputs.logprobs - inputs.proximal_logprobs)
+    ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     return -weight * objective, {
-        "ratio": torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs),
+        "ratio": importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs),
         "proximal_ratio": ratio.detach(),
         "weight": weight,
         "clipped": (clipped | outside).to(ratio.dtype),

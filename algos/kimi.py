@@ -8,14 +8,14 @@ that sampled the token, where the paper has the start of its iteration. There is
 corrected but held against, and a token with A = 0 still has the gradient tau·(log π − log π_behavior).
 """
 
-import torch
 from torch import Tensor
 
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, *, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio."""
     log_ratio = inputs.logprobs - inputs.behavior_logprobs
     per_token_loss = -inputs.advantages * inputs.logprobs + tau / 2 * log_ratio**2
-    return per_token_loss, {"ratio": torch.exp(log_ratio.detach())}
+    return per_token_loss, {"ratio": importance_ratio(log_ratio.detach())}

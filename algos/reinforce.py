@@ -7,15 +7,15 @@ Williams 1992, «Simple statistical gradient-following algorithms»; the `vanill
 Differs from the paper: the baseline is inside the advantage (algos/advantages.py); tokens, not episodes, are weighted.
 """
 
-import torch
 from torch import Tensor
 
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio."""
     per_token_loss = -inputs.advantages * inputs.logprobs
     # The ratio is reported, to show how far off-policy the data were; it takes no part in the loss.
-    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     return per_token_loss, {"ratio": ratio}

@@ -7,15 +7,15 @@ ROLL Flash, arXiv 2510.11345, «Truncated IS»; the clipped weight is that of IM
 Differs from the paper: nothing known; the defaults [0, 1] are those of its code.
 """
 
-import torch
 from torch import Tensor
 
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, *, clip_low: float = 0.0, clip_high: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
-    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     weight = ratio.clamp(clip_low, clip_high)
     per_token_loss = -weight * inputs.advantages * inputs.logprobs
     return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}

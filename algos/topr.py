@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where a ratio is cut)."""
-    ratio = torch.exp(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     good = inputs.rewards > 0
     weight = torch.where(good, 1.0, ratio.clamp(0, 1))
     per_token_loss = -weight * inputs.advantages * inputs.logprobs
