@@ -4,6 +4,7 @@ Every node shares its own groups among its own ranks. What must be known of the 
 the whole step, and the number of micro-batches.
 """
 
+import numpy as np
 import torch
 
 from algos import ADVANTAGES
@@ -14,12 +15,18 @@ from packing import TrainSequence, distribute
 from policy import Policy
 
 
-def make_updates(groups: list[Group], config: Config, cluster: Cluster | None = None) -> list[list[TrainSequence]]:
-    """Give every trajectory its advantage and deal whole groups, in order, to the step's minibatches.
+def make_updates(
+    groups: list[Group], config: Config, cluster: Cluster | None = None, *, step: int
+) -> list[list[TrainSequence]]:
+    """Give every trajectory its advantage and deal whole groups to the step's minibatches.
+
+    Groups come sorted by age, and so by length: several minibatches get them in a random order of seed and step.
 
     Advantages are estimated over the whole step, on all nodes; what is returned is this node's: [update][sequence].
     Collective over the leaders of nodes that train. Raises RuntimeError for a reward that is not a finite number.
     """
+    if config.minibatches > 1:
+        groups = [groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))]
     trajectories = [t for group in groups for t in group.trajectories]
     advantages = _advantages([(t.reward, t.group_id) for t in trajectories], config, cluster or Cluster())
     sequences = [
@@ -39,15 +46,15 @@ def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster)
     return advantages[start : start + len(mine)].tolist()
 
 
-def deal(groups: list[Group] | None, policy: Policy, cluster: Cluster) -> list[list[list[TrainSequence]]]:
-    """Deal a node's batch to its ranks: this rank's [update][micro-batch] → sequences, about equal tokens; collective.
+def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> list[list[list[TrainSequence]]]:
+    """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → sequences, about equal tokens; collective.
 
     `groups` is the node's batch on its leader and None on the others.
     """
     policy.clock.enter("gather")
     config, shares = policy.config, None
     if groups is not None:
-        updates = make_updates(groups, config, cluster)
+        updates = make_updates(groups, config, cluster, step=step)
         num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
         shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row)
     mine = cluster.scatter_on_node(shares)

@@ -55,7 +55,7 @@ def train_on(node: "Node", log: "StepLog") -> None:
     for step in range(1, config.steps + 1):
         groups = node.take_batch()
         node.record_batch(step, groups)
-        updates = batch.deal(groups, policy, node.cluster)
+        updates = batch.deal(groups, step, policy, node.cluster)
         stats = policy.train_step(updates, policy_version=step - 1)
         publisher.publish(step, groups)
         log.write(step, groups, stats)

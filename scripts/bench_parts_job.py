@@ -90,7 +90,7 @@ class Job:
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         """The training part of a step."""
-        updates = batch.deal(groups, self.policy, self.node.cluster)
+        updates = batch.deal(groups, self.step, self.policy, self.node.cluster)
         return self.policy.train_step(updates, policy_version=self.step - 1)
 
     def measure(self, steps: int, train: bool = True) -> dict[str, float]:

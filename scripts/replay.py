@@ -194,7 +194,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     for step in range(1, config.steps + 1):
         clock.enter("wait")
         groups = recording.batch(step) if node.cluster.is_leader else None
-        updates = batch.deal(groups, policy, node.cluster)
+        updates = batch.deal(groups, step, policy, node.cluster)
         stats = policy.train_step(updates, policy_version=step - 1)
         clock.enter("evaluate")
         evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}

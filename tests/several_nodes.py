@@ -62,7 +62,7 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     found = []
     for config in configs:
         policy = load(config)
-        share = batch.deal(groups_of_node(cluster.node) if cluster.is_leader else None, policy, cluster)
+        share = batch.deal(groups_of_node(cluster.node) if cluster.is_leader else None, 1, policy, cluster)
         metrics = policy.train_step(share, policy_version=12)
         gradient, weights = first_gradient(policy), {name: p.clone() for name, p in policy.named_full_parameters()}
         shards = [p.to_local().numel() for p in policy.module.parameters()]
@@ -105,7 +105,7 @@ def _train_and_publish(groups: list[Group] | None, config: Config, cluster: Clus
     node = Node(config, cluster, None, policy.device, "", policy.clock, Probe(config))
     publisher = Publisher(node, policy)
     publisher.publish(0)
-    metrics = policy.train_step(batch.deal(groups, policy, cluster), policy_version=12)
+    metrics = policy.train_step(batch.deal(groups, 1, policy, cluster), policy_version=12)
     publisher.publish(1, groups)
     publisher.publish(2, groups)
     weights = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}

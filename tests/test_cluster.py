@@ -36,7 +36,7 @@ def two_nodes(tmp_path_factory):
 def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_replicas(two_nodes, one_rank, case):
     found, configs = two_nodes
     alone = dataclasses.replace(configs[case], replicas=1)
-    updates = make_updates(groups_of_node(0) + groups_of_node(1), alone)
+    updates = make_updates(groups_of_node(0) + groups_of_node(1), alone, step=1)
     policy = load(alone)
     expected = policy.train_step(distribute(updates, 1, 100_000)[0], policy_version=12)
     for rank in range(4):

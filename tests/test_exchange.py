@@ -41,7 +41,7 @@ def test_the_step_is_that_of_one_node_with_all_groups(five_nodes, one_rank):
     found, config = five_nodes
     groups = [group for node in (0, 2, 3, 4) for group in random_groups(10 * node, 2, 2, 12)]
     policy = load(config)
-    expected = policy.train_step(distribute(make_updates(groups, config), 1, 100_000)[0], policy_version=12)
+    expected = policy.train_step(distribute(make_updates(groups, config, step=1), 1, 100_000)[0], policy_version=12)
     for number in (1, 2, 3):
         assert found[number]["metrics"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert_same_gradient(found[number]["gradient"], first_gradient(policy))

@@ -91,7 +91,7 @@ def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_pat
     assert replay_to_end(recording, tmp_path, "--run-name=second") == first
     policy = load(recording.config)
     stats = [
-        policy.train_step(batch.share(make_groups(s + 1), recording.config, Cluster(), False), s)
+        policy.train_step(batch.share(make_groups(s + 1), recording.config, Cluster(), False, step=s + 1), s)
         for s in range(NUM_STEPS)
     ]
     policy.save(str(tmp_path / "run"))
