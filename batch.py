@@ -47,9 +47,9 @@ def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster)
 
 
 def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> list[list[list[TrainSequence]]]:
-    """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → sequences, about equal tokens; collective.
+    """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → sequences; collective.
 
-    `groups` is the node's batch on its leader and None on the others.
+    `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
     """
     policy.clock.enter("gather")
     config, shares = policy.config, None

@@ -56,6 +56,8 @@ class Config:
     """Local copy of the task's dataset (a folder `datasets` can load), for machines that reach no hub."""
     algo: Algo = "grpo"
     """Policy loss: a file of algos/, with its formula and paper on top."""
+    algo_args: tuple[str, ...] = ()
+    """NAME=VALUE each, as in `clip_high=0.28`: keyword arguments of the loss, in its file with their defaults."""
     advantage: Advantage = "grpo"
     """Advantage estimator, algos/advantages.py."""
 
@@ -125,10 +127,6 @@ class Config:
     trains the model."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
-    clip_low: float | None = None
-    """Lower clip range (ε_low) of the loss; unset uses the loss's own default."""
-    clip_high: float | None = None
-    """Upper clip range (ε_high) of the loss; unset uses the loss's own default."""
     minibatches: int = 1
     """Optimizer updates per step; must divide groups_per_step."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
@@ -285,10 +283,12 @@ def _check_ranges(config: Config) -> None:
     for name in _SHARES:
         if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
             raise ValueError(f"--{_flag(name)} must be in (0, 1], got {getattr(config, name)}")
-    if config.clip_low is not None and not 0 <= config.clip_low <= 1:
-        raise ValueError(f"--clip-low must be in [0, 1], got {config.clip_low}")
-    if config.clip_high is not None and not config.clip_high >= 0:
-        raise ValueError(f"--clip-high must be at least 0, got {config.clip_high}")
+    names = [item.partition("=")[0] for item in config.algo_args]
+    for item, name in zip(config.algo_args, names, strict=True):
+        if not re.fullmatch(r"\w+=.+", item):
+            raise ValueError(f"--algo-args takes NAME=VALUE, as in clip_high=0.28, got {item!r}")
+        if names.count(name) > 1:
+            raise ValueError(f"--algo-args gives {name} {names.count(name)} times, got {item!r}; leave one")
     if config.num_rollout_workers is not None and config.num_rollout_workers < 1:
         raise ValueError(f"--num-rollout-workers must be at least 1, got {config.num_rollout_workers}")
     if not _TASK.fullmatch(config.task):
@@ -336,10 +336,6 @@ def _check_cross_fields(config: Config) -> None:
         raise ValueError(
             f"--lora-rank {config.lora_rank} does not go with --compile, which is not tested with adapters; "
             "leave one of the two out"
-        )
-    if config.algo == "tis" and None not in (config.clip_low, config.clip_high) and config.clip_low > config.clip_high:
-        raise ValueError(
-            f"--clip-low {config.clip_low} is above --clip-high {config.clip_high}, the range of tis is empty"
         )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from algos import hyperparameters
 from cluster import Cluster, check_shares, join
 from config import Config
 from controller import Controller
@@ -140,10 +141,11 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
 
     Rollout workers, which run `worker_main(spec, connection)`, are started first and come up while the caller loads the
     policy; `lead` is what a leader does instead of `start_rollout`. Raises ValueError for what the user can mend: nodes
-    that differ, placement, model, dataset, a prompt or response that does not fit the model; and RuntimeError, with
-    the reason, if another node ends.
+    that differ, arguments of the loss, placement, model, dataset, a prompt or response that does not fit the model; and
+    RuntimeError, with the reason, if another node ends.
     """
     config.checked()
+    hyperparameters(config.algo, config.algo_args)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind

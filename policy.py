@@ -288,9 +288,9 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
 
     With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
-    ValueError, at once, for a missing or unfit model and for an option that the loss does not take.
+    ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
     """
-    options = hyperparameters(config.algo, {"clip_low": config.clip_low, "clip_high": config.clip_high})
+    options = hyperparameters(config.algo, config.algo_args)
     mesh = trainer_mesh(config.replicas, device)
     module, reference = _load_sharded(config, model_path, mesh, device), None
     if config.kl_coef > 0 and config.lora_rank:

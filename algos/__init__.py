@@ -1,7 +1,8 @@
 """Policy losses, advantage and KL estimators by name. Adding one: its file, its line below, its name in config.py."""
 
+import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from algos import (
@@ -19,6 +20,7 @@ from algos import (
     topr,
     weighted_topr,
 )
+from algos.arguments import read_value
 from algos.inputs import LossInputs
 
 __all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs", "hyperparameters"]
@@ -48,17 +50,21 @@ ADVANTAGES: dict[str, Callable] = {
 KL_ESTIMATORS = kl.ESTIMATORS
 
 
-def hyperparameters(algo: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are set (not None), as keyword arguments of the loss `algo`.
+def hyperparameters(algo: str, algo_args: Iterable[str]) -> dict[str, Any]:
+    """Return `--algo-args`, each NAME=VALUE, as keyword arguments of the loss `algo`.
 
-    Raises ValueError for a set option that this loss does not take, naming the losses that do.
+    Raises ValueError, in one line, for a name that the loss does not take and for a value that it does not allow.
     """
-    chosen = {name: value for name, value in options.items() if value is not None}
-    for name, value in chosen.items():
-        takers = [other for other, loss in LOSSES.items() if name in inspect.signature(loss).parameters]
-        if algo not in takers:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value} has no meaning for --algo {algo}; "
-                f"it is an option of {', '.join(takers) or 'no loss'}"
-            )
+    _, *keywords = inspect.signature(LOSSES[algo]).parameters.values()
+    kinds = {k.name: type(k.default) if k.annotation is k.empty else k.annotation for k in keywords}
+    chosen = {}
+    for item in algo_args:
+        name, _, text = item.partition("=")
+        if name not in kinds:
+            hint = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, kinds, 1))
+            raise ValueError(f"--algo-args {item}: --algo {algo} takes {', '.join(kinds) or 'none'}{hint}")
+        try:
+            chosen[name] = read_value(text, kinds[name])
+        except ValueError as error:
+            raise ValueError(f"--algo-args {item}: {name} of --algo {algo} {error}") from None
     return chosen

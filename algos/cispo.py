@@ -7,20 +7,21 @@
 
 MiniMax-M1, arXiv 2506.13585, section 3.1, where the mask is the «unified» form.
 Differs from the paper: the denominator is the engine's own log-prob; the paper leaves the weight without a lower bound
-(`--clip-low 1`) and tunes the upper one, the defaults here are those of ROLL Flash's code; the mask uses the range of
+(`clip_low=1`) and tunes the upper one, the defaults here are those of ROLL Flash's code; the mask uses the range of
 the clip and not one of its own; group and length normalisation are the advantage's and `loss_aggregation`'s.
 """
 
 import torch
 from torch import Tensor
 
+from algos.arguments import NonNegative, Share
 from algos.clipping import is_past_clip
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 
 
 def loss(
-    inputs: LossInputs, *, clip_low: float = 0.1, clip_high: float = 0.1, unified_mask: bool = False
+    inputs: LossInputs, *, clip_low: Share = 0.1, clip_high: NonNegative = 0.1, unified_mask: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
     ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)

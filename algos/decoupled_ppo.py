@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from algos.arguments import Cap, NonNegative, Share
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
@@ -25,9 +26,9 @@ from algos.ratio import importance_ratio
 def loss(
     inputs: LossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    behavior_weight_cap: float = 5.0,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.2,
+    behavior_weight_cap: Cap = 5.0,
     action: Literal["mask", "truncate"] = "mask",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.

@@ -14,13 +14,14 @@ clamped to ±20 nats.
 import torch
 from torch import Tensor
 
+from algos.arguments import AboveOne, NonNegative, Share
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 
 
 def loss(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.2, dual_clip: AboveOne | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
     advantages = inputs.advantages

@@ -13,13 +13,16 @@ tokens share one advantage and one weight, as with every `loss_aggregation`, it 
 
 from torch import Tensor
 
+from algos.arguments import NonNegative, Share
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean
 
 
-def loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(
+    inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), clipped (gradient cut)."""
     log_ratio = inputs.logprobs - inputs.behavior_logprobs
     ratio = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from algos.arguments import Cap, NonNegative, Share
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
@@ -26,10 +27,10 @@ from algos.sequence_mean import sequence_mean
 def loss(
     inputs: LossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    low: float = 0.5,
-    high: float = 5.0,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.2,
+    low: Share = 0.5,
+    high: Cap = 5.0,
     level: Literal["token", "sequence"] = "token",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.

@@ -10,11 +10,12 @@ corrected but held against, and a token with A = 0 still has the gradient tau·(
 
 from torch import Tensor
 
+from algos.arguments import Positive
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 
 
-def loss(inputs: LossInputs, *, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, tau: Positive = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio."""
     log_ratio = inputs.logprobs - inputs.behavior_logprobs
     per_token_loss = -inputs.advantages * inputs.logprobs + tau / 2 * log_ratio**2

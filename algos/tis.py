@@ -9,11 +9,12 @@ Differs from the paper: nothing known; the defaults [0, 1] are those of its code
 
 from torch import Tensor
 
+from algos.arguments import Cap, Share
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 
 
-def loss(inputs: LossInputs, *, clip_low: float = 0.0, clip_high: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, clip_low: Share = 0.0, clip_high: Cap = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
     ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     weight = ratio.clamp(clip_low, clip_high)

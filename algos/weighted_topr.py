@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from algos import topr
+from algos.arguments import NonNegative
 from algos.inputs import LossInputs
 
 
 def loss(
-    inputs: LossInputs, *, positive_weight: float = 1.0, negative_weight: float = 1.0
+    inputs: LossInputs, *, positive_weight: NonNegative = 1.0, negative_weight: NonNegative = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where a ratio is cut)."""
     per_token_loss, stats = topr.loss(inputs)

@@ -34,7 +34,7 @@ from time_ledger import Account
 from train_async import run_job
 
 OF_TRAINING = (
-    "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "clip_low", "clip_high",
+    "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "algo_args",
     "minibatches", "proximal", "loss_aggregation", "kl_coef", "kl_estimator", "max_tokens_per_microbatch",
     "activation_checkpointing", "compile", "optimizer_offload", "share_prefix", "lora_rank", "replicas",
 )  # fmt: skip

@@ -23,7 +23,9 @@ def two_nodes(tmp_path_factory):
     """What four real gloo ranks found, [rank][case], and the config of each case."""
     folder = str(tmp_path_factory.mktemp("two_nodes"))
     model = save_tiny_model(os.path.join(folder, "model"))
-    shared = Config(model=model, algo="tis", clip_high=10.0, max_grad_norm=1e9, group_size=2, groups_per_step=6)
+    shared = Config(
+        model=model, algo="tis", algo_args=("clip_high=10",), max_grad_norm=1e9, group_size=2, groups_per_step=6
+    )
     configs = [
         dataclasses.replace(shared, advantage=advantage, replicas=replicas, max_tokens_per_microbatch=48)
         for advantage, replicas in CASES.items()

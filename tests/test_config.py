@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -34,10 +35,9 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--share-prefix", "--group-size", "1", "--advantage", "reinforce"], "--group-size 1 leaves nothing to share"),
         (["--lora-rank", "8", "--compile"], "--lora-rank 8 does not go with --compile"),
         (["--lora-rank", "-1"], "--lora-rank must be at least 0, got -1"),
-        (["--clip-low", "-0.1"], "--clip-low must be in [0, 1], got -0.1"),
-        (["--clip-low", "1.1"], "--clip-low must be in [0, 1], got 1.1"),
-        (["--clip-high", "-1"], "--clip-high must be at least 0, got -1.0"),
-        (["--algo", "tis", "--clip-low", "0.5", "--clip-high", "0.4"], "--clip-low 0.5 is above --clip-high 0.4"),
+        (["--algo-args", "clip_high"], "--algo-args takes NAME=VALUE, as in clip_high=0.28, got 'clip_high'"),
+        (["--algo-args", "clip_high="], "--algo-args takes NAME=VALUE, as in clip_high=0.28, got 'clip_high='"),
+        (["--algo-args", "cap=2", "cap=3"], "--algo-args gives cap 2 times, got 'cap=2'; leave one"),
         (
             ["--task", "chess"],
             "--task must be addition, gsm8k, reasoning_gym:NAME, frozen_lake or guess_number, got 'chess'",
@@ -75,6 +75,13 @@ def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, cap
 def test_capacity_and_bound_grow_with_over_sampling_and_extra_groups():
     config = Config(groups_per_step=10, async_ratio=0, over_sampling=1.5, extra_groups=3, publish_delay=1)
     assert (config.max_outstanding_groups, config.max_staleness) == (18, 5)
+
+
+def test_arguments_of_the_loss_survive_json_and_may_be_given_as_none():
+    config = parse_config(["--algo-args", "clip_high=0.28", "dual_clip=3", "--algo", "grpo"])
+    assert config.algo_args == ("clip_high=0.28", "dual_clip=3")
+    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    assert parse_config(["--algo-args"]).algo_args == ()
 
 
 def test_switches_need_no_value():

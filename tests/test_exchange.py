@@ -24,9 +24,9 @@ def five_nodes(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("five_nodes"))
     model = save_tiny_model(os.path.join(folder, "model"))
     config = Config(
-        model=model, algo="tis", clip_high=10.0, eval_every=2, max_grad_norm=1e9, group_size=2, groups_per_step=8
+        model=model, algo="tis", algo_args=("clip_high=10",), max_grad_norm=1e9, group_size=2, groups_per_step=8
     )
-    config = dataclasses.replace(config, publish_delay=1, steps=2)
+    config = dataclasses.replace(config, publish_delay=1, steps=2, eval_every=2)
     assert run_ranks(train_by_roles, len(NODE_OF_PROCESS), folder, config) == [0] * len(NODE_OF_PROCESS)
     return [torch.load(os.path.join(folder, f"process_{i}.pt"), weights_only=False) for i in range(6)], config
 

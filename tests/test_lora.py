@@ -132,7 +132,7 @@ def add_by_peft_s_rules(base, adapter, path):
 
 def test_a_run_lowers_its_loss_and_the_reference_is_the_base_model(model):
     sequences = random_sequences(8)
-    policy = load(make_config(model, lora_rank=RANK, algo="reinforce", clip_high=None, lr=0.01, warmup=0, kl_coef=0.01))
+    policy = load(make_config(model, lora_rank=RANK, algo="reinforce", algo_args=(), lr=0.01, warmup=0, kl_coef=0.01))
     assert policy.reference is policy.module
     base = plain_logprobs(model, sequences).detach()
     steps = []

@@ -49,13 +49,13 @@ def untied(tmp_path_factory):
 
 def make_config(model, **options):
     """No gradient clipping and a wide loss clip, so that gradients can be compared with a plain sum."""
-    return Config(**{"model": model, "algo": "tis", "clip_high": 10.0, "max_grad_norm": 1e9, **options})
+    return Config(**{"model": model, "algo": "tis", "algo_args": ("clip_high=10",), "max_grad_norm": 1e9, **options})
 
 
 def wide_clip(algo):
     """Options of make_config with which the loss clips some of random_sequences, but not most."""
     takes_clip = "clip_high" in inspect.signature(LOSSES[algo]).parameters
-    return {"clip_low": 0.5, "clip_high": 3.0} if takes_clip else {"clip_low": None, "clip_high": None}
+    return {"algo_args": ("clip_low=0.5", "clip_high=3") if takes_clip else ()}
 
 
 def share_of(sequences, budget=100_000):
@@ -232,7 +232,7 @@ def test_two_ranks_save_one_loadable_checkpoint_and_both_hear_of_a_failure(two_r
 
 def test_updates_raise_the_probability_of_what_was_good_and_lower_that_of_what_was_bad(tied):
     sequences = [replace(s, advantage=(1.0, -1.0)[i % 2]) for i, s in enumerate(random_sequences(10, max_tokens=12))]
-    policy = load(make_config(tied, algo="reinforce", clip_high=None, lr=1e-3, warmup=0))
+    policy = load(make_config(tied, algo="reinforce", algo_args=(), lr=1e-3, warmup=0))
     before = [policy.score([[s]])[0].mean() for s in sequences]
     for version in range(5):
         policy.train_step(share_of(sequences), 12 + version)
@@ -265,7 +265,7 @@ def test_gradient_norm_is_reported_before_clipping_and_the_step_is_clipped(tied)
 
 def test_drift_and_ratio_are_those_of_behavior_against_current_policy(tied):
     sequences = random_sequences(6)
-    policy = load(make_config(tied, clip_high=1.0))
+    policy = load(make_config(tied, algo_args=()))
     logprobs = policy.score([sequences])[0].double().tolist()
     behavior = np.concatenate([s.behavior_logprobs[s.loss_mask] for s in sequences]).astype(float).tolist()
     metrics = policy.train_step([[sequences]], policy_version=12)
@@ -335,7 +335,7 @@ def test_kl_penalty_is_zero_at_the_start_and_pulls_back_later(tied):
     sequences = random_sequences(6)
     ends = []
     for kl_coef in (1e-9, 10.0):
-        policy = load(make_config(tied, kl_coef=kl_coef, algo="reinforce", clip_high=None, lr=3e-3))
+        policy = load(make_config(tied, kl_coef=kl_coef, algo="reinforce", algo_args=(), lr=3e-3))
         divergences = [policy.train_step(share_of(sequences), 12)["kl_ref"] for _ in range(8)]
         assert abs(divergences[0]) < 1e-6 and all(d >= 0 for d in divergences)
         ends.append(divergences[-1])
@@ -496,8 +496,19 @@ def test_a_write_that_fails_halfway_leaves_no_checkpoint_and_one_line(tied, tmp_
 
 
 def test_an_option_that_the_loss_does_not_take_is_refused_before_the_model_is_looked_for():
-    with pytest.raises(ValueError, match=r"--clip-low 0.1 has no meaning for --algo reinforce"):
-        load(Config(model="/no/such/folder", algo="reinforce", clip_low=0.1))
+    with pytest.raises(ValueError, match=r"--algo-args clip_low=0.1: --algo reinforce takes none"):
+        load(Config(model="/no/such/folder", algo="reinforce", algo_args=("clip_low=0.1",)))
+
+
+def test_an_argument_that_the_loss_does_not_take_ends_the_job_before_it_makes_anything(tmp_path):
+    from node import start_node
+
+    with (
+        pytest.raises(ValueError, match=r"^--algo-args cap=2: --algo grpo takes clip_low, clip_high, dual_clip$"),
+        start_node(Config(model="/no/such/folder", algo_args=("cap=2",), runs_dir=str(tmp_path / "runs"))),
+    ):
+        pass
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_head_that_we_would_compute_wrongly_is_refused(tmp_path):

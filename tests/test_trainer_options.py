@@ -53,7 +53,16 @@ def model(request, tmp_path_factory):
 
 def make_config(model, **options):
     """No clipping that would hide a wrong gradient."""
-    return Config(**{"model": model, "algo": "tis", "clip_high": 10.0, "max_grad_norm": 1e9, "kl_coef": 0.1, **options})
+    return Config(
+        **{
+            "model": model,
+            "algo": "tis",
+            "algo_args": ("clip_high=10",),
+            "max_grad_norm": 1e9,
+            "kl_coef": 0.1,
+            **options,
+        }
+    )
 
 
 def trace(config, steps=4, budget=60):

@@ -5,7 +5,7 @@ import typing
 import pytest
 import torch
 
-from algos import ADVANTAGES, KL_ESTIMATORS, LOSSES, hyperparameters
+from algos import ADVANTAGES, KL_ESTIMATORS, LOSSES
 from algos.advantages import EPS
 from config import Advantage, Algo, KlEstimator
 
@@ -96,17 +96,3 @@ def test_the_dicts_hold_exactly_the_names_that_config_offers():
     assert set(LOSSES) == set(typing.get_args(Algo))
     assert set(ADVANTAGES) == set(typing.get_args(Advantage))
     assert set(KL_ESTIMATORS) == set(typing.get_args(KlEstimator))
-
-
-def test_set_options_reach_the_loss_that_takes_them():
-    assert hyperparameters("grpo", {"clip_low": None, "clip_high": 0.3}) == {"clip_high": 0.3}
-    assert hyperparameters("reinforce", {"clip_low": None, "clip_high": None}) == {}
-
-
-def test_an_option_the_loss_does_not_take_is_an_error_naming_those_that_do():
-    with pytest.raises(
-        ValueError, match=r"--clip-high 0.3 has no meaning for --algo reinforce.*of grpo, decoupled_ppo, tis, "
-    ):
-        hyperparameters("reinforce", {"clip_high": 0.3})
-    with pytest.raises(ValueError, match="option of no loss"):
-        hyperparameters("grpo", {"nonsense": 1})

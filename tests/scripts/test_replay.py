@@ -90,10 +90,7 @@ def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_pat
     first = replay_to_end(recording, tmp_path, "--run-name=first")
     assert replay_to_end(recording, tmp_path, "--run-name=second") == first
     policy = load(recording.config)
-    stats = [
-        policy.train_step(batch.share(make_groups(s + 1), recording.config, Cluster(), False, step=s + 1), s)
-        for s in range(NUM_STEPS)
-    ]
+    stats = [policy.train_step(batch.deal(make_groups(s + 1), s + 1, policy, Cluster()), s) for s in range(NUM_STEPS)]
     policy.save(str(tmp_path / "run"))
     metrics, weights = first
     assert weights_sha256(tmp_path / "run") == weights != recording.weights_sha256

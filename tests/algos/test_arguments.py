@@ -1,0 +1,87 @@
+import inspect
+import math
+from typing import Literal
+
+import pytest
+import torch
+from loss_checks import random_inputs
+
+from algos import LOSSES, hyperparameters
+from algos.arguments import read_value
+
+GIVEN = {
+    "clip_low": ("0.5", 0.5), "clip_high": ("1.5", 1.5), "dual_clip": ("3", 3.0), "behavior_weight_cap": ("1.2", 1.2),
+    "action": ("truncate", "truncate"), "unified_mask": ("true", True), "positive_weight": ("2", 2.0),
+    "negative_weight": ("0", 0.0), "tau": ("1e-2", 0.01), "low": ("0.9", 0.9), "high": ("1.1", 1.1),
+    "level": ("sequence", "sequence"), "cap": ("1.5", 1.5),
+}  # fmt: skip
+"""A value other than the default for every keyword argument of every loss, as text and as what it means."""
+KEYWORDS = [(algo, name) for algo, loss in LOSSES.items() for name in list(inspect.signature(loss).parameters)[1:]]
+
+
+@pytest.mark.parametrize(("algo", "name"), KEYWORDS)
+def test_every_keyword_argument_of_every_loss_can_be_given_and_changes_the_loss(algo, name):
+    text, value = GIVEN[name]
+    chosen = hyperparameters(algo, (f"{name}={text}",))
+    assert chosen == {name: value} and type(chosen[name]) is type(value)
+    inputs = random_inputs(num_tokens=600, spread=2.0)
+    assert not torch.equal(LOSSES[algo](inputs, **chosen)[0], LOSSES[algo](inputs)[0])
+
+
+@pytest.mark.parametrize(("algo", "name"), KEYWORDS)
+def test_a_default_is_within_the_range_of_its_argument(algo, name):
+    default = inspect.signature(LOSSES[algo]).parameters[name].default
+    if default is not None:
+        assert hyperparameters(algo, (f"{name}={str(default).lower()}",)) == {name: default}
+
+
+def test_several_arguments_are_read_and_none_is_none():
+    assert hyperparameters("grpo", ("clip_high=0.28", "dual_clip=3")) == {"clip_high": 0.28, "dual_clip": 3.0}
+    assert hyperparameters("grpo", ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("algo", "item", "message"),
+    [
+        ("grpo", "clip_hihg=0.3", "--algo grpo takes clip_low, clip_high, dual_clip; did you mean clip_high?"),
+        ("grpo", "nonsense=1", "--algo grpo takes clip_low, clip_high, dual_clip"),
+        ("grpo", "inputs=1", "--algo grpo takes clip_low, clip_high, dual_clip"),
+        ("reinforce", "clip_low=0.1", "--algo reinforce takes none"),
+        ("grpo", "clip_low=1.1", "clip_low of --algo grpo must be in [0, 1]"),
+        ("grpo", "clip_low=-0.1", "clip_low of --algo grpo must be in [0, 1]"),
+        ("gspo", "clip_high=-1", "clip_high of --algo gspo must be at least 0"),
+        ("grpo", "dual_clip=1", "dual_clip of --algo grpo must be above 1"),
+        ("tis", "clip_high=0.4", "clip_high of --algo tis must be at least 1, the ratio of a fresh token"),
+        ("icepop", "low=1.5", "low of --algo icepop must be in [0, 1]"),
+        ("aipo", "cap=0", "cap of --algo aipo must be at least 1, the ratio of a fresh token"),
+        ("aipo", "cap=inf", "cap of --algo aipo must be a finite number"),
+        ("aipo", "cap=nan", "cap of --algo aipo must be a finite number"),
+        ("aipo", "cap=two", "cap of --algo aipo must be a finite number"),
+        ("aipo", "cap", "cap of --algo aipo must be a finite number"),
+        ("kimi", "tau=0", "tau of --algo kimi must be above 0"),
+        ("weighted_topr", "positive_weight=-1", "positive_weight of --algo weighted_topr must be at least 0"),
+        ("cispo", "unified_mask=yes", "unified_mask of --algo cispo must be true or false"),
+        ("decoupled_ppo", "action=cut", "action of --algo decoupled_ppo must be mask or truncate"),
+        ("icepop", "level=tokens", "level of --algo icepop must be token or sequence"),
+    ],
+)
+def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):
+    with pytest.raises(ValueError) as error:
+        hyperparameters(algo, (item,))
+    assert str(error.value) == f"--algo-args {item}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [("3", int, 3), ("a=b", str, "a=b"), ("2", Literal[1, 2], 2), ("0.5", float | None, 0.5), ("false", bool, False)],
+)
+def test_text_is_read_as_the_type_of_the_annotation(text, kind, value):
+    assert read_value(text, kind) == value and type(read_value(text, kind)) is type(value)
+
+
+def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch):
+    monkeypatch.setitem(LOSSES, "own", lambda inputs, *, power=2, scale=1.0: None)
+    assert hyperparameters("own", ("power=3", "scale=2")) == {"power": 3, "scale": 2.0}
+    with pytest.raises(ValueError, match=r"power of --algo own must be a whole number"):
+        hyperparameters("own", ("power=2.5",))
+    assert not math.isnan(hyperparameters("own", ("scale=1e300",))["scale"])
