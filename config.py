@@ -265,8 +265,14 @@ _AT_LEAST = {
     "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
     "replicas": 1, "rollout_tp": 1, "lora_rank": 0,
 }  # fmt: skip
+_AT_MOST = {
+    "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
+    "startup_timeout_s": 10**6, "rollout_timeout_s": 10**6, "env_timeout_s": 10**6, "seed": 2**63 - 1,
+}  # fmt: skip
+_AT_MOST_ELSE = 10**9
+"""Of every other number: beyond what anybody means, and small enough to be counted, waited for and multiplied."""
 _ABOVE_ZERO = (
-    "temperature", "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",
+    "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",
 )  # fmt: skip
 _SHARES = ("top_p", "gpu_memory_utilization")
 _OF_WORKERS = ("num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization")
@@ -274,6 +280,16 @@ _TASK = re.compile(r"addition|gsm8k|reasoning_gym:\w+|" + "|".join(MULTI_TURN_TA
 
 
 def _check_ranges(config: Config) -> None:
+    for name, value in config.as_dict().items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{_flag(name)} must be a finite number, got {value}")
+        if isinstance(value, int | float) and value > (limit := _AT_MOST.get(name, _AT_MOST_ELSE)):
+            raise ValueError(f"--{_flag(name)} must be at most {limit}, got {value}")
+    if not 0.01 <= config.temperature <= 2:
+        raise ValueError(
+            f"--temperature must be in [0.01, 2], got {config.temperature}: vLLM samples at 0.01 what is below, and "
+            "refuses what is above"
+        )
     for name, low in _AT_LEAST.items():
         if not getattr(config, name) >= low:
             raise ValueError(f"--{_flag(name)} must be at least {low}, got {getattr(config, name)}")
@@ -295,8 +311,10 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(
             f"--task must be addition, gsm8k, reasoning_gym:NAME, {' or '.join(MULTI_TURN_TASKS)}, got {config.task!r}"
         )
-    if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
-        raise ValueError(f"--run-name may hold letters, digits and . _ + = -, got {config.run_name!r}")
+    if config.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[\w.+=-]+", config.run_name):
+        raise ValueError(
+            f"--run-name may hold letters, digits and . _ + = -, and is neither . nor .., got {config.run_name!r}"
+        )
 
 
 def _check_cross_fields(config: Config) -> None:

@@ -26,7 +26,16 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
     [
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--async-ratio", "-1"], "--async-ratio must be at least 0"),
-        (["--temperature", "0"], "--temperature must be above 0"),
+        (["--async-ratio", "inf"], "--async-ratio must be a finite number, got inf"),
+        (["--async-ratio", "1e308"], "--async-ratio must be at most 1000, got 1e+308"),
+        (["--over-sampling", "1001", "--async-ratio", "0"], "--over-sampling must be at most 1000"),
+        (["--max-grad-norm", "inf"], "--max-grad-norm must be a finite number"),
+        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be a finite number"),
+        (["--startup-timeout-s", "1e308"], "--startup-timeout-s must be at most 1000000"),
+        (["--eval-problems", "1000000000000"], "--eval-problems must be at most 100000, got 1000000000000"),
+        (["--steps", "1000000000000"], "--steps must be at most 1000000000"),
+        (["--temperature", "0"], "--temperature must be in [0.01, 2], got 0.0: vLLM samples at 0.01"),
+        (["--temperature", "2.1"], "--temperature must be in [0.01, 2], got 2.1"),
         (["--top-p", "1.5"], "--top-p must be in (0, 1]"),
         (["--groups-per-step", "10", "--minibatches", "4"], "10 / 4 = 2.50 groups per update"),
         (["--max-prompt-tokens", "9000", "--max-response-tokens", "9000"], "9000 = 18000; raise the first"),
@@ -62,6 +71,8 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         ),
         (["--node-roles", "trainer", "--rollout-tp", "2"], "--rollout-tp 2 is about rollout workers, and with"),
         (["--run-name", "a/b"], "--run-name may hold letters"),
+        (["--run-name", "."], "neither . nor .., got '.'"),
+        (["--run-name", ".."], "neither . nor .., got '..'"),
         (["--num-rollout-workers", "0"], "--num-rollout-workers must be at least 1"),
     ],
 )
@@ -70,6 +81,17 @@ def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, cap
         parse_config(options)
     (line,) = capsys.readouterr().err.splitlines()
     assert exit_.value.code == 2 and line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Config) if "float" in str(f.type)])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_no_number_may_be_infinite_or_none(field, value):
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} must be a finite number"):
+        dataclasses.replace(Config(), **{field: value}).checked()
+
+
+def test_a_name_may_hold_dots():
+    assert Config(run_name="...").checked() and Config(run_name=".a").checked()
 
 
 def test_capacity_and_bound_grow_with_over_sampling_and_extra_groups():
