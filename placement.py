@@ -162,6 +162,11 @@ def _place_on_cpu(config: Config, num_cores: int, num_trainer_ranks: int) -> Pla
     if config.rollout_tp > 1:
         raise ValueError(f"--rollout-tp {config.rollout_tp} splits an engine over GPUs, and none is visible; use 1")
     num_workers = config.num_rollout_workers or 1
+    if num_workers > num_cores:
+        raise ValueError(
+            f"--num-rollout-workers {num_workers} on {num_cores} CPU cores: {num_workers} / {num_cores} = "
+            f"{num_workers / num_cores:.2f} engines per core, and the trainer; use {num_cores} or fewer"
+        )
     threads = _threads(num_cores, num_trainer_ranks + num_workers)
     workers = tuple(WorkerPlacement(worker, None, None, threads, 0.0) for worker in range(num_workers))
     return Placement((None,) * num_trainer_ranks, threads, workers, "shm")

@@ -58,6 +58,7 @@ def test_a_worker_may_have_several_gpus_one_after_the_other(gpus, ranks, options
 @pytest.mark.parametrize(
     ("gpus", "ranks", "options", "message"),
     [
+        (0, 1, {"num_rollout_workers": 1000}, r"1000 on 16 CPU cores: 1000 / 16 = 62.50 engines per core"),
         (0, 1, {"rollout_tp": 2}, "--rollout-tp 2 splits an engine over GPUs, and none is visible"),
         (1, 1, {"rollout_tp": 2}, r"1 trainer rank \+ 1 rollout worker × 2 GPUs = 3 GPUs, 1 is visible"),
         (4, 3, {"rollout_tp": 2}, r"3 trainer ranks \+ 1 rollout workers × 2 GPUs = 5 GPUs, 4 are visible"),
@@ -71,7 +72,7 @@ def test_a_worker_may_have_several_gpus_one_after_the_other(gpus, ranks, options
         (4, 2, {"colocate": "sleep", "async_ratio": 0}, "--colocate sleep is for one GPU"),
     ],
 )
-def test_a_split_engine_and_a_sleeping_one_need_what_they_need(gpus, ranks, options, message):
+def test_many_engines_a_split_one_and_a_sleeping_one_need_what_they_need(gpus, ranks, options, message):
     with pytest.raises(ValueError, match=message):
         place(Config(**options), gpus, 16, ranks)
 
