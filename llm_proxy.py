@@ -393,6 +393,7 @@ def engine_options(spec: WorkerSpec) -> dict:
     options = {
         "model": spec.model_path,
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "load_format": "dummy",  # all weights come by the transport, so one that it misses is seen at once
         "dtype": "float32" if on_cpu else "bfloat16",
         "max_model_len": config.max_sequence_tokens,

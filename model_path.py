@@ -1,16 +1,20 @@
 """Where the weights of `--model` are: a tiny model made here, a local folder, or the Hugging Face hub."""
 
 import functools
+import json
 import os
 
 from config import MULTI_TURN_TASKS
+
+_ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
+_TOKENIZERS = (".model", ".tiktoken")
 
 
 def resolve_model(model: str, task: str) -> str:
     """Return the local folder of a model: a path as it is, or a Hugging Face name's cached or downloaded snapshot.
 
     `tiny` is the tiny model of the task: an environment's own, and for any other task the one that adds.
-    Raises ValueError, within seconds also without network, if it is neither.
+    Raises ValueError, within seconds also without network, if it is neither, or lacks a part that can be used.
     """
     if model == "tiny" and task in MULTI_TURN_TASKS:
         from data.tiny_agent import tiny_agent_path
@@ -20,18 +24,19 @@ def resolve_model(model: str, task: str) -> str:
         from data.tiny import tiny_model_path
 
         return str(tiny_model_path())
+    folder = model if os.path.isdir(model) else _snapshot(model)
+    _check_folder(model, folder)
+    return folder
+
+
+def _snapshot(model: str) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    allowed = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
-    if os.path.isdir(model):
-        if not os.path.exists(os.path.join(model, "config.json")):
-            raise ValueError(f"--model {model}: this folder has no config.json; {allowed}")
-        return model
     try:
         return snapshot_download(model, local_files_only=True)
     except HFValidationError:
-        raise ValueError(f"--model {model}: no such folder; {allowed}") from None
+        raise ValueError(f"--model {model}: no such folder; {_ALLOWED}") from None
     except LocalEntryNotFoundError:
         pass
     try:
@@ -39,8 +44,45 @@ def resolve_model(model: str, task: str) -> str:
     except OSError as error:  # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"--model {model}: no such folder, not cached, and the hub says: {reason}; {allowed}"
+            f"--model {model}: no such folder, not cached, and the hub says: {reason}; {_ALLOWED}"
         ) from None
+
+
+def _check_folder(model: str, folder: str) -> None:
+    """Raise ValueError for what would be found out only after a minute, or in the middle of a library."""
+    from safetensors import SafetensorError, safe_open
+
+    names = sorted(os.listdir(folder))
+    if "config.json" not in names:
+        raise ValueError(f"--model {model}: its folder has no config.json; {_ALLOWED}")
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if not weights:
+        raise ValueError(
+            f"--model {model}: its folder has no *.safetensors, and weights of other formats are not read, as a "
+            "pickle can run code; convert them with save_pretrained of transformers"
+        )
+    for name in weights:
+        try:
+            with safe_open(os.path.join(folder, name), "np"):
+                pass  # opening reads the header, which has the length of the file
+        except SafetensorError as error:
+            raise ValueError(f"--model {model}: {name} is cut off or broken ({error}); fetch it again") from None
+    if not any(name.startswith(("tokenizer.", "vocab.", "tekken.")) or name.endswith(_TOKENIZERS) for name in names):
+        raise ValueError(f"--model {model}: its folder has no tokenizer (tokenizer.json or the like); put it there")
+    _check_own_code(model, folder)
+
+
+def _check_own_code(model: str, folder: str) -> None:
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        config = json.load(file)
+    if "auto_map" in config:
+        from transformers import CONFIG_MAPPING
+
+        if config.get("model_type") not in CONFIG_MAPPING:
+            raise ValueError(
+                f"--model {model}: it brings its own code (auto_map in config.json), which is not run here; "
+                "take a model that transformers has itself"
+            )
 
 
 @functools.cache
@@ -48,7 +90,7 @@ def load_tokenizer(model_path: str):
     """The tokenizer of a model directory or hub name."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_path)
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
 
 
 def stop_token_ids(model_path: str, tokenizer) -> list[int]:

@@ -37,7 +37,7 @@ def read_shape(model_path: str) -> ModelShape:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False))
     files = _weight_files(Path(model_path))
     sizes = parameter_sizes(files, tied) if files else _sizes_of_empty_model(config)
@@ -90,5 +90,5 @@ def _sizes_of_empty_model(config) -> dict[str, int]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -253,7 +253,8 @@ def _check_window(config: Config, model_path: str) -> None:
     """Raise ValueError if a whole sequence does not fit the model's positions."""
     from transformers import AutoConfig
 
-    window = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", None)
+    model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    window = getattr(model_config, "max_position_embeddings", None)
     if window is not None and config.max_sequence_tokens > window:
         raise ValueError(
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "

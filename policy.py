@@ -326,7 +326,10 @@ def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.dev
     dtype = compute_dtype if config.lora_rank else torch.float32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=dtype, attn_implementation=choose_attention(device, config.share_prefix)
+            hf_config,
+            dtype=dtype,
+            attn_implementation=choose_attention(device, config.share_prefix),
+            trust_remote_code=False,
         )
     module = TokenLogprobs(model.eval())
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
@@ -344,7 +347,7 @@ def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.dev
 
 
 def _read_config(path: str) -> PreTrainedConfig:
-    hf_config = AutoConfig.from_pretrained(path)
+    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     for name in _UNSUPPORTED_HEADS:
         if getattr(hf_config, name, None) not in (None, 1.0):
             raise ValueError(
@@ -366,7 +369,7 @@ def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, see
     Adapters, which no checkpoint of a base model holds, are made from the seed.
     """
     is_reader = dist.get_rank() == 0
-    full = AutoModelForCausalLM.from_pretrained(path, dtype=dtype) if is_reader else None
+    full = _read_model(path, dtype) if is_reader else None
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state = full.state_dict() | initial_adapters(model, seed) if is_reader else {}
     set_model_state_dict(model, state, options=options)
@@ -374,6 +377,19 @@ def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, see
         if is_reader:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, src=0)
+
+
+def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    options = {"use_safetensors": True, "trust_remote_code": False}
+    # Shapes that differ are taken, and refused here: transformers would only point at a table printed before.
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"--model {path}: {name} is {list(found)} in its safetensors and {list(expected)} by its config.json; "
+            "the two are not of one model"
+        )
+    return full
 
 
 def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
