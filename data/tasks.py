@@ -276,7 +276,13 @@ def _gsm8k_splits(data_path: str | None) -> tuple[list[Problem], list[Problem]]:
     """Train and test problems; a copy without a test split is split by a hash of the question."""
     splits = _load_splits(data_path)
     source = data_path or GSM8K
-    problems = {name: [_gsm8k_problem(row, source) for row in rows] for name, rows in splits.items()}
+    try:
+        problems = {
+            name: [_gsm8k_problem(row, f"{source}, row {number} of {name},") for number, row in enumerate(rows)]
+            for name, rows in splits.items()
+        }
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8: {error}") from None
     if "train" in problems and "test" in problems:
         train, test = problems["train"], problems["test"]
     else:
@@ -292,6 +298,9 @@ def _gsm8k_problem(row: dict, source: str) -> Problem:
     missing = {"question", "answer"} - row.keys()
     if missing:
         raise ValueError(f"{source} has columns {sorted(row)}, and lacks {sorted(missing)}")
+    for name in ("question", "answer"):
+        if not isinstance(row[name], str):
+            raise ValueError(f"{source} has no text as its {name}: {str(row[name])[:80]}; mend the row or leave it out")
     _, marker, final = row["answer"].rpartition("####")
     if not marker or not final.strip():
         raise ValueError(f"{source} has an answer without a final number after ####: {row['answer'][-80:]!r}")
@@ -309,8 +318,9 @@ def _load_splits(data_path: str | None) -> dict:
         raise ValueError(f"--data-path {data_path} does not exist; {_data_path_hint()}")
     try:
         loaded = _load_from_hub() if data_path is None else _load_from_disk(data_path)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        empty = isinstance(error, StopIteration)  # pyarrow's end is what datasets meets first
+        reason = "no rows" if empty else str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"dataset {data_path or GSM8K} cannot be had ({reason}); {_data_path_hint()}") from error
     return loaded if isinstance(loaded, dict) else {"all": loaded}
 

@@ -172,6 +172,26 @@ def test_a_malformed_dataset_is_an_error_that_shows_the_row(tmp_path):
         load_task("gsm8k", 0, str(write_jsonl(tmp_path / "b.jsonl", [{"question": "?", "solution": "4"}])))
 
 
+@pytest.mark.parametrize("answer", [None, ["#### 4"], 4])
+def test_a_row_without_a_text_is_named(tmp_path, answer):
+    rows = [{"question": "?", "answer": answer}]
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 0 of train, has no text as its answer"):
+        load_task("gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", rows)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"a\.jsonl cannot be had \(no rows\)"),
+        (b'{"question": "\xff", "answer": "#### 1"}\n', r"a\.jsonl is not UTF-8"),
+    ],
+)
+def test_a_file_that_holds_nothing_or_no_text_is_named(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_task("gsm8k", 0, str(tmp_path / "a.jsonl"))
+
+
 def test_a_missing_local_dataset_is_a_clear_error(tmp_path):
     with pytest.raises(ValueError, match="does not exist; --data-path takes a local copy of openai/gsm8k"):
         load_task("gsm8k", 0, str(tmp_path / "nowhere"))
