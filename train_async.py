@@ -5,9 +5,13 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 --help answers at once, and every process that is spawned imports this file.
 """
 
+import json
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config, parse_config
@@ -90,8 +94,11 @@ def _interrupt(number: int, frame) -> None:
 
 
 def fail(reason: str, status: int) -> None:
-    """Print why the run ends, and end it."""
+    """Print why the run ends, have torchrun say it again at the end of its own report, and end the run."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
     sys.exit(status)
 
 

@@ -1,0 +1,24 @@
+"""How a job ends, for whoever reads its last lines: under a real torchrun, without a model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(("error", "printed"), [("ValueError", "exitcode  : 2"), ("RuntimeError", "exitcode  : 1")])
+def test_the_reason_is_among_the_last_lines_of_torchrun_too(tmp_path, error, printed):
+    script = tmp_path / "job.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from train_async import run_job\n"
+        f"def job(): raise {error}('--steps must be at least 1')\n"
+        "run_job(job)"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "error: --steps must be at least 1" in done.stderr.splitlines()
+    assert "error: --steps must be at least 1" in done.stderr.splitlines()[-2]
+    assert printed in done.stderr
