@@ -27,13 +27,14 @@ def try_write(
             raise FileExistsError(f"{path} exists already")
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
         model.save_pretrained(partial, state_dict=state)
-        AutoTokenizer.from_pretrained(base_path).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(base_path, trust_remote_code=False).save_pretrained(partial)
         if adapters:
             lora.write_adapter(os.path.join(partial, "adapter"), adapters, base_path)
         os.rename(partial, path)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         return f"checkpoint {path} was not written: {' '.join(str(error).split())}"
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
     return None
 
 

@@ -1,6 +1,8 @@
 import inspect
+import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 from transformers import LlamaForCausalLM as Llama
 
 from algos import KL_ESTIMATORS, LOSSES
+from checkpoint import try_write
 from config import Config
 from packing import distribute, pack
 
@@ -487,6 +490,20 @@ except OSError as error:
 """
 
 
+class Interrupted:
+    """A model whose writing is stopped by a signal."""
+
+    def save_pretrained(self, folder, state_dict):
+        os.mkdir(folder)
+        raise KeyboardInterrupt
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(tied, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        try_write(Interrupted(), tied, {}, {}, str(tmp_path / "step_1"))
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_write_that_fails_halfway_leaves_no_checkpoint_and_one_line(tied, tmp_path):
     run = [sys.executable, "-c", WRITE_WITH_A_FILE_SIZE_LIMIT, tied, str(tmp_path / "step_1")]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)
@@ -516,3 +533,12 @@ def test_a_head_that_we_would_compute_wrongly_is_refused(tmp_path):
     Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30.0"):
         load(make_config(str(tmp_path)))
+
+
+def test_weights_of_another_vocabulary_are_refused_with_both_shapes(tied, tmp_path):
+    path = shutil.copytree(tied, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    message = r"model.embed_tokens.weight is \[150, 64\] in its safetensors and \[200, 64\] by its config.json"
+    with pytest.raises(ValueError, match=message):
+        load(make_config(str(path)))
