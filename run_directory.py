@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 from config import Config
 
@@ -79,11 +80,8 @@ class RunDirectory:
             self._wandb.finish()
 
     def _write(self, name: str, fields: dict) -> None:
-        line = json.dumps({key: _plain(value) for key, value in fields.items()})
         with self._lock:
-            if not self._files[name].closed:  # a worker's last words may come after the end
-                self._files[name].write(line + "\n")
-                self._files[name].flush()
+            _append(self._files[name], fields)
 
 
 class NodeRecords:
@@ -106,17 +104,30 @@ class NodeRecords:
 
     def record(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
-        line = json.dumps({"event": event, "time": time.time()} | {key: _plain(value) for key, value in fields.items()})
         with self._lock:
-            if not self._events.closed:  # a worker's last words may come after the end
-                self._events.write(line + "\n")
-                self._events.flush()
+            _append(self._events, {"event": event, "time": time.time(), **fields})
 
     def close(self, error: BaseException | None = None) -> None:
         """Record how the run ended, and close the file."""
         self.record("run_ended", **_how_it_ended(error))
         with self._lock:
             self._events.close()
+
+
+def _append(file: TextIO, fields: dict) -> None:
+    """Write a line and flush it. Raises OSError, with the path, if it cannot be kept: the run is to end by that."""
+    if file.closed:
+        return  # a worker's last words may come after the end
+    if not os.fstat(file.fileno()).st_nlink:
+        raise OSError(
+            f"{file.name} was deleted under the run that writes it; leave a run's directory alone until its end"
+        )
+    try:
+        file.write(json.dumps({key: _plain(value) for key, value in fields.items()}) + "\n")
+        file.flush()
+    except OSError as error:
+        error.filename = file.name
+        raise
 
 
 def _how_it_ended(error: BaseException | None) -> dict[str, str]:

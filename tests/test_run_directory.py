@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -62,3 +63,21 @@ def test_a_run_says_how_it_ended_in_one_line(tmp_path):
         ended = lines(run, "events")[-1]
         expected = ("ended early", "RuntimeError: no batch") if error else ("finished", "")
         assert (ended["status"], ended["reason"]) == expected
+
+
+def test_a_directory_that_is_deleted_under_a_run_ends_it_at_the_next_line(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
+    node = NodeRecords(Config(runs_dir=str(tmp_path)), "two", node=1)
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    with pytest.raises(OSError, match=r"one/metrics\.jsonl was deleted under the run that writes it"):
+        run.log_metrics({"step": 1})
+    with pytest.raises(OSError, match=r"node_1/events\.jsonl was deleted under the run that writes it"):
+        node.record("update", worker=0)
+
+
+def test_a_full_disk_is_named(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
+    run._files["metrics"] = open("/dev/full", "a")  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        run.log_metrics({"step": 1})
