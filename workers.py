@@ -101,7 +101,10 @@ class WorkerProcess:
     def death_report(self) -> str:
         """Who died and how, then the first error and the last lines of the log."""
         code = self.exit_code
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        if code is None:
+            how = "is still running and did not answer"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         # The engine's own error comes first; then everybody who waited for it says so, at length.
         causes = [line for line in log[:-LOG_LINES_SHOWN] if re.search(r"\w+(Error|Exception): ", line)]
@@ -233,7 +236,8 @@ class Workers:
         worker.process.reap()
         report = worker.process.death_report()
         if not self.have_worked and (not worker.ready or worker.process.exit_code > 0):
-            raise WorkerDied(f"rollout worker {worker.index} could not start: {report}")
+            what = "was up, and died before any response came back" if worker.ready else "could not start"
+            raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
         if self.num_restarts >= self.config.max_worker_restarts:
             raise WorkerDied(
                 f"{report}\nall {self.config.max_worker_restarts} restarts (--max-worker-restarts) are used"

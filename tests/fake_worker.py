@@ -42,6 +42,8 @@ def run_fake_worker(spec, connection):
         with open(spec.log_path, "a") as log:
             log.write("RuntimeError: this model is broken\nand more\n")
         os._exit(7)
+    if spec.model_path == "mute":
+        time.sleep(60)
     Path(spec.log_path).with_name("sockets_path").write_text(spec.sockets_path)
     version, hanging, at_barrier, lock, activity = -1, {}, [], threading.Lock(), Activity()
     engine = None

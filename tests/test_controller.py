@@ -153,6 +153,21 @@ def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path):
     assert time.monotonic() - start < 20
 
 
+def test_a_worker_that_was_up_and_died_before_any_response_is_not_said_to_have_failed_to_start(tmp_path):
+    with session(tmp_path, answers=lambda i: "die always") as s:
+        s.publish(0)
+        with pytest.raises(WorkerDied, match=r"^rollout worker 0 was up, and died before any response came back: "):
+            s.controller.take_batch()
+
+
+def test_a_worker_that_hangs_at_its_start_is_said_to_be_running(tmp_path):
+    with (
+        pytest.raises(WorkerDied, match=r"not ready 2 s after its start .* is still running and did not answer"),
+        session(tmp_path, model="mute", startup_timeout_s=2.0),
+    ):
+        pass
+
+
 def test_a_wait_that_is_too_long_ends_with_the_state_of_everything(tmp_path, capfd):
     with session(tmp_path, answers=lambda i: "hang", rollout_timeout_s=1.0) as s:
         s.publish(0)
