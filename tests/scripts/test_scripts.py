@@ -61,7 +61,7 @@ def write_program(path, text):
 def run_script(copy, name, *arguments):
     environment = os.environ | {"PATH": f"{copy / 'fake'}:{os.environ['PATH']}"}
     return subprocess.run(
-        ["bash", f"scripts/{name}", *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", f"scripts/{name}", *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=180
     )
 
 
@@ -101,6 +101,36 @@ def test_a_flash_attn_that_does_not_install_is_told_and_stops_nothing(copy):
     result = run_script(copy, "install.sh")
     assert result.returncode == 0, result.stderr
     assert "flash-attn FAILED" in result.stdout and "torch's own attention" in result.stdout
+
+
+TESTS = """
+import pytest
+@pytest.mark.gpu
+def test_gpu(): pytest.skip("there is none")
+def test_fine(): pass
+def test_bad(): assert False
+@pytest.mark.e2e
+def test_whole(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "status", "closing"),
+    [
+        ("gpu or bad or whole", 1, ["1 failed", "1 passed"]),
+        ("gpu", 1, []),
+    ],
+)
+def test_the_tests_end_with_the_closing_lines_of_what_ran_and_fail_if_nothing_did(copy, chosen, status, closing):
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    (copy / "tests").mkdir()
+    (copy / "tests/test_one.py").write_text(TESTS)
+    (copy / "requirements-dev.txt").write_text("")
+    write_program(copy / ".venv/bin/ruff", "#!/bin/sh\n")
+    result = run_script(copy, "test.sh", "-k", chosen)
+    assert result.returncode == status, result.stdout + result.stderr
+    ends = [" ".join(line.strip("= ").split()[:2]).strip(",") for line in result.stdout.splitlines()[-len(closing) :]]
+    assert ends == closing if closing else "error: no test was run" in result.stderr
 
 
 def test_quickstart_passes_options_on_and_ends_with_the_summary(copy):
