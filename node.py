@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from setproctitle import setproctitle
 
 from algos import hyperparameters
 from cluster import Cluster, check_shares, join
@@ -155,6 +157,8 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         on_end.callback(dist.destroy_process_group)
     watch = NodeWatch(cluster)
     try:
+        rank = f"trainer {cluster.local_ranks[cluster.local_rank]}" if cluster.trains else f"sampler {cluster.node}"
+        setproctitle(f"{rank}: {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}")  # found by what ps has always shown
         start, node = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end), None
         if cluster.is_leader:
             node = (lead or start_rollout)(start)

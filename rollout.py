@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from setproctitle import setproctitle
+
 from data.environments import make_environment
 from data.latency import LatencyLaw
 from data.records import Ticket, Trajectory
@@ -114,7 +116,9 @@ class RolloutWorker:
 
     def start_rewards(self) -> None:
         """Start the processes that score single turns."""
-        self.rewards = None if self.config.is_multi_turn else RewardPool(self.config.task, self.config.env_timeout_s)
+        title = f"rewards {self.spec.placement.worker}"
+        of_task = self.config.task, self.config.env_timeout_s
+        self.rewards = None if self.config.is_multi_turn else RewardPool(*of_task, title=title)
 
     async def _act_on_messages(self, inbox: asyncio.Queue) -> None:
         while not self._ended.done():
@@ -300,6 +304,7 @@ def run_worker(spec: WorkerSpec, connection: Connection, kind: type[RolloutWorke
     os.setsid()  # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     exit_with_parent()
+    setproctitle(f"rollout {spec.placement.worker}")
     # An engine that vLLM forks must not hold the pipe open, by whose end the controller knows that this process died.
     os.register_at_fork(after_in_child=connection.close)
     environment = without_torchrun(dict(os.environ)) | worker_environment(spec.placement)
@@ -319,6 +324,7 @@ def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles, from our own trainer over a local pipe
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
     }
     if placement.gpu is None:
         # No binding: with the default, every engine of a machine binds to the same cores.

@@ -17,6 +17,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 
 from pebble import ProcessExpired, ProcessPool
+from setproctitle import setproctitle
 
 from processes import exit_with_parent
 
@@ -83,11 +84,17 @@ class RewardPool:
     """
 
     def __init__(
-        self, task: str, timeout_s: float, num_processes: int = 1, score_function: ScoreFunction = score
+        self,
+        task: str,
+        timeout_s: float,
+        num_processes: int = 1,
+        score_function: ScoreFunction = score,
+        title: str = "rewards",
     ) -> None:
+        """`title`: what the processes are called by ps."""
         if score_function.__module__ == "__main__":
             raise ValueError("score_function must live in a module that reward processes can import, not in __main__")
-        self._task = task
+        self._task, self._title = task, title
         self._timeout_s = timeout_s
         self._num_processes = num_processes
         self._score_function = score_function
@@ -163,7 +170,10 @@ class RewardPool:
 
     def _start(self) -> None:
         self._pool = ProcessPool(
-            max_workers=self._num_processes, initializer=_start_process, initargs=(self._task,), context=_Context()
+            max_workers=self._num_processes,
+            initializer=_start_process,
+            initargs=(self._task, self._title),
+            context=_Context(),
         )
         self._pool.schedule(_do_nothing)  # pebble starts processes at the first message
         # A process that ends by an exception waits for its children: unless they are stopped first, for ever.
@@ -202,9 +212,10 @@ def _stop_pool(pool: ProcessPool) -> None:
     pool.join()
 
 
-def _start_process(task: str) -> None:
+def _start_process(task: str, title: str) -> None:
     """Runs first in a reward process: slow imports must not eat the time of the first response."""
     exit_with_parent()
+    setproctitle(title)
     if task == "gsm8k":
         importlib.import_module("math_verify")
     elif task.startswith("reasoning_gym:"):

@@ -121,8 +121,8 @@ class Job:
             process = psutil.Process(worker.process.process.pid)
             used["worker"] += _cpu_s(process)
             for child in process.children(recursive=True):
-                is_forked = child.cmdline() == process.cmdline()  # as the engine is; what scores is spawned
-                used["engine" if is_forked else "rewards"] += _cpu_s(child)
+                is_engine = child.cmdline()[0].startswith("engine ")
+                used["engine" if is_engine else "rewards"] += _cpu_s(child)
         return used
 
     def measure_training(self, steps: int) -> float:

@@ -71,11 +71,9 @@ class Job:
         path = self.run_path / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def worker_pids(self) -> list[int]:
-        """Rollout workers that are alive, by their command lines."""
-        trainers = [p for p in self.descendants() if any("train_async.py" in part for part in p.cmdline())]
-        children = [child for trainer in trainers for child in trainer.children()]
-        return [child.pid for child in children if any("spawn_main" in part for part in child.cmdline())]
+    def titles(self) -> dict[str, int]:
+        """Process ids of all that are alive, by what ps calls them."""
+        return {" ".join(process.cmdline()).strip(): process.pid for process in self.descendants()}
 
 
 def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:

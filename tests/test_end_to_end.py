@@ -255,8 +255,11 @@ def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
     job = start_job(tmp_path, steps=30, num_rollout_workers=2, async_ratio=1, groups_per_step=16, eval_every=10)
     job.wait_until(lambda: job.num_steps() >= 3)
-    before = job.descendants()
-    os.kill(job.worker_pids()[0], signal.SIGKILL)
+    before, titles = job.descendants(), job.titles()
+    assert {f"{who} {i}" for who in ("rollout", "rewards") for i in (0, 1)} < titles.keys()
+    assert {"engine 0::EngineCore", "engine 1::EngineCore"} < titles.keys()
+    assert any(title.startswith("trainer 0: train_async.py --runs-dir=") for title in titles)
+    os.kill(titles["rollout 0"], signal.SIGKILL)
     assert job.wait() == 0, job.output()[-4000:]
     (death,) = job.events("worker_died")
     metrics = job.metrics()

@@ -144,7 +144,7 @@ def test_close_ends_the_processes_whatever_they_are_doing():
         pid = await pool.score("", "pid")
         hanging = asyncio.create_task(pool.score("", "hang"))
         await asyncio.sleep(0.3)
-        processes = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        processes = [p for p in psutil.Process().children() if p.cmdline()[0] == "rewards"]
         assert pid in [process.pid for process in processes]
         pool.close()
         with pytest.raises(RuntimeError, match="closed"):
