@@ -21,28 +21,6 @@ MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
 """Tasks that are environments: the keys of ENVIRONMENTS in data/environments.py."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """How many groups a node may have under way, and how old they may be when it trains on them."""
-
-    groups_per_step: int
-    """Groups that one step consumes here (B)."""
-    group_size: int
-    """Members of a group (G)."""
-    max_outstanding: int
-    """Groups that are running, waiting, or in the batch whose weights are not published."""
-    max_staleness: int
-    """Oldest version that a consumed token may have, steps behind the trainer."""
-    publish_delay: int = 0
-    """Steps that publication is late (K)."""
-    stale_policy: Literal["wait", "drop"] = "wait"
-    extra_groups: int = 0
-    """Groups of max_outstanding that may be given up when a batch is full."""
-    extra_members: int = 0
-    """Members started beyond group_size."""
-    admission: Literal["ledger", "gate"] = "ledger"
-
-
 @dataclass(frozen=True)
 class Config:
     """Train a language model by asynchronous reinforcement learning under a freshness bound."""
@@ -206,7 +184,7 @@ class Config:
         _check_colocation(self)
         return self
 
-    def bounds(self, num_nodes: int = 1) -> Bounds:
+    def bounds(self, num_nodes: int = 1) -> "Bounds":
         """The bounds of one of `num_nodes` nodes, among which the groups of a step are shared."""
         shared = {"groups_per_step": self.groups_per_step // num_nodes, "extra_groups": self.extra_groups // num_nodes}
         return Bounds(
@@ -256,6 +234,28 @@ class Config:
     def from_dict(cls, options: dict) -> "Config":
         """The config of `as_dict`, also after JSON, which has no tuples."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How many groups a node may have under way, and how old they may be when it trains on them."""
+
+    groups_per_step: int
+    """Groups that one step consumes here (B)."""
+    group_size: int
+    """Members of a group (G)."""
+    max_outstanding: int
+    """Groups that are running, waiting, or in the batch whose weights are not published."""
+    max_staleness: int
+    """Oldest version that a consumed token may have, steps behind the trainer."""
+    publish_delay: int = 0
+    """Steps that publication is late (K)."""
+    stale_policy: Literal["wait", "drop"] = "wait"
+    extra_groups: int = 0
+    """Groups of max_outstanding that may be given up when a batch is full."""
+    extra_members: int = 0
+    """Members started beyond group_size."""
+    admission: Literal["ledger", "gate"] = "ledger"
 
 
 _AT_LEAST = {
