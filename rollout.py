@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -308,8 +309,11 @@ def run_worker(spec: WorkerSpec, connection: Connection, kind: type[RolloutWorke
     # An engine that vLLM forks must not hold the pipe open, by whose end the controller knows that this process died.
     os.register_at_fork(after_in_child=connection.close)
     environment = without_torchrun(dict(os.environ)) | worker_environment(spec.placement)
-    if spec.sockets_path is not None:
-        environment["VLLM_RPC_BASE_PATH"] = spec.sockets_path
+    if spec.sockets_path is not None:  # a folder that goes with the run, and with it what vLLM leaves there
+        environment |= {"VLLM_RPC_BASE_PATH": spec.sockets_path, "TMPDIR": spec.sockets_path}
+        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)  # torch's too is temporary, and worth keeping
+        tempfile.tempdir = spec.sockets_path
     os.environ.clear()
     os.environ.update(environment)
     asyncio.run(kind(spec, connection).serve())

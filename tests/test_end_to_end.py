@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -251,8 +253,9 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
     assert_ledger_balances(metrics)
 
 
-def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):
-    shared_memory = set(os.listdir("/dev/shm"))
+def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path, monkeypatch):
+    shared_memory, temporary = set(os.listdir("/dev/shm")), tempfile.mkdtemp()  # tmp_path is too long for sockets
+    monkeypatch.setenv("TMPDIR", temporary)
     job = start_job(tmp_path, steps=30, num_rollout_workers=2, async_ratio=1, groups_per_step=16, eval_every=10)
     job.wait_until(lambda: job.num_steps() >= 3)
     before, titles = job.descendants(), job.titles()
@@ -269,6 +272,8 @@ def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path):
     assert max(line["staleness/max"] for line in metrics) <= 1
     assert_ledger_balances(metrics)
     assert_nothing_is_left(before, shared_memory)
+    assert [name for name in os.listdir(temporary) if not name.startswith("torchelastic_")] == []
+    shutil.rmtree(temporary)
 
 
 @pytest.mark.parametrize(("number", "num_steps"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
