@@ -1,5 +1,6 @@
 """Starts real jobs (torchrun, FSDP, vLLM) for the end-to-end tests and looks at what they leave behind."""
 
+import contextlib
 import json
 import os
 import socket
@@ -74,6 +75,15 @@ class Job:
     def titles(self) -> dict[str, int]:
         """Process ids of all that are alive, by what ps calls them."""
         return {" ".join(process.cmdline()).strip(): process.pid for process in self.descendants()}
+
+    def engine(self) -> psutil.Process | None:
+        """The engine of the only worker once it has lived for a moment: the child forked from it. None without one."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # the worker ended meanwhile
+            for worker in map(psutil.Process, self.worker_pids()):
+                for child in worker.children():
+                    if child.cmdline() == worker.cmdline() and time.time() > child.create_time() + 0.3:
+                        return child
+        return None
 
 
 def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 import pytest
@@ -274,6 +275,40 @@ def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path, monkeypatch)
     assert_nothing_is_left(before, shared_memory)
     assert [name for name in os.listdir(temporary) if not name.startswith("torchelastic_")] == []
     shutil.rmtree(temporary)
+
+
+def test_a_worker_whose_engine_is_killed_sampling_or_updating_or_starting_is_replaced_and_the_run_finishes(tmp_path):
+    shared_memory = set(os.listdir("/dev/shm"))
+    job = start_job(tmp_path, steps=30, async_ratio=1, max_worker_restarts=3)
+    job.wait_until(lambda: job.num_steps() >= 3)
+    before = job.descendants()
+    kill_in_an_update(job)
+    job.wait_until(lambda: job.engine() is not None and len(job.events("worker_started")) == 2)
+    job.engine().kill()
+    num_steps = job.num_steps()
+    job.wait_until(lambda: job.num_steps() >= num_steps + 3)
+    job.engine().kill()
+    assert job.wait() == 0, job.output()[-4000:]
+    metrics = job.metrics()
+    assert [death["exit_code"] for death in job.events("worker_died")] == [1, 1, 1]
+    assert metrics[-1]["rollout/restarts"] == 3 and len(metrics) == 30
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    assert (job.run_path / "worker_0.log").read_text().count("RuntimeError: the engine is dead") == 2
+    assert_ledger_balances(metrics)
+    assert_nothing_is_left(before, shared_memory)
+
+
+def kill_in_an_update(job):
+    """Freeze the engine until a step that ends meanwhile shows that the worker waits for it to load new weights."""
+    engine = job.engine()
+    for _ in range(20):
+        engine.suspend()
+        time.sleep(1)
+        if job.num_steps() > max(event["version"] for event in job.events("update")):
+            return engine.kill()
+        engine.resume()
+        time.sleep(0.05)
+    raise AssertionError("the trainer never ended a step without the engine")
 
 
 @pytest.mark.parametrize(("number", "num_steps"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
