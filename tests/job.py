@@ -77,12 +77,10 @@ class Job:
         return {" ".join(process.cmdline()).strip(): process.pid for process in self.descendants()}
 
     def engine(self) -> psutil.Process | None:
-        """The engine of the only worker once it has lived for a moment: the child forked from it. None without one."""
+        """The engine of the only worker, once it is there; it has its worker's title until it has one of its own."""
         with contextlib.suppress(psutil.NoSuchProcess):  # the worker ended meanwhile
-            for worker in map(psutil.Process, self.worker_pids()):
-                for child in worker.children():
-                    if child.cmdline() == worker.cmdline() and time.time() > child.create_time() + 0.3:
-                        return child
+            engines = [p for p in self.descendants() if p.cmdline() and p.cmdline()[0].startswith("engine ")]
+            return engines[0] if engines else None
         return None
 
 
