@@ -35,7 +35,8 @@ class SampleBuffer:
 
     At most `max_outstanding` groups hold a place: running, finished, or consumed and not yet published. Every group
     consumed at version t has min_version ≥ t − max_staleness; `stale_policy` says what is done about those that would
-    come too late: `wait` holds batches back until they are in, `drop` reports them as expired.
+    come too late: `wait` holds batches back until they are in, `drop` reports them as expired. A group whose responses
+    an update started over still counts as old as its first start: that may cost tokens, never the bound.
 
     `extra_groups` of max_outstanding are there to be given up when a batch is full; `extra_members` of a group run so
     that the first group_size to finish make it. With `admission` "gate" the places are all there is, as in AReaL

@@ -54,7 +54,7 @@ class Config:
     """Publish weights this many steps late (K): with async_ratio 0 every token is exactly K steps stale."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
     """Running requests at a weight update: go on with the old KV cache, go on and rebuild it, abort and go on from
-    what was written, abort and start over, or drain first."""
+    what was written, abort and start over (the group counts as old as its first start all the same), or drain first."""
     admission: Literal["ledger", "gate"] = "ledger"
     """`ledger` keeps the bound on every sample; `gate` only counts submissions (AReaL): it bounds the mean."""
 
@@ -402,6 +402,14 @@ def _conflicts_of_over_sampling(config: Config) -> Iterator[tuple[str, str]]:
         yield one, "--scheduling batch, which leaves nothing running"
     if config.admission == "gate":
         yield one, "--admission gate, under which max_resumes would not hold"
+    groups, batch = config.max_outstanding_groups - config.extra_groups, config.groups_per_step
+    num_waits = math.ceil(groups / batch) - 1
+    if config.stale_policy == "wait" and num_waits > config.max_resumes:
+        yield (
+            one,
+            f"--max-resumes {config.max_resumes}: {groups} groups are started for batches of {batch}, so the last are "
+            f"suspended ⌈{groups} / {batch}⌉ − 1 = {num_waits} times",
+        )
 
 
 def _check_colocation(config: Config) -> None:

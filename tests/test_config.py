@@ -54,6 +54,11 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--over-sampling", "0.5"], "--over-sampling must be at least 1, got 0.5"),
         (["--over-sampling", "2"], "does not go with --async-ratio 1; use 0"),
         (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
+        (
+            ["--over-sampling", "5.5", "--async-ratio", "0", "--groups-per-step", "32"],
+            "does not go with --max-resumes 4: 176 groups are started for batches of 32, so the last are suspended "
+            "⌈176 / 32⌉ − 1 = 5 times",
+        ),
         (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
         (["--no-replicate-prompts", "--group-size", "300"], "--max-running-requests 256 below --group-size 300"),
         (["--scheduling", "batch", "--extra-members", "1"], "--extra-members 1 gives up the slowest responses"),
