@@ -145,7 +145,7 @@ class Controller:
         self.buffer.count_discarded(message.sampled.discarded)
         self.transport.release(worker.updating)
         worker.updating = None
-        if message.version < self._announced.version:
+        if worker.owed:
             self._send_update(worker)
 
     def _on_death(self, worker: Worker) -> None:
@@ -201,11 +201,12 @@ class Controller:
     def take_batch(self) -> list[Group]:
         """Wait for the next batch of groups and take it.
 
-        Raises the error that ended rollout, or RuntimeError after the rollout timeout, with all stacks dumped.
+        Raises the error that ended rollout, or RuntimeError after the rollout timeout, with all stacks dumped, or at
+        once if no batch can come.
         """
         what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
-            return self._wait(self.take_batch_if_ready, self.config.rollout_timeout_s, what)
+            return self._wait(self.take_batch_if_ready, self.config.rollout_timeout_s, what, self._can_get_batch)
 
     def take_batch_if_ready(self) -> list[Group] | None:
         """Take the next batch of groups, or return None while it must be waited for.
@@ -223,6 +224,18 @@ class Controller:
             if self.config.colocate == "sleep":
                 self._put_to_sleep()
             return batch
+
+    def _can_get_batch(self) -> bool:
+        """Whether something runs or may start that can give the next batch, with no more weights from its caller.
+
+        What a worker holds that was told to stand does not count: only weights yet to be published wake it.
+        """
+        if self._announced is None or self.evaluations.deferred is not None or self.buffer.num_free_places() > 0:
+            return True
+        active = [w for w in self.workers if not w.ready or w.updating is not None or not w.stands]
+        if active and self.dispatcher.queue.has_training_tickets:
+            return True
+        return any(not ticket.is_evaluation for w in active for ticket in w.running.values())
 
     def _suspend_rest(self) -> None:
         """With over-sampling, stop what runs until the next update; not in an evaluation, which no update may end."""
@@ -249,10 +262,13 @@ class Controller:
 
         self._wait(asleep, timeout_s, "engines to fall asleep")
 
-    def _wait(self, done: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    def _wait(
+        self, done: Callable[[], Any], timeout_s: float, what: str, can_come: Callable[[], bool] = lambda: True
+    ) -> Any:
         """Wait until `done()`, which is asked after every change, and return what it gives; the caller holds the lock.
 
-        The start of a worker has a timeout of its own and does not count.
+        The start of a worker has a timeout of its own and does not count. Raises RuntimeError after the timeout, and
+        without it once `can_come()` says that the wait is in vain.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -260,7 +276,12 @@ class Controller:
             self._check_transport()
             if result := done():
                 return result
-            self._changed.wait(timeout=1.0)
+            is_in_vain = not can_come()
+            if not self._changed.wait(timeout=1.0) and is_in_vain:  # else a thread that failed has just said why
+                raise RuntimeError(
+                    f"{what} can never come: nothing runs, and nothing may start before the next weights are "
+                    f"published; state: {self.describe()}"
+                )
             if time.monotonic() > deadline and not self.workers.starting:
                 self.workers.dump_stacks()
                 raise RuntimeError(
@@ -317,8 +338,9 @@ class Controller:
         self._announced = announcement
         self.transport.announce(announcement.staged)
         for worker in self.workers:
-            is_due = worker.sent_version < announcement.version or worker.stands  # a late version may come twice
-            if worker.ready and worker.updating is None and is_due:
+            # A late version may come twice, and must wake also a worker that was told to stand while it loads it.
+            worker.owed = worker.sent_version < announcement.version or worker.stands
+            if worker.ready and worker.updating is None and worker.owed:
                 self._send_update(worker)
         self.buffer.publish(announcement.trainer_version)
         self.gatherer.drop_expired()
@@ -337,7 +359,7 @@ class Controller:
         probe = self._announced.probe if worker.index == 0 else ()
         worker.updating = self._announced.staged
         worker.sent_version = self._announced.version
-        worker.stands = worker.told_to_sleep = worker.asleep = False
+        worker.owed = worker.stands = worker.told_to_sleep = worker.asleep = False
         self.transport.acquire(worker.updating)
         worker.process.send(Update(worker.sent_version, worker.updating.messages, probe))
 

@@ -133,6 +133,8 @@ class Worker:
     """Newest version sent; messages are acted on in order, so tickets sent now are sampled under it."""
     updating: Staged | None = None
     """Weights that it is loading now."""
+    owed: bool = False
+    """Whether it is to be sent the announced weights when it has loaded those."""
     stands: bool = False
     """Whether it was told to stand still, suspended or asleep, until the next update."""
     told_to_sleep: bool = False
@@ -163,7 +165,8 @@ class Worker:
 
     def describe(self) -> str:
         """Its state in a few words."""
-        state = "starting" if not self.ready else "updating" if self.updating else "ready"
+        awake = "standing" if self.stands else "ready"
+        state = "starting" if not self.ready else "updating" if self.updating else awake
         return f"worker {self.index} {state} v{self.sent_version} running {self.num_running}"
 
 

@@ -176,6 +176,17 @@ def test_a_wait_that_is_too_long_ends_with_the_state_of_everything(tmp_path, cap
     assert "Thread" in capfd.readouterr().err, "the trainer's own stacks are dumped"
 
 
+@pytest.mark.parametrize("options", [{}, {"over_sampling": 3.0, "max_resumes": 1}])
+def test_a_batch_that_can_never_come_is_an_error_at_once(tmp_path, options):
+    with session(tmp_path, async_ratio=0.0, rollout_timeout_s=60.0, **options) as s:
+        s.publish(0)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"a batch can never come: nothing runs.*worker 0.*groups_issued"):
+            for _ in range(2):  # the second before anything is published anew
+                s.controller.take_batch()
+        assert time.monotonic() - start < 20
+
+
 def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(tmp_path):
     with session(tmp_path, eval_answers=["slow"] * 6, num_workers=2, async_ratio=1.0) as s:
         s.publish(0, evaluate=True)
