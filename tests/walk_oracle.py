@@ -1,0 +1,233 @@
+"""The rules of freshness, whole groups and the ledger once more: slow, obvious, and from what can be seen from outside.
+
+Written from the rules and not from the code: it sees tickets, announcements, trajectories as they are delivered and
+batches, and never asks the controller or its buffer.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tickets import EVALUATION_GROUP, TicketSource
+
+
+@dataclass
+class Known:
+    """A group, as far as it can be seen."""
+
+    problem: int
+    oldest: int
+    """Version that its tokens must have at least."""
+    started_at: int | None = None
+    """Event in which its first ticket was given to a worker."""
+    state: str = "running"
+    members: dict = field(default_factory=dict)
+    num_failed: int = 0
+
+    @property
+    def num_tokens(self):
+        return sum(t.num_generated for t in self.members.values())
+
+
+class Oracle:
+    """Is told everything that happens, and raises AssertionError for what must not."""
+
+    def __init__(self, config, num_eval_problems):
+        self.config, self.num_eval_problems = config, num_eval_problems
+        per_group = 1 + config.async_ratio if config.over_sampling == 1 else config.over_sampling
+        self.capacity = math.floor(per_group * config.groups_per_step) + config.extra_groups
+        self.bound = math.ceil(config.async_ratio) + config.publish_delay
+        self.bound += config.max_resumes if config.over_sampling > 1 else 0
+        self.trainer_version = 0
+        self.announced, self.announced_trainer_version = -1, -1
+        self.groups, self.problems, self.problem_of = {}, {}, {}
+        self.closed, self.forgotten, self.made_by = {}, set(), {}
+        self.count, self.tokens = Counter(), Counter()
+        self.num_given_up, self.num_events = 0, 0
+        self.evaluating, self.evaluated_version, self.num_evaluations = set(), -1, 0
+
+    # What is issued
+
+    def announce(self, version, trainer_version, evaluate):
+        assert not self.evaluating, "weights were announced in the middle of an evaluation"
+        assert version >= self.announced and trainer_version > self.announced_trainer_version
+        self.announced, self.announced_trainer_version = version, trainer_version
+        if evaluate and self.num_eval_problems:
+            self.evaluating, self.evaluated_version = set(range(self.num_eval_problems)), version
+            self.num_evaluations += 1
+
+    def issue(self, group_id, tickets):
+        published = max(0, self.announced_trainer_version - self.config.publish_delay)
+        problems = {int(ticket.answer) for ticket in tickets}
+        assert len(problems) == 1 and self.announced >= 0 and group_id not in self.groups
+        assert {ticket.min_version for ticket in tickets} == {published}
+        (problem,) = problems
+        assert self.problems.get(problem, "put back" if problem == len(self.problems) else "unknown") == "put back"
+        self.problems[problem] = "resident"
+        self.groups[group_id] = Known(problem, published)
+        self.count["issued"] += 1
+
+    def given(self, tickets, version):
+        """A worker that has been sent `version` is given tickets."""
+        for ticket in tickets:
+            assert ticket.ticket_id not in self.problem_of
+            self.problem_of[ticket.ticket_id] = int(ticket.answer)
+            if ticket.group_id == EVALUATION_GROUP:
+                assert version == ticket.min_version == self.evaluated_version
+                continue
+            group = self.groups[ticket.group_id]
+            # Of those that start in one event, the order in which they are sent is not that in which they were chosen.
+            is_first = group.started_at in (None, self.num_events)
+            assert group.state == "running" and version >= (ticket.min_version if is_first else group.oldest)
+            if is_first:
+                group.oldest = version if group.started_at is None else min(version, group.oldest)
+                group.started_at = self.num_events
+
+    def put_back(self, group_id):
+        reason = "stale" if self.config.stale_policy == "drop" else "aborted"
+        self.num_given_up += reason == "aborted"
+        self.problems[self.groups[group_id].problem] = "put back"
+        self._close(group_id, reason)
+
+    def forget(self, group_id):
+        assert group_id not in self.forgotten
+        self.forgotten.add(group_id)
+
+    # What comes back
+
+    def deliver(self, trajectory):
+        if trajectory.num_generated:
+            versions = trajectory.policy_versions[trajectory.loss_mask]
+            assert versions.min() >= 0 and versions.max() <= self.announced, "a token from weights not yet published"
+        if trajectory.group_id == EVALUATION_GROUP:
+            self.evaluating.remove(trajectory.member)
+            if trajectory.finish_reason != "failed":
+                assert set(versions.tolist()) == {self.evaluated_version}
+            return
+        self.tokens["generated"] += trajectory.num_generated
+        group = self.groups[trajectory.group_id]
+        if trajectory.group_id in self.closed:
+            self.tokens[self.closed[trajectory.group_id]] += trajectory.num_generated
+        elif trajectory.finish_reason == "failed":
+            self.tokens["failed"] += trajectory.num_generated
+            group.num_failed += 1
+            if group.num_failed > self.config.extra_members:
+                self._close(trajectory.group_id, "failed")
+        else:
+            self._add(trajectory, group)
+
+    def _add(self, trajectory, group):
+        assert trajectory.finish_reason in ("stop", "length") and trajectory.member not in group.members
+        assert self.problem_of[trajectory.ticket_id] == group.problem
+        group.members[trajectory.member] = trajectory
+        if len(group.members) < self.config.group_size:
+            return
+        group.state, group.oldest = "finished", min(t.min_version for t in group.members.values())
+        if self.config.extra_members:
+            self.closed[trajectory.group_id] = "aborted"  # what the others still bring
+        if self.config.drop_zero_variance and len({t.reward for t in group.members.values()}) == 1:
+            self._close(trajectory.group_id, "filtered")
+
+    def _close(self, group_id, reason):
+        group = self.groups[group_id]
+        assert group.state in ("running", "finished")
+        group.state = self.closed[group_id] = reason
+        self.count[reason] += 1
+        self.tokens[reason] += group.num_tokens
+        if reason in ("failed", "filtered"):
+            self.problems[group.problem] = reason
+
+    def discard(self, num_tokens):
+        self.tokens["generated"] += num_tokens
+        self.tokens["aborted"] += num_tokens
+
+    # What is trained on
+
+    def consume(self, batch):
+        assert len(batch) == len({group.group_id for group in batch}) == self.config.groups_per_step
+        for group in batch:
+            known = self.groups[group.group_id]
+            assert known.state == "finished", f"group {group.group_id} is consumed, but it is {known.state}"
+            assert {id(t) for t in group.trajectories} == {id(t) for t in known.members.values()}
+            assert len({t.member for t in group.trajectories}) == self.config.group_size
+            self._check_fresh(group)
+            known.state, self.problems[known.problem] = "consumed", "consumed"
+            self.made_by[group.group_id] = self.trainer_version + 1
+            self.count["consumed"] += 1
+            self.tokens["consumed"] += known.num_tokens
+        self.trainer_version += 1
+
+    def _check_fresh(self, group):
+        config = self.config
+        versions = {v for t in group.trajectories for v in t.policy_versions[t.loss_mask].tolist()}
+        lags = {self.trainer_version - version for version in versions}
+        assert min(lags) >= 0
+        assert config.admission == "gate" or max(lags) <= self.bound, f"lags {lags} at version {self.trainer_version}"
+        if (
+            config.async_ratio == 0
+            and config.over_sampling == 1
+            and (config.admission, config.extra_groups > 0)
+            != (
+                "gate",
+                True,
+            )
+        ):
+            assert lags == {min(self.trainer_version, config.publish_delay)}, f"lags {lags} at α = 0"
+
+    # After every event
+
+    def check(self):
+        self.num_events += 1
+        outstanding = [g for g in self.groups.values() if g.state in ("running", "finished")]
+        unpublished = [v for v in self.made_by.values() if v > self.announced_trainer_version]
+        assert len(outstanding) + len(unpublished) <= self.capacity, "more groups outstanding than the capacity"
+        done = {i for i, group in self.groups.items() if group.state in ("consumed", "failed", "filtered")}
+        assert self.forgotten == done, f"forgotten {self.forgotten ^ done}"
+        for group in self.groups.values():
+            assert group.state != "stale" or group.oldest < self.trainer_version - self.bound
+        assert self.num_given_up <= self.config.extra_groups * (self.trainer_version + 1)
+
+    def check_ledger(self, ledger):
+        resident = [group for group in self.groups.values() if group.state in ("running", "finished")]
+        expected = {"groups_resident": len(resident), "tokens_resident": sum(g.num_tokens for g in resident)}
+        expected |= {"groups_issued": self.count["issued"], "tokens_generated": self.tokens["generated"]}
+        expected |= {"groups_consumed": self.count["consumed"], "tokens_consumed": self.tokens["consumed"]}
+        for reason in ("stale", "filtered", "failed", "aborted"):
+            expected |= {
+                f"groups_dropped_{reason}": self.count[reason],
+                f"tokens_dropped_{reason}": self.tokens[reason],
+            }
+        assert ledger == expected
+
+    def check_end(self, ledger, evaluations, put_back):
+        """`put_back`: problems that wait to be issued again."""
+        self.check_ledger(ledger)
+        assert not self.evaluating and len(evaluations) == self.num_evaluations
+        for evaluation in evaluations:
+            assert len(evaluation.trajectories) + evaluation.num_failed == self.num_eval_problems
+        assert sorted(self.problems) == list(range(len(self.problems)))
+        where = Counter(self.problems.values())
+        assert where == +Counter(
+            {"resident": ledger["groups_resident"], "consumed": ledger["groups_consumed"], "put back": len(put_back)}
+            | {reason: ledger[f"groups_dropped_{reason}"] for reason in ("failed", "filtered")}
+        )
+        assert {problem for problem, state in self.problems.items() if state == "put back"} == set(put_back)
+
+
+class WatchedTickets(TicketSource):
+    """The real source of tickets, whose calls the oracle sees."""
+
+    oracle = None
+
+    def for_group(self, group_id, min_version):
+        tickets = super().for_group(group_id, min_version)
+        self.oracle.issue(group_id, tickets)
+        return tickets
+
+    def put_back(self, group_id):
+        super().put_back(group_id)
+        self.oracle.put_back(group_id)
+
+    def forget(self, group_id):
+        super().forget(group_id)
+        self.oracle.forget(group_id)

@@ -1,0 +1,231 @@
+"""A rollout worker in which nothing happens by itself: everything it may do next is an event that a test chooses.
+
+It keeps the order of messages and, in each `on_update` mode, does with its requests what rollout.py, env_manager.py and
+llm_proxy.py do with theirs.
+"""
+
+import itertools
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data.records import Trajectory
+from llm_proxy import SampledTokens
+from messages import Abort, Finished, Proceed, Ready, Suspend, Tickets, Update, Updated, Waiting
+from tickets import EVALUATION_GROUP
+from workers import Worker, Workers
+
+
+@dataclass
+class Episode:
+    """One trajectory on its way: between turns, `ready` for the engine, `sampling`, `sampled`, `scoring`, `ended`."""
+
+    ticket: object
+    member: int
+    num_turns: int
+    versions: list = field(default_factory=list)
+    state: str = "ready"
+    waits_for: str = ""
+    """State to which the barrier leads."""
+    turn: int = 0
+    turn_start: int = 0
+    is_aborted: bool = False
+
+
+class WalkProcess:
+    """Stands where WorkerProcess does: the controller's messages wait in `inbox`, its own in `outbox`."""
+
+    def __init__(self, config, index, walk):
+        """`walk` has rng, failure_share, the version that each weight buffer holds, and is told what is sent."""
+        self.config, self.index, self.walk, self.rng = config, index, walk, walk.rng
+        self.inbox, self.outbox = deque(), deque()
+        self.reading, self.started_at, self.exit_code = Future(), time.monotonic(), None
+        self.is_up, self.version, self.loading, self.stands = False, -1, None, False
+        self.discarded = 0
+        self.episodes, self.ended = {}, {}
+        self.sent_version = -1
+        """Version of the newest update sent to it."""
+        self.num_given = 0
+        """Trajectories it was asked for and that have not been delivered."""
+
+    # What the controller calls
+
+    def send(self, message):
+        self.inbox.append(message)
+        if isinstance(message, Update):
+            self.sent_version = message.version
+        elif isinstance(message, Tickets):
+            self.num_given += sum(ticket.num_members for ticket in message.tickets)
+            self.walk.oracle.given(message.tickets, self.sent_version)
+
+    def reap(self): ...
+
+    def stop(self, timeout_s): ...
+
+    def death_report(self):
+        return f"worker {self.index} was killed; it"
+
+    # Events: all that may happen now, each with its kind
+
+    def events(self):
+        if self.exit_code is not None:
+            return
+        if not self.is_up:
+            yield "start", self.start
+            return
+        if self.loading is None:
+            if self.inbox:
+                yield "read", self.read
+        elif self.config.on_update != "wait" or not self._are("sampling"):
+            yield "load", self.load
+        movable = [e for e in itertools.chain(*self.episodes.values()) if self._can_move(e)]
+        if movable:
+            yield "move", lambda: self.move(self.rng.choice(movable))
+
+    def start(self):
+        self.is_up = True
+        self.outbox.append(Ready(0.0))
+
+    def die(self):
+        self.exit_code = -9
+        self.outbox.append(None)
+
+    def read(self):
+        match self.inbox.popleft():
+            case Tickets(tickets):
+                for ticket in tickets:
+                    self._start(ticket)
+            case Update() as update:
+                self.loading = update
+                self._stand()
+            case Suspend():
+                self._stand()
+            case Proceed():
+                for episode in self._are("barrier"):
+                    episode.state = episode.waits_for
+            case Abort(ticket_ids):
+                for episode in itertools.chain(*(self.episodes.get(ticket_id, ()) for ticket_id in ticket_ids)):
+                    episode.is_aborted = True
+
+    def load(self):
+        """Finish loading; the buffer must still hold what it held."""
+        update, self.loading = self.loading, None
+        assert self.walk.buffers[update.update_infos[0]["buffer"]] == update.version, (
+            "a buffer was overwritten while read"
+        )
+        self.version, self.stands = update.version, False
+        discarded, self.discarded = self.discarded, 0
+        self.outbox.append(Updated(self.version, 0.0, SampledTokens(discarded=discarded), None))
+
+    def move(self, episode):
+        """The next thing that happens to one trajectory."""
+        if episode.is_aborted:
+            self._end(episode, "aborted")
+        elif episode.state in ("ready", "sampling"):
+            episode.state = "sampling"
+            episode.versions.append(self.version)
+            if self.rng.random() < 0.4:
+                episode.state = "sampled"
+                self._after_sampling(episode.ticket)
+        elif self.rng.random() < self.walk.failure_share:
+            self._end(episode, "failed")
+        elif episode.turn + 1 < episode.num_turns:
+            episode.turn, episode.turn_start = episode.turn + 1, len(episode.versions)
+            self._wait_or_go([episode], self.config.env_barrier, "ready")
+        else:
+            self._end(episode, self.rng.choice(["stop", "length"]))
+
+    # How a worker and its engine behave
+
+    def _are(self, state):
+        return [e for e in itertools.chain(*self.episodes.values()) if e.state == state]
+
+    def _can_move(self, episode):
+        if episode.state == "ended":
+            return False
+        if episode.state == "ready":
+            return not self.stands
+        if episode.is_aborted:
+            return True
+        if episode.state == "sampling":
+            return not self.stands or self.config.on_update == "wait"
+        return episode.state == "scoring"
+
+    def _start(self, ticket):
+        assert self.version >= ticket.min_version, "a ticket came before its weights"
+        evaluates = ticket.group_id == EVALUATION_GROUP
+        turns = 1 + self.rng.randrange(3) if self.config.is_multi_turn and not evaluates else 1
+        members = range(ticket.member, ticket.member + ticket.num_members)
+        self.episodes[ticket.ticket_id] = [Episode(ticket, member, turns) for member in members]
+        self._wait_or_go(self.episodes[ticket.ticket_id], self.config.env_barrier, "ready")
+
+    def _wait_or_go(self, episodes, is_barrier, state):
+        ticket = episodes[0].ticket
+        waits = is_barrier and ticket.group_id != EVALUATION_GROUP
+        for episode in episodes:
+            episode.state, episode.waits_for = ("barrier", state) if waits else (state, "")
+        if waits:
+            self.outbox.append(Waiting([ticket.ticket_id]))
+
+    def _after_sampling(self, ticket):
+        """One request for several responses returns when the last has ended."""
+        episodes = self.episodes[ticket.ticket_id]
+        if ticket.num_members > 1 and any(e.state != "sampled" for e in episodes):
+            return
+        self._wait_or_go([e for e in episodes if e.state == "sampled"], self.config.scheduling == "batch", "scoring")
+
+    def _stand(self):
+        """Requests freeze, are aborted to go on or start over, or run to their end."""
+        if self.stands:
+            return
+        self.stands = True
+        if self.config.on_update in ("resume", "restart"):
+            for episode in self._are("sampling"):
+                episode.state = "ready"
+                if self.config.on_update == "restart":
+                    self.discarded += len(episode.versions) - episode.turn_start
+                    del episode.versions[episode.turn_start :]
+
+    def _end(self, episode, reason):
+        episode.state = "ended"
+        ticket_id = episode.ticket.ticket_id
+        ended = self.ended.setdefault(ticket_id, [])
+        ended.append(self._trajectory(episode, reason))
+        if len(ended) < episode.ticket.num_members:
+            return
+        del self.episodes[ticket_id], self.ended[ticket_id]
+        if self.outbox and isinstance(self.outbox[-1], Finished) and self.rng.random() < 0.5:
+            ended = [*self.outbox.pop().trajectories, *ended]
+        self.outbox.append(Finished(ended, None))
+
+    def _trajectory(self, episode, reason):
+        versions = np.array([-1, *episode.versions], np.int32)
+        return Trajectory(
+            ticket_id=episode.ticket.ticket_id,
+            group_id=episode.ticket.group_id,
+            member=episode.member,
+            tokens=np.zeros(len(versions), np.int64),
+            loss_mask=versions >= 0,
+            behavior_logprobs=np.zeros(len(versions), np.float32),
+            policy_versions=versions,
+            reward=float(self.rng.randrange(2)) if reason in ("stop", "length") else float("nan"),
+            finish_reason=reason,
+            failure="ValueError: no good" if reason == "failed" else "",
+            num_turns=episode.turn + 1,
+            started_at=0.0,
+            ended_at=0.0,
+            worker=self.index,
+        )
+
+
+class WalkWorkers(Workers):
+    """The real Workers, with processes that are not started."""
+
+    walk = None
+    """Set before `launch`."""
+
+    def _start(self, index):
+        return Worker(index, WalkProcess(self.config, index, self.walk))
