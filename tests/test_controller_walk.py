@@ -7,7 +7,6 @@ WALKS in the environment sets how many walks are made; each has the seed by whic
 import os
 import random
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from walk_oracle import Oracle, WatchedTickets
@@ -98,8 +97,7 @@ class Walk:
         tickets.oracle = self.oracle
         workers = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(num_workers))
         placement = Placement((None,), 1, workers, "shm")
-        self.controller = Controller(config, placement, "", tickets, Path(), self._record, make_workers=WalkWorkers)
-        self.controller.workers.walk = self
+        self.controller = Controller(config, WalkWorkers(self, config, placement), tickets, self._record)
         self.controller.launch()
         self.weights = {}
         self.deaths_left = config.max_worker_restarts
@@ -159,7 +157,7 @@ class Walk:
             self.delivering = {(t.ticket_id, t.member): t for t in message.trajectories}
         elif isinstance(message, Updated):
             self.oracle.discard(message.sampled.discarded)
-        self.controller._on_message(worker, message)
+        self.controller.on_message(worker, message)
         if self.config.scheduling == "queue":
             for other in self.controller.workers:
                 assert other.process.num_given <= self.config.max_running_requests
@@ -187,9 +185,8 @@ class Walk:
             return False
         self.oracle.consume(batch)
         self.version, self.trainer = self.version + 1, "training"
-        drained = self.controller.drain()
-        self.oracle.check_ledger(drained["ledger"])
-        self.evaluations += drained["evaluations"]
+        self.oracle.check_ledger(self.controller.take_report().ledger)
+        self.evaluations += self.controller.evaluations.take_ended()
         return True
 
     def _end_step(self):
@@ -208,10 +205,9 @@ class Walk:
         self.trainer = "finishing" if is_last else "waiting"
 
     def _check_end(self):
-        drained = self.controller.drain()
-        self.evaluations += drained["evaluations"]
+        self.evaluations += self.controller.evaluations.take_ended()
         assert self.oracle.trainer_version == self.config.steps
-        self.oracle.check_end(drained["ledger"], self.evaluations, self.controller.tickets._put_back)
+        self.oracle.check_end(self.controller.take_report().ledger, self.evaluations, self.controller.tickets._put_back)
 
 
 def walk_of(seed):

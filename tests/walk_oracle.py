@@ -8,7 +8,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tickets import EVALUATION_GROUP, TicketSource
+from data.records import EVALUATION_GROUP
+from tickets import TicketSource
 
 
 @dataclass

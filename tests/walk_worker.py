@@ -9,13 +9,12 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from data.records import Trajectory
-from llm_proxy import SampledTokens
-from messages import Abort, Finished, Proceed, Ready, Suspend, Tickets, Update, Updated, Waiting
-from tickets import EVALUATION_GROUP
+from data.records import EVALUATION_GROUP, Trajectory
+from messages import Abort, Finished, Proceed, Ready, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from workers import Worker, Workers
 
 
@@ -224,8 +223,9 @@ class WalkProcess:
 class WalkWorkers(Workers):
     """The real Workers, with processes that are not started."""
 
-    walk = None
-    """Set before `launch`."""
+    def __init__(self, walk, config, placement):
+        super().__init__(config, placement, "", Path(), main=None)
+        self.walk = walk
 
     def _start(self, index):
         return Worker(index, WalkProcess(self.config, index, self.walk))
