@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster import Cluster
+from cluster.cluster import Cluster
 from config import Config
 from data.records import Group
-from packing import TrainSequence
+from trainer.packing import TrainSequence
 
 if TYPE_CHECKING:
-    from policy import Policy  # imports transformers, for which no worker is to wait
+    from trainer.policy import Policy
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more

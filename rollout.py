@@ -19,13 +19,11 @@ from multiprocessing.connection import Connection
 
 from setproctitle import setproctitle
 
+from cluster.placement import WorkerPlacement, WorkerSpec
+from cluster.processes import exit_with_parent, freeze_garbage, without_torchrun
 from data.environments import make_environment
 from data.latency import LatencyLaw
-from data.records import Ticket, Trajectory
-from data.rewards import RewardPool
-from env_manager import Delayed, Environment, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
-from llm_proxy import LLMProxy
-from messages import (
+from data.messages import (
     Abort,
     Asleep,
     Connect,
@@ -44,9 +42,11 @@ from messages import (
     Updated,
     Waiting,
 )
-from model_path import load_tokenizer, stop_token_ids
-from placement import WorkerPlacement, WorkerSpec
-from processes import exit_with_parent, freeze_garbage, without_torchrun
+from data.models import load_tokenizer, stop_token_ids
+from data.records import Ticket, Trajectory
+from data.rewards import RewardPool
+from engine.episode import Delayed, Environment, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
+from engine.proxy import LLMProxy
 
 
 class Barrier:

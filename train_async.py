@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from config import Config, parse_config
 
 if TYPE_CHECKING:
-    from node import Node
-    from step_log import StepLog
+    from job.node import Node
+    from job.step_log import StepLog
 
 
 class Interrupted(Exception):
@@ -30,15 +30,15 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
     `worker_main(spec, connection)` is what rollout workers run in place of rollout.run_worker.
     """
-    from node import start_node
+    from job.node import start_node
+    from job.step_log import StepLog
     from rollout import run_worker
-    from step_log import StepLog
 
     with start_node(config, worker_main or run_worker) as node, StepLog(node) as log:
         if node.cluster.trains:
             train_on(node, log)
         else:
-            from exchange import sample_on
+            from job.exchange import sample_on
 
             sample_on(node, log)
     log.say_where_time_went()
@@ -47,9 +47,9 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
 def train_on(node: "Node", log: "StepLog") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
-    import batch
-    from policy import load_policy
-    from publisher import Publisher, is_due
+    from job.publisher import Publisher, is_due
+    from trainer import batch
+    from trainer.policy import load_policy
 
     config = node.config
     policy = load_policy(config, node.model_path, node.device, node.clock)

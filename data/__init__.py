@@ -1,0 +1,1 @@
+"""Records, messages, tasks, environments, reward functions, the tiny models. Runs everywhere, and starts no process."""

@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from pebble import ProcessExpired, ProcessPool
 from setproctitle import setproctitle
 
-from processes import exit_with_parent
+from cluster.processes import exit_with_parent
 
 ScoreFunction = Callable[[str, str, str], float]
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import kill_session
+from cluster.processes import kill_session
 from scripts.bench_rollout_report import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -247,7 +247,7 @@ def main() -> None:
 
 def gpu_name() -> str | None:
     """The first GPU's name and memory."""
-    from gpus import visible_gpus
+    from cluster.gpus import visible_gpus
 
     gpus = visible_gpus()
     return f"{gpus[0].name}, {gpus[0].total_bytes / 2**30:.0f} GiB" if gpus else None

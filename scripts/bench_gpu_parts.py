@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from model_shape import read_shape
-from placement import Placement
+from cluster.placement import Placement
+from cluster.shape import read_shape
 from scripts.bench_gpu_setup import Setup, one_rank, peak_memory, place_here, timed
 from scripts.bench_gpu_trainer import trainer
 
@@ -39,8 +39,8 @@ class Pair:
 
     def __init__(self, setup: Setup, **options):
         """Start the engine first: it measures how much of the GPU is free. `options` of Config."""
-        from llm_proxy import LLMProxy
-        from placement import WorkerSpec
+        from cluster.placement import WorkerSpec
+        from engine.proxy import LLMProxy
         from rollout import worker_environment
 
         self.config = setup.config(**options)
@@ -55,8 +55,8 @@ class Pair:
     def _join(self, device: str) -> None:
         import torch
 
-        from policy import load_policy
-        from weight_sync import IpcTransport, ParameterSpec, ShmTransport
+        from trainer.policy import load_policy
+        from weights.transport import IpcTransport, ParameterSpec, ShmTransport
 
         self.policy = load_policy(self.config, self.config.model, torch.device(device))
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -79,7 +79,7 @@ class Pair:
 
     def gap(self, seed: int = 0) -> np.ndarray:
         """|engine − trainer| of the log-probs of random tokens under the weights that each has now, nats."""
-        from packing import TrainSequence
+        from trainer.packing import TrainSequence
 
         rng = np.random.default_rng(seed)
         length = min(PROBE_TOKENS, self.config.max_sequence_tokens - 1)
@@ -137,12 +137,12 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
 
 def rollout(setup: Setup) -> dict:
     """A real worker and controller, synchronous, without a trainer: generated tokens/s."""
-    from controller import Controller
+    from controller.controller import Controller
+    from controller.tickets import PromptSource, TicketSource
+    from controller.workers import Workers
+    from data.models import load_tokenizer
     from data.tasks import load_task
-    from model_path import load_tokenizer
     from rollout import run_worker
-    from tickets import PromptSource, TicketSource
-    from workers import Workers
 
     config = setup.config(async_ratio=0.0, eval_every=0)
     placement, task = place_here(config, setup.device), load_task(config.task, 0)
@@ -165,7 +165,7 @@ def rollout(setup: Setup) -> dict:
 
 def _rollout_step(controller, transport, weights: list, version: int) -> tuple[float, int]:
     """Publish and take a batch. Returns seconds, and tokens generated."""
-    from controller import Announcement
+    from controller.controller import Announcement
 
     start = time.perf_counter()
     controller.wait_for_buffer()
@@ -180,7 +180,7 @@ def _transport_of(placement: Placement, model_path: str, device: str):
     import torch
     from safetensors.torch import load_file
 
-    from weight_sync import IpcTransport, ParameterSpec, ShmTransport
+    from weights.transport import IpcTransport, ParameterSpec, ShmTransport
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     loaded = {}
@@ -199,9 +199,9 @@ def _rates(steps: list[tuple[float, int]]) -> dict:
 
 def bare(setup: Setup) -> dict:
     """vLLM alone: LLM.generate of as many responses to the same prompts, without log-probs. Tokens/s."""
-    from llm_proxy import engine_options
-    from model_path import load_tokenizer
-    from placement import WorkerSpec
+    from cluster.placement import WorkerSpec
+    from data.models import load_tokenizer
+    from engine.proxy import engine_options
     from rollout import worker_environment
 
     config = setup.config(async_ratio=0.0)

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.placement import Placement, available_cores, place, plan_memory
+from cluster.shape import read_shape
 from config import Config
-from model_shape import read_shape
-from placement import Placement, available_cores, place, plan_memory
 from scripts.qwen3_shapes import save_random_qwen3
 
 
@@ -65,7 +65,7 @@ def _in_another_process(function: Callable, *args) -> None:
 
 def place_here(config: Config, device: str) -> Placement:
     """One trainer rank and one worker, as a run would place them."""
-    from gpus import visible_gpus
+    from cluster.gpus import visible_gpus
 
     gpus = visible_gpus()[:1] if device == "cuda" else []
     placement = place(config, len(gpus), available_cores(), 1)

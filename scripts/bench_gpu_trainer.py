@@ -5,7 +5,7 @@ import statistics
 
 import numpy as np
 
-from model_shape import ModelShape, read_shape
+from cluster.shape import ModelShape, read_shape
 from scripts.bench_gpu_setup import Setup, one_rank, peak_memory, timed
 
 TRAIN_STEPS = 4
@@ -42,8 +42,8 @@ def trainer(setup: Setup) -> dict:
     """Training steps on synthetic sequences, without an engine: tokens/s, and the share of the matmul rate."""
     import torch
 
-    from packing import distribute
-    from policy import load_policy
+    from trainer.packing import distribute
+    from trainer.policy import load_policy
 
     lengths = [32, 48, 64, 16] if setup.size == "tiny" else [512] * 64
     config, shape = setup.config(algo="tis", max_prompt_tokens=256), read_shape(setup.model_path)
@@ -74,7 +74,7 @@ def throughput(num_tokens: int, flops: float, steps_s: list[float], matmul_flops
 
 def synthetic(lengths: list[int], vocabulary: int) -> list:
     """Random sequences with a prompt of a quarter of their length, and log-probs that are about a random model's."""
-    from packing import TrainSequence
+    from trainer.packing import TrainSequence
 
     rng = np.random.default_rng(0)
     sequences = []

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from model_path import resolve_model
+from data.models import resolve_model
 from scripts import bench_parts_job, bench_parts_rollout, bench_parts_trainer
 from scripts import bench_parts_report as report
 from scripts.bench_rollout_report import append, provenance

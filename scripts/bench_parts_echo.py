@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from data.messages import Finished, Ready, SampledTokens, Stop, Tickets, Update, Updated
 from data.records import Ticket, Trajectory
-from messages import Finished, Ready, SampledTokens, Stop, Tickets, Update, Updated
-from time_ledger import Activity
+from records.time_ledger import Activity
 
 
 def run_echo_worker(spec, connection, per_message: int = 1) -> None:

@@ -19,28 +19,28 @@ import numpy as np
 import psutil
 import torch
 
-import batch
-from cluster import Cluster
+from cluster.cluster import Cluster
+from cluster.placement import available_cores, place
+from cluster.processes import freeze_garbage
 from config import Config
-from controller import Controller
+from controller.controller import Controller
+from controller.tickets import PromptSource, TicketSource
+from controller.workers import Workers
+from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
-from model_path import load_tokenizer, resolve_model
-from node import Node
-from placement import available_cores, place
-from policy import load_policy
+from job.node import Node
+from job.publisher import Publisher
+from job.step_log import StepLog
 from probe import Probe
-from processes import freeze_garbage
-from publisher import Publisher
+from records.run_directory import RunDirectory
+from records.time_ledger import TrainerClock
 from rollout import RolloutWorker, run_worker
-from run_directory import RunDirectory
 from scripts.bench_parts_echo import run_echo_worker
 from scripts.bench_work import NO_LEARNING, WorkRolloutWorker
-from step_log import StepLog
-from tickets import PromptSource, TicketSource
-from time_ledger import TrainerClock
-from weight_sync import Announcement, ParameterSpec, ShmTransport
-from workers import Workers
+from trainer import batch
+from trainer.policy import load_policy
+from weights.transport import Announcement, ParameterSpec, ShmTransport
 
 
 def make_node(config: Config, worker_main) -> Node:

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import torch
 
+from cluster.placement import WorkerPlacement, WorkerSpec
+from cluster.processes import freeze_garbage
 from config import Config
+from controller.tickets import PromptSource, TicketSource
+from controller.workers import WorkerProcess
+from data.messages import Connect, Finished, Ready, Stop, Tickets, Update, Updated
+from data.models import load_tokenizer, resolve_model, stop_token_ids
 from data.records import Ticket
 from data.tasks import load_task
 from data.tiny import VOCABULARY, build_tokenizer
-from llm_proxy import LLMProxy
-from messages import Connect, Finished, Ready, Stop, Tickets, Update, Updated
-from model_path import load_tokenizer, resolve_model, stop_token_ids
-from placement import WorkerPlacement, WorkerSpec
-from processes import freeze_garbage
+from engine.proxy import LLMProxy
 from rollout import run_worker
 from scripts.bench_parts_report import PHASES
 from scripts.bench_work import ForcedLengths, WorkRolloutWorker, work_of
-from tickets import PromptSource, TicketSource
-from weight_sync import ParameterSpec, ShmTransport
-from workers import WorkerProcess
+from weights.transport import ParameterSpec, ShmTransport
 
 TIMEOUT_S = 300.0
 LARGE_HIDDEN, LARGE_LAYERS = 512, 15

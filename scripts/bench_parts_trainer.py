@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from config import Config
+from data.models import load_tokenizer, resolve_model
 from data.tasks import load_task
-from model_path import load_tokenizer, resolve_model
-from packing import MicroBatch, TrainSequence, distribute, pack
-from policy import load_policy
 from scripts.bench_work import NO_LEARNING, SAMPLES_PER_STEP, work_of
+from trainer.packing import MicroBatch, TrainSequence, distribute, pack
+from trainer.policy import load_policy
 
 
 def make_sequences(config: Config, model_path: str, count: int = SAMPLES_PER_STEP) -> list[TrainSequence]:

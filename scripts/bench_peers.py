@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from model_path import resolve_model
+from data.models import resolve_model
 from scripts import bench_peers_report as report
 from scripts.bench_rollout_report import append, provenance
 from scripts.bench_work import MODEL_TASK, WORKS
@@ -267,7 +267,7 @@ def run(command: list[str], environment: dict[str, str], log: Path) -> Usage:
 
 def _kill(process: subprocess.Popen) -> None:
     """End what is left of a run, if anything."""
-    from processes import kill_session
+    from cluster.processes import kill_session
 
     kill_session(process.pid)
 

@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from scripts.bench_peers_attention import varlen_attention
 from scripts.bench_work import Work, work_of
-from weight_sync import ParameterSpec, ShmTransport
+from weights.transport import ParameterSpec, ShmTransport
 
 # The asynchronous trainer: TRL takes its attention from a CUDA kernel, whatever the device
 

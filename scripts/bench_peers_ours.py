@@ -20,7 +20,7 @@ KINDS = ("train", "generate", "learn")
 def train(config: Config) -> None:
     """The whole job, with responses of the work's lengths."""
     import train_async
-    from policy import Policy
+    from trainer.policy import Policy
 
     Policy.save = save_weights
     train_async.train(config, functools.partial(run_worker, kind=WorkRolloutWorker))

@@ -183,7 +183,7 @@ def server(work: Work, model: str, out: Path) -> Iterator[str]:
 
 
 def server_command(work: Work, model: str, port: int) -> list[str]:
-    """vLLM's server with the engine options of llm_proxy.py."""
+    """vLLM's server with the engine options of engine/proxy.py."""
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
         "--host", "127.0.0.1", "--port", str(port),
@@ -194,7 +194,7 @@ def server_command(work: Work, model: str, port: int) -> list[str]:
         "--kv-cache-memory-bytes", str(1 << 30), "--disable-log-stats", "--disable-uvicorn-access-log",
         "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         "--weight-transfer-config", '{"backend": "shm"}',
-        "--worker-extension-cls", "engine_extension.EngineExtension",
+        "--worker-extension-cls", "engine.extension.EngineExtension",
     ]  # fmt: skip
 
 

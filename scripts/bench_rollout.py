@@ -29,19 +29,19 @@ from pathlib import Path
 
 import psutil
 
+from cluster.placement import Placement, WorkerPlacement
 from config import Config
-from controller import Controller
+from controller.controller import Controller
+from controller.tickets import PromptSource, TicketSource
+from controller.workers import Workers
+from data.messages import SampledTokens
+from data.models import load_tokenizer, resolve_model
 from data.records import Group, Trajectory
 from data.tasks import Problem, load_task
-from messages import SampledTokens
-from model_path import load_tokenizer, resolve_model
-from placement import Placement, WorkerPlacement
 from rollout import run_worker
 from scripts import bench_rollout_report as report
 from scripts.bench_rollout_worker import BenchWorker
-from tickets import PromptSource, TicketSource
-from weight_sync import Announcement
-from workers import Workers
+from weights.transport import Announcement
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -179,7 +179,7 @@ class Session:
 
     def connect(self) -> None:
         """Wait until the engines are up, and give them the transport."""
-        from weight_sync import ParameterSpec, ShmTransport
+        from weights.transport import ParameterSpec, ShmTransport
 
         specs = [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights]
         self._transport = ShmTransport(specs)

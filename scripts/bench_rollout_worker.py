@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 
 from config import Config
+from controller.tickets import PromptSource, TicketSource
 from data.records import Ticket
 from data.tasks import Problem
-from env_manager import Environment, SingleTurn
-from llm_proxy import Completion, LLMProxy
+from engine.episode import Environment, SingleTurn
+from engine.proxy import Completion, LLMProxy
 from rollout import RolloutWorker
-from tickets import PromptSource, TicketSource
 
 MEDIAN_TOKENS, SIGMA = 15.0, 1.0
 """Lengths of single turns: lognormal, cut at max_response_tokens. Cut at 192 their mean is 24, an eighth of the longest

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from config import Config
-from llm_proxy import Completion, LLMProxy
+from engine.proxy import Completion, LLMProxy
 from rollout import RolloutWorker
 
 MODEL_TASK = "addition"

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from config import Algo
-from recorded_batches import weights_sha256
+from records.batches import weights_sha256
 from scripts.plot import column, evaluations, mean, read_metrics
 from scripts.table import cell
 

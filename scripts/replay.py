@@ -27,10 +27,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from config import Config
-from publisher import is_due
-from recorded_batches import batch_path, read_batch, weights_sha256
+from job.publisher import is_due
+from records.batches import batch_path, read_batch, weights_sha256
+from records.time_ledger import Account
 from rollout import run_worker
-from time_ledger import Account
 from train_async import run_job
 
 OF_TRAINING = (
@@ -149,9 +149,9 @@ def _refuse(name: str, recorded) -> None:
 
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     """Run the whole replay; every trainer rank calls this."""
-    from node import start_node
-    from policy import load_policy
-    from run_directory import Progress
+    from job.node import start_node
+    from records.run_directory import Progress
+    from trainer.policy import load_policy
 
     with start_node(config, run_worker, lambda start: lead(start, recording, evaluate)) as node:
         policy = load_policy(config, node.model_path, node.device, node.clock)
@@ -166,9 +166,9 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
 
 def lead(start, recording: Recording, evaluate: bool):
     """Make rank 0's node: the model must be the recorded one; a rollout worker is needed only to evaluate."""
-    from model_path import resolve_model
-    from node import start_rollout
-    from run_directory import RunDirectory
+    from data.models import resolve_model
+    from job.node import start_rollout
+    from records.run_directory import RunDirectory
 
     if start.cluster.num_nodes > 1:
         raise ValueError(f"a replay runs on one node, got {start.cluster.num_nodes}; use --nnodes 1")
@@ -186,7 +186,7 @@ def lead(start, recording: Recording, evaluate: bool):
 
 def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective."""
-    import batch
+    from trainer import batch
 
     config, clock = node.config, node.clock
     clock.enter("other")
@@ -211,7 +211,7 @@ def evaluate_last(node, policy) -> dict[str, float]:
     Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
     start behind the held-out ones, as in a run; nobody takes them.
     """
-    from publisher import Publisher
+    from job.publisher import Publisher
 
     Publisher(node, policy).publish(node.config.steps)
     if not node.cluster.is_leader:
@@ -224,7 +224,7 @@ def write_metrics(
     node, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account, progress
 ) -> None:
     """Record a step on rank 0, under the names that a run uses."""
-    from metrics import batch_metrics, time_metrics, training_metrics
+    from records.metrics import batch_metrics, time_metrics, training_metrics
 
     config = node.config
     metrics = {

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import Config
+from records.time_ledger import WORKER_STATES
 from scripts.plot import TABLE, Metrics, evaluations, samples_by_version, seconds_by_version, summarise
 from scripts.report_page import Chart, Page, Series, Table, render
 from scripts.timeline import STATE_COLORS, Timeline, build_timeline, trace
-from time_ledger import WORKER_STATES
 
 NUM_SAMPLES = 10
 STILL_GOING_S = 60
@@ -29,7 +29,7 @@ BLUE, ORANGE = "#2f6fb5", "#d9772b"
 LAG_COLORS = {
     "0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030",
 }  # fmt: skip
-"""Of the lag buckets of token_stats.py, which needs torch; fresh to stale."""
+"""Of the lag buckets of trainer/lag_stats.py, which needs torch; fresh to stale."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def workers_time(timeline: Timeline) -> Table:
         rows.append([state, f"{spent:.2f}", _share(spent, together.total()), f"{min(each):.1%} … {max(each):.1%}"])
     rows.append(["all workers", f"{together.total():.2f}", _share(1, 1), ""])
     headings = ["state", "worker-seconds", "share", "of one worker"]
-    return Table("Where the workers' time went", headings, rows, "What the states mean is in time_ledger.py.")
+    return Table("Where the workers' time went", headings, rows, "What the states mean is in records/time_ledger.py.")
 
 
 def _worker_states(timeline: Timeline) -> dict[str, Counter[str]]:

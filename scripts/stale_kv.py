@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import transformers
 
+from data.models import resolve_model
 from data.records import Trajectory
-from model_path import resolve_model
-from recorded_batches import batch_path, read_batch
+from records.batches import batch_path, read_batch
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,8 +1,8 @@
 """The events of a run as lanes of bars: what report.py draws, and what Perfetto opens as trace.json.
 
 Lanes are the trainer (steps, and its states in each), the evaluations, and every worker (its states, its updates, and
-below that all its trajectories, in as many rows as ran at the same time). States are those of time_ledger.py and follow
-on each other without a gap. Times are seconds since the run's start.
+below that all its trajectories, in as many rows as ran at the same time). States are those of records/time_ledger.py
+and follow on each other without a gap. Times are seconds since the run's start.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 EVALUATION_GROUP = -1
-"""group of the trajectories of an evaluation, as in tickets.py, which needs numpy."""
+"""group of the trajectories of an evaluation, as in controller/tickets.py, which needs numpy."""
 TRAJECTORY_FIELDS = (
     "ticket", "group", "member", "tokens", "min_version", "max_version", "reward", "finish_reason", "failure",
 )  # fmt: skip
@@ -22,7 +22,7 @@ STATE_COLORS = {
     "evaluate": "#e3b505", "save": "#3d9970", "other": "#8d6cc4", "starting": "#c9b8a2", "decoding": "#3f83cc",
     "environment": "#3d9970", "starved": "#d32020", "gated": "#b7bfcc", "paused": "#e08b2c", "restarting": "#e57373",
 }  # fmt: skip
-"""Of the states in time_ledger.py."""
+"""Of the states in records/time_ledger.py."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Bar:
     start: float
     end: float
     kind: str
-    """`trajectory`, `evaluation`, `step`, `update`, or a state of time_ledger.py."""
+    """`trajectory`, `evaluation`, `step`, `update`, or a state of records/time_ledger.py."""
     details: dict
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from fake_link import FakeEngine
 
-from data.records import Trajectory
-from messages import (
+from data.messages import (
     Abort,
     Asleep,
     Connect,
@@ -28,7 +27,8 @@ from messages import (
     Updated,
     Waiting,
 )
-from time_ledger import Activity
+from data.records import Trajectory
+from records.time_ledger import Activity
 
 
 def run_fake_worker(spec, connection):

@@ -16,16 +16,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_policy import error_of, first_gradient, load, random_sequences
 
-import batch
-import node_watch
-from cluster import Cluster, Peer, form_cluster, join
+from cluster import node_watch
+from cluster.cluster import Cluster, Peer, form_cluster, join
+from cluster.node_watch import NodeWatch
 from config import Config
 from data.records import Group, Trajectory
-from exchange import exchange_groups, receive_notice, receive_parameters, receive_specs
-from node import Node
-from node_watch import NodeWatch
+from job.exchange import exchange_groups, receive_notice, receive_parameters, receive_specs
+from job.node import Node
+from job.publisher import Publisher
 from probe import Probe
-from publisher import Publisher
+from trainer import batch
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]

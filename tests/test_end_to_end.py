@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 import pytest
-from job import ROOT, Job, assert_nothing_is_left, run_job, start_job
+from real_job import ROOT, Job, assert_nothing_is_left, run_job, start_job
 from tiny_policy import save_byte_llama, save_unservable_model
 
-from buffer import DROP_REASONS
-from model_path import resolve_model
-from recorded_batches import weights_sha256
+from controller.buffer import DROP_REASONS
+from data.models import resolve_model
+from records.batches import weights_sha256
 
 pytestmark = pytest.mark.e2e
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.placement import WorkerPlacement, WorkerSpec
+from cluster.processes import kill_session
 from config import Config
+from controller.tickets import PromptSource, TicketSource
 from data.conversation import Conversation
 from data.environments import make_environment
-from data.tasks import load_task
-from data.tiny_agent import tiny_agent_path
-from llm_proxy import LLMProxy
-from messages import (
+from data.messages import (
     Abort,
     Connect,
     Finished,
@@ -30,12 +30,12 @@ from messages import (
     Updated,
     Waiting,
 )
-from model_path import load_tokenizer
-from placement import WorkerPlacement, WorkerSpec
-from processes import kill_session
+from data.models import load_tokenizer
+from data.tasks import load_task
+from data.tiny_agent import tiny_agent_path
+from engine.proxy import LLMProxy
 from rollout import RolloutWorker, run_worker, worker_environment
-from tickets import PromptSource, TicketSource
-from weight_sync import ParameterSpec, ShmTransport
+from weights.transport import ParameterSpec, ShmTransport
 
 TASK = "frozen_lake"
 

@@ -6,11 +6,11 @@ import os
 
 import psutil
 import pytest
-from job import assert_nothing_is_left, start_nodes
+from real_job import assert_nothing_is_left, start_nodes
 from test_end_to_end import assert_ledger_balances
 
-from model_path import resolve_model
-from tickets import IDS_PER_NODE
+from controller.tickets import IDS_PER_NODE
+from data.models import resolve_model
 
 pytestmark = pytest.mark.e2e
 

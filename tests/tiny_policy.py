@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from config import Config
-from packing import TrainSequence, distribute
-from policy import Policy, load_policy
-from time_ledger import TrainerClock
+from records.time_ledger import TrainerClock
+from trainer.packing import TrainSequence, distribute
+from trainer.policy import Policy, load_policy
 
 VOCAB = 150
 

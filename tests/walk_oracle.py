@@ -8,8 +8,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from controller.tickets import TicketSource
 from data.records import EVALUATION_GROUP
-from tickets import TicketSource
 
 
 @dataclass

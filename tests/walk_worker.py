@@ -1,7 +1,7 @@
 """A rollout worker in which nothing happens by itself: everything it may do next is an event that a test chooses.
 
-It keeps the order of messages and, in each `on_update` mode, does with its requests what rollout.py, env_manager.py and
-llm_proxy.py do with theirs.
+It keeps the order of messages and, in each `on_update` mode, does with its requests what rollout.py, engine/episode.py
+and engine/proxy.py do with theirs.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from controller.workers import Worker, Workers
+from data.messages import Abort, Finished, Proceed, Ready, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from data.records import EVALUATION_GROUP, Trajectory
-from messages import Abort, Finished, Proceed, Ready, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
-from workers import Worker, Workers
 
 
 @dataclass

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from config import Config
-from controller import Announcement, Controller
+from controller.controller import Announcement, Controller
+from controller.tickets import TicketSource
+from data.messages import Finished
 from data.records import Group
-from messages import Finished
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import FLOPS_EFFICIENCY, EngineCurve, Gpu, Model
 from scripts.simulation.fleet import SimulatedTrajectory, SimulatedWorkers
 from scripts.simulation.workload import Workload
-from tickets import TicketSource
-from weight_sync import Staged
+from weights.transport import Staged
 
 FLOPS_PER_PARAMETER = 8
 """Of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from config import Config
+from controller.workers import Worker
+from data.messages import Abort, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from data.records import FinishReason, Ticket, Trajectory
-from messages import Abort, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine
 from scripts.simulation.workload import Workload, draws_of
-from workers import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

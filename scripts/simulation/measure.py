@@ -11,20 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
+from cluster.placement import WorkerPlacement, WorkerSpec
 from config import Config
+from controller.workers import Worker
+from data.messages import Finished
+from data.models import resolve_model
 from data.records import Group, Trajectory
-from llm_proxy import LLMProxy
-from messages import Finished
-from model_path import resolve_model
-from placement import WorkerPlacement, WorkerSpec
+from engine.proxy import LLMProxy
+from records.run_directory import RunDirectory
 from rollout import worker_environment
-from run_directory import RunDirectory
 from scripts.bench_rollout_worker import ForcedLengths
 from scripts.simulation.cluster import Case, Cluster, Simulation
 from scripts.simulation.engine import EngineCurve
 from scripts.simulation.scenarios import Setup, batch_of
 from scripts.simulation.workload import PROMPT_TOKENS, Workload, lengths_up_to
-from workers import Worker
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 DECODED_TOKENS, PROMPT_LENGTH, MAX_MODEL_TOKENS = 96, 32, 40 + 192

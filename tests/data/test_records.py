@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_buffer import make_trajectory
+from trajectories import make_trajectory
 
 from data.records import check_trajectory
 

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from memory_plan import GIB, kv_bytes_per_token
-from model_shape import read_shape
+from cluster.memory import GIB, kv_bytes_per_token
+from cluster.shape import read_shape
 from scripts.bench_gpu import on_update
 from scripts.bench_gpu_parts import Pair
 from scripts.bench_gpu_setup import Setup, one_rank

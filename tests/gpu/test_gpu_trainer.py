@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 from tiny_policy import random_sequences
 
 from config import Config
-from packing import distribute
-from policy import load_policy
+from trainer.packing import distribute
+from trainer.policy import load_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from model_shape import ModelShape
+from cluster.shape import ModelShape
 from scripts import bench_gpu
 from scripts.bench_gpu import Part, chosen, last_error, run_parts, table
 from scripts.bench_gpu_parts import job_numbers

@@ -9,11 +9,11 @@ from tiny_policy import load, random_sequences, save_tiny_model
 
 from config import Config
 from data.records import Group, Ticket, check_trajectory
-from packing import pack
 from scripts import bench_parts, bench_parts_echo, bench_parts_job, bench_parts_rollout, bench_parts_trainer
 from scripts import bench_parts_report as report
 from scripts.bench_rollout_report import append
 from scripts.bench_work import WORKS, work_of
+from trainer.packing import pack
 
 MADE_BY = {"size": "full", "command": "python bench", "commit": "c0ffee", "dirty": False, "hardware": "2 CPU cores"}
 MADE_BY |= {"load_before": 0.1, "packages": {"torch": "2"}}

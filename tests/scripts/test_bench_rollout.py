@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from config import Config
+from controller.tickets import PromptSource, TicketSource
 from data.records import Trajectory
 from data.tasks import Problem
 from scripts import bench_rollout as bench
 from scripts import bench_rollout_report as report
 from scripts import bench_rollout_worker as worker
-from tickets import PromptSource, TicketSource
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = Config(max_response_tokens=192)

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from controller.evaluation import evaluation_metrics
+from data.messages import SampledTokens
 from data.records import Group, Trajectory
-from evaluation import evaluation_metrics
-from messages import SampledTokens
-from metrics import batch_metrics, rollout_metrics
+from records.metrics import batch_metrics, rollout_metrics
 from scripts import plot
 
 

@@ -11,23 +11,23 @@ import torch
 from fake_worker import run_fake_worker
 from tiny_policy import load, random_sequences, save_tiny_model
 
-import batch
-from cluster import Cluster
+from cluster.cluster import Cluster
+from cluster.placement import Placement, WorkerPlacement
 from config import Config
-from controller import Controller
+from controller.controller import Controller
+from controller.tickets import PromptSource, TicketSource
+from controller.workers import Workers
 from data.records import Group, Trajectory
 from data.tasks import Problem
-from node import Node
-from placement import Placement, WorkerPlacement
+from job.node import Node
 from probe import Probe
-from recorded_batches import batch_path, weights_sha256, write_batch
-from run_directory import Progress, RunDirectory
+from records.batches import batch_path, weights_sha256, write_batch
+from records.run_directory import Progress, RunDirectory
+from records.time_ledger import TrainerClock
 from scripts.plot import read_metrics, summarise
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import write_report
-from tickets import PromptSource, TicketSource
-from time_ledger import TrainerClock
-from workers import Workers
+from trainer import batch
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from tiny_policy import VOCAB, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from data.records import Group, Trajectory
-from recorded_batches import batch_path, write_batch
+from records.batches import batch_path, write_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, BEFORE, AFTER = 6, 5, 7

@@ -1,0 +1,1 @@
+"""Processes, GPUs, memory and the nodes of a run: what runs where. Runs everywhere."""

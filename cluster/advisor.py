@@ -1,0 +1,250 @@
+"""Which split of devices and which async_ratio would balance rollout and training: arithmetic on what a run measured.
+
+Two predictions of a step's seconds, in device-seconds per step: g of decoding, t of training, on R and S devices of
+D = R + S; L is the longest response of a step in seconds, α the async_ratio.
+
+    by the rates    max(g/R, t/S, (g/R + t/S)/(1+α)): no step is faster; a batch holds its place for g/R + t/S at least,
+                    and there are 1 + α batches of places
+    proposition 2   max(g/R + L/(1+α), t/S), and g/R + L + t/S at α = 0: an upper bound (ROLL Flash, arXiv 2510.11345)
+
+The step that was measured lies somewhere between the two, and other settings are expected to lie there too.
+
+The paper's worker serves one sample at a time and takes μ_gen for it, so that N·μ_gen is its g; an engine decodes many
+at once, and its share of one sample takes the place of μ_gen. E·N·μ_train is t.
+"""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.placement import Placement
+from data.records import Group
+
+FIRST_STEPS = 20
+"""Steps after which advice is given; the first quarter of them is not looked at, as everything is still filling."""
+MIN_STEPS = 8
+ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
+NEAR = 1.1
+"""A step within this factor of the best is as good: the rest is within the arithmetic's error, and costs staleness."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What one step tells."""
+
+    step_s: float
+    busy_s: float
+    """Of it, what the trainer did not wait, seconds."""
+    decoding_s: float
+    """Worker-seconds of decoding, evaluations included."""
+    sampled: int
+    """Tokens that the engines returned, evaluations included."""
+    generated: int
+    """Tokens of them that were sampled for training."""
+    response_mean_s: float
+    response_max_s: float
+    """Of the batch's responses, from ticket to reward, seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured: means over some steps."""
+
+    async_ratio: float
+    rollout_devices: int
+    training_devices: int
+    unit: str
+    """What a device is: `GPU` or `CPU core`."""
+    is_shared: bool
+    """Whether rollout and training compete for the same devices."""
+    samples: int
+    """Trained on in a step."""
+    decoding_s: float
+    """Device-seconds of decoding that a step's samples need (g)."""
+    training_s: float
+    """Device-seconds that the trainer needs for a step (t)."""
+    response_mean_s: float
+    response_max_s: float
+    """Longest response of a step, seconds (L)."""
+    step_s: float
+
+
+def step_times(
+    groups: list[Group], metrics: dict[str, float], decoding_s: float, sampled: int, previous_tokens: int
+) -> StepTimes:
+    """What the advisor needs of a step: its `metrics`, worker-seconds of decoding, and tokens that engines returned."""
+    responses = [t.ended_at - t.started_at for group in groups for t in group.trajectories]
+    return StepTimes(
+        step_s=metrics["time/step_s"],
+        busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
+        decoding_s=decoding_s,
+        sampled=sampled,
+        generated=metrics["tokens/generated"] - previous_tokens,
+        response_mean_s=float(np.mean(responses)),
+        response_max_s=max(responses),
+    )
+
+
+def measure(steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement) -> Measured:
+    """Means over the steps but their first quarter, `samples` trained in each."""
+    rollout, training, unit, is_shared = _devices(placement)
+    steps = steps[len(steps) // 4 :]
+    sampled = sum(step.sampled for step in steps)
+    for_training = min(1.0, sum(step.generated for step in steps) / sampled) if sampled else 1.0
+    decoding_s = statistics.fmean(step.decoding_s for step in steps) * for_training
+    return Measured(
+        async_ratio=async_ratio,
+        rollout_devices=rollout,
+        training_devices=training,
+        unit=unit,
+        is_shared=is_shared,
+        samples=samples,
+        decoding_s=decoding_s * rollout / len(placement.workers),
+        training_s=statistics.fmean(step.busy_s for step in steps) * training,
+        response_mean_s=statistics.fmean(step.response_mean_s for step in steps),
+        response_max_s=statistics.fmean(step.response_max_s for step in steps),
+        step_s=statistics.fmean(step.step_s for step in steps),
+    )
+
+
+def _devices(placement: Placement) -> tuple[int, int, str, bool]:
+    """Devices of rollout and of training, what they are, and whether both use the same ones."""
+    if placement.trainer_gpus[0] is not None:
+        shared = any(worker.shared_with_rank is not None for worker in placement.workers)
+        return sum(worker.num_gpus for worker in placement.workers), len(placement.trainer_gpus), "GPU", shared
+    training = placement.trainer_threads * len(placement.trainer_gpus)
+    return sum(worker.cpu_threads for worker in placement.workers), training, "CPU core", True
+
+
+# Arithmetic
+
+
+def step_by_rates(m: Measured, alpha: float, rollout: int, training: int) -> float:
+    """Seconds that a step takes at least, with `rollout` and `training` devices."""
+    generation_s, training_s = m.decoding_s / rollout, m.training_s / training
+    return max(generation_s, training_s, (generation_s + training_s) / (1 + alpha))
+
+
+def step_by_proposition_2(m: Measured, alpha: float, rollout: float, training: float) -> float:
+    """Seconds that a step takes at most: the paper's bound where α ≥ 1; below, its synchronous one over 1 + α."""
+    generation_s, training_s = m.decoding_s / rollout, m.training_s / training
+    synchronous = (generation_s + m.response_max_s + training_s) / (1 + alpha)
+    overlapped = max(generation_s + m.response_max_s / (1 + alpha), training_s)
+    return overlapped if alpha >= 1 else max(synchronous, overlapped)
+
+
+def tail_share(m: Measured) -> float:
+    """Where the measured step lies between both predictions, 0–1: how much of the bound's L is really waited for."""
+    now = (m.async_ratio, m.rollout_devices, m.training_devices)
+    low, high = step_by_rates(m, *now), step_by_proposition_2(m, *now)
+    return min(1.0, max(0.0, (m.step_s - low) / (high - low))) if high > low else 1.0
+
+
+def expected_step(m: Measured, alpha: float, rollout: int, training: int) -> float:
+    """Seconds per step, as far between both predictions as the measured step is."""
+    low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
+    return low + tail_share(m) * (high - low)
+
+
+def training_share_by_rates(m: Measured) -> float:
+    """Share of the devices with which training is as fast as decoding: t / (g + t)."""
+    return m.training_s / (m.decoding_s + m.training_s)
+
+
+def training_share_by_proposition_2(m: Measured, alpha: float) -> float:
+    """The paper's β* = t / (g + D·L/(α+1) + t), at which training takes all the time that the bound allows it."""
+    devices = m.rollout_devices + m.training_devices
+    return m.training_s / (m.decoding_s + devices * m.response_max_s / (alpha + 1) + m.training_s)
+
+
+def best_split(m: Measured, alpha: float) -> tuple[int, int]:
+    """Devices for rollout and for training with the least expected step; the present ones where nothing is better."""
+    now = (m.rollout_devices, m.training_devices)
+    if m.is_shared and m.unit == "GPU":
+        return now
+    total = sum(now)
+    splits = [now, *((total - training, training) for training in range(1, total))]
+    return min(splits, key=lambda split: expected_step(m, alpha, *split))
+
+
+def best_alpha(m: Measured) -> float:
+    """The least α that is NEAR as good as any, each with its best split."""
+    seconds = {alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}}
+    return min(alpha for alpha, s in seconds.items() if s <= NEAR * min(seconds.values()))
+
+
+# Text
+
+
+def advise(m: Measured) -> str:
+    """The advice, with its arithmetic."""
+    return "\n".join([*_measurements(m), *_balance(m), *_predictions(m), *_advice(m), *_caveats(m)])
+
+
+def _measurements(m: Measured) -> Iterator[str]:
+    yield (
+        f"advice on α (now {m.async_ratio:g}) and on the split of {m.rollout_devices + m.training_devices} {m.unit}s "
+        f"(now {_split(m.rollout_devices, m.training_devices)}); a step took {m.step_s:.3f} s"
+    )
+    yield (
+        f"  {m.samples} samples need g = {m.decoding_s:.3f} {m.unit}-seconds of decoding and t = {m.training_s:.3f} of "
+        f"training; a response takes {m.response_mean_s:.3f} s, the longest of a step L = {m.response_max_s:.3f} s"
+    )
+
+
+def _balance(m: Measured) -> Iterator[str]:
+    g, t, devices = m.decoding_s, m.training_s, m.rollout_devices + m.training_devices
+    yield (
+        f"  share of the devices that balances training: by the rates t/(g+t) = {t:.3f}/({g:.3f}+{t:.3f}) = "
+        f"{training_share_by_rates(m):.0%}; by ROLL Flash, proposition 2, t/(g+D·L/(α+1)+t) = "
+        f"{t:.3f}/({g:.3f}+{devices}·{m.response_max_s:.3f}/{m.async_ratio + 1:g}+{t:.3f}) = "
+        f"{training_share_by_proposition_2(m, m.async_ratio):.0%}; now {m.training_devices / devices:.0%}"
+    )
+
+
+def _predictions(m: Measured) -> Iterator[str]:
+    yield "  predicted seconds per step, at least (rates) … at most (proposition 2):"
+    now = (m.rollout_devices, m.training_devices)
+    for alpha in sorted({*ALPHAS, m.async_ratio}):
+        best = best_split(m, alpha)
+        line = f"    α = {alpha:<4g} {_range(m, alpha, *now)}" + (" (now)" if alpha == m.async_ratio else "")
+        yield line if best == now else f"{line}; with {_split(*best)} {_range(m, alpha, *best)}"
+
+
+def _advice(m: Measured) -> Iterator[str]:
+    alpha = best_alpha(m)
+    before, split = (m.rollout_devices, m.training_devices), best_split(m, alpha)
+    changes = [f"--async-ratio {alpha:g}"] * (alpha != m.async_ratio) + [_split(*split)] * (split != before)
+    if not changes:
+        yield "  advice: leave both as they are"
+        return
+    rates, bound, expected = (
+        step(m, m.async_ratio, *before) / step(m, alpha, *split)
+        for step in (step_by_rates, step_by_proposition_2, expected_step)
+    )
+    yield (
+        f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
+        f"proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
+    )
+
+
+def _caveats(m: Measured) -> Iterator[str]:
+    if not m.is_shared:
+        return
+    yield (
+        f"  rollout and training share these {m.unit}s: each side's seconds were measured "
+        + ("while the other stood still" if m.async_ratio == 0 else "while the other took part of them")
+        + ". They say which side is slower; overlapping gains only what one side leaves idle, so the predictions "
+        + ("for α > 0 promise too much" if m.async_ratio == 0 else "for less overlap are too slow")
+    )
+
+
+def _range(m: Measured, alpha: float, rollout: int, training: int) -> str:
+    low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
+    return f"{low:.3f} … {high:.3f}"
+
+
+def _split(rollout: int, training: int) -> str:
+    return f"{rollout} for rollout + {training} for training"

@@ -1,0 +1,45 @@
+"""Whether all nodes run the same code with the same options; if not, their collectives would not match, or silently
+train two things as one."""
+
+import hashlib
+from pathlib import Path
+
+from config import Config
+
+MAY_DIFFER = (
+    "data_path", "runs_dir", "node_roles", "num_rollout_workers", "rollout_tp", "weight_sync", "max_running_requests",
+    "gpu_memory_utilization",
+)  # fmt: skip
+"""Options that are a node's own: where its files are, and how much its devices can take."""
+MAX_SHOWN = 5
+"""Differences that an error names."""
+
+
+def fingerprint(config: Config, root: Path = Path(__file__).parents[1]) -> dict[str, str]:
+    """All that must be equal on all nodes: each source file of a run with its hash, each option with its value."""
+    rooms = [root, *(path.parent for path in root.glob("*/__init__.py"))]
+    files = sorted(path for room in rooms for path in room.glob("*.py"))
+    code = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    options = {name: value for name, value in config.as_dict().items() if name not in MAY_DIFFER}
+    return code | {f"--{name.replace('_', '-')}": str(value) for name, value in options.items()}
+
+
+def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
+    """Raise ValueError, in one line, if a node's fingerprint differs from the first; keys are the nodes' names."""
+    (first, expected), *others = fingerprints.items()
+    for name, found in others:
+        keys = [key for key in expected | found if expected.get(key) != found.get(key)]
+        if keys:
+            shown = "; ".join(_difference(key, found.get(key), expected.get(key)) for key in keys[:MAX_SHOWN])
+            more = f"; and {len(keys) - MAX_SHOWN} more" if len(keys) > MAX_SHOWN else ""
+            allowed = ", ".join(f"--{option.replace('_', '-')}" for option in MAY_DIFFER)
+            raise ValueError(
+                f"{name} does not run the same as {first}: {shown}{more}; start all nodes from one commit and with "
+                f"the same options, of which only {allowed} may differ"
+            )
+
+
+def _difference(key: str, found: str | None, expected: str | None) -> str:
+    if not key.endswith(".py"):
+        return f"{key} {found} instead of {expected}"
+    return f"{key} {'is missing' if found is None else 'is not on the other' if expected is None else 'differs'}"

@@ -1,0 +1,315 @@
+"""How much of a GPU trainer and engine need, computed from the model's shape before anything is loaded. Pure.
+
+Weights, gradients, optimizer state, staging buffers and KV cache are exact. What a forward and backward pass keeps is
+an estimate, of the tensors that transformers' decoder layers save for the backward pass; contexts, graphs and
+workspaces are what such processes usually take. `MARGIN` is for all that.
+"""
+
+from dataclasses import dataclass
+
+from cluster.gpus import Gpu
+from cluster.shape import ModelShape
+from config import Config
+
+GIB = 2**30
+MARGIN = 0.04
+"""Share of the GPU that nobody is given: fragmentation, rounding, and the error of the estimates."""
+CONTEXT_BYTES = int(1.2 * GIB)
+"""A CUDA context, its kernels, cuBLAS workspaces and NCCL's buffers, per process."""
+GRAPH_BYTES = GIB
+"""CUDA graphs of an engine."""
+ENGINE_STEP_TOKENS = 8192
+"""Tokens that an engine computes in one step at most, vLLM's default."""
+SPARE = 0.05
+"""Share of the GPU that an engine gets beyond what it needs, where that much is left: its overheads are estimates."""
+USED_BYTES_WORTH_MENTION = GIB
+
+
+@dataclass(frozen=True)
+class Item:
+    """One use of memory."""
+
+    what: str
+    num_bytes: int
+    how: str
+    """The arithmetic."""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.num_bytes / GIB:.2f} GiB ({self.how})"
+
+
+def total(items: list[Item]) -> int:
+    """Bytes of all items together."""
+    return sum(item.num_bytes for item in items)
+
+
+def _item(what: str, num_bytes: float, how: str) -> Item:
+    return Item(what, round(num_bytes), how)
+
+
+# The trainer
+
+
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    """Parameters that the optimizer has: all, or with LoRA those of the adapters of every linear layer."""
+    if not config.lora_rank:
+        return shape.num_parameters
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    return config.lora_rank * shape.num_layers * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+
+
+def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_weights: bool) -> list[Item]:
+    """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers.
+
+    The model is sharded over `num_shards` ranks: those of all nodes together, or of one replica.
+    """
+    million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
+    share = f"{million} parameters / {num_shards} ranks"
+    gathered = _item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
+    items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
+    if not config.optimizer_offload:
+        of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
+        items.append(_item("weights and AdamW", 12 * trained / num_shards, of_trained))
+        if config.lora_rank:
+            items.append(_item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
+        elif config.kl_coef > 0:
+            items.append(_item("reference model", 4 * shape.num_parameters / num_shards, f"{share} × 4 B"))
+    if stages_weights:
+        items.append(_item("staging buffers", 4 * shape.num_parameters, f"2 × {million} parameters × 2 B"))
+    return items
+
+
+def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
+    """What one trainer rank needs beside that while it makes a step, at the worse of its two peaks.
+
+    One peak is the end of a forward pass. The other is AdamW, which makes a temporary of the size of the weights when
+    the activations are gone; offloaded, it runs in host memory.
+    """
+    backward = [*_gradients(config, shape, num_shards), *_pass_items(config, shape, num_ranks)]
+    optimizer = _gradients(config, shape, num_shards)
+    if not config.optimizer_offload:
+        optimizer.append(
+            _item("AdamW's temporary", 4 * trained_parameters(config, shape) / num_shards, "4 B per weight")
+        )
+    return max(backward, optimizer, key=total)
+
+
+def _gradients(config: Config, shape: ModelShape, num_shards: int) -> list[Item]:
+    if config.optimizer_offload:
+        return []
+    trained = trained_parameters(config, shape)
+    return [_item("gradients", 4 * trained / num_shards, "4 B per trained weight, over the ranks")]
+
+
+def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
+    """A forward and backward pass of one micro-batch."""
+    tokens = microbatch_tokens(config, num_ranks)
+    gathered = 2 * (shape.root_parameters + 2 * shape.layer_parameters)
+    reduced = 6 * max(shape.root_parameters, shape.layer_parameters)
+    per_layer = saved_bytes_per_token(shape)
+    if config.activation_checkpointing:
+        kept = tokens * (2 * shape.hidden_size * shape.num_layers + 2 * per_layer)
+        how = (
+            f"{tokens} tokens × (2 B × {shape.hidden_size} × {shape.num_layers} layers + 2 × {per_layer} B), estimated"
+        )
+    else:
+        kept = tokens * per_layer * (shape.num_layers + 1)
+        how = f"{tokens} tokens × {shape.num_layers + 1} layers × {per_layer} B, estimated"
+    copies = 12 if config.top_p == 1 else 24  # trainer/logprobs.py says why
+    rows = min(tokens, 1024)
+    return [
+        _item("compute copy", gathered, "2 B × (what is outside of layers + 2 layers)"),
+        _item("reduced gradients", reduced, "(2 + 4) B × the largest of the two"),
+        _item("activations", kept, how),
+        _item("attention mask", 3 * tokens * config.max_sequence_tokens, "3 B × tokens × longest sequence"),
+        _item("logits", (copies + 4) * rows * shape.vocab_size, f"{rows} × {shape.vocab_size} × {copies + 4} B"),
+    ]
+
+
+def microbatch_tokens(config: Config, num_ranks: int) -> int:
+    """Tokens of one pass: the budget, or all that a rank has of an update."""
+    sequences = -(-config.groups_per_step * config.group_size // (config.minibatches * num_ranks))
+    return min(config.max_tokens_per_microbatch, sequences * config.max_sequence_tokens)
+
+
+def saved_bytes_per_token(shape: ModelShape) -> int:
+    """Bytes that one layer keeps of one token for the backward pass.
+
+    bfloat16, and float32 inside the norms: two norms of the hidden state (8 B each), norms of queries and keys (6 B),
+    queries, keys, values and the attention's output (with keys and values repeated for every query head), and four
+    tensors of the feed-forward layer.
+    """
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    return 16 * shape.hidden_size + 6 * (queries + keys) + 10 * queries + 8 * shape.intermediate_size
+
+
+# The engine
+
+
+def engine_items(config: Config, shape: ModelShape, tp: int) -> list[Item]:
+    """What one GPU of an engine needs beside its KV cache."""
+    million = f"{shape.num_parameters / 1e6:.0f} M"
+    sampled = 16 * config.max_running_requests * shape.vocab_size
+    widest = 2 * ENGINE_STEP_TOKENS * (4 * shape.intermediate_size // tp + 8 * shape.hidden_size)
+    return [
+        Item("CUDA context and graphs", CONTEXT_BYTES + GRAPH_BYTES, "usual"),
+        _item("weights", 2 * shape.num_parameters / tp, f"{million} parameters × 2 B / {tp} GPUs"),
+        _item("logits", sampled, f"{config.max_running_requests} requests × {shape.vocab_size} × 16 B"),
+        _item("a step", widest, f"{ENGINE_STEP_TOKENS} tokens, estimated"),
+        _item("a weight update", 2 * 2 * shape.largest_parameter + 2**30, "a chunk and the largest parameter, twice"),
+    ]
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:
+    """Keys and values of one token in all layers, bfloat16, on one of `tp` GPUs."""
+    heads = -(-shape.num_key_value_heads // tp)
+    return 2 * 2 * shape.num_layers * heads * shape.head_dim
+
+
+# Together
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """Who gets what of a GPU that one trainer rank and one engine share."""
+
+    utilization: float
+    """Share of the GPU's memory for the engine."""
+    text: str
+    """The arithmetic, a line each."""
+
+
+def plan_shared(
+    config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True, num_ranks: int = 1, num_shards: int = 1
+) -> SharedPlan:
+    """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU; a step's
+    groups are shared by `num_ranks`, of as many nodes, and the model by `num_shards` of them.
+
+    The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
+    Raises ValueError, with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it.
+    """
+    resident = resident_items(config, shape, num_shards, stages)
+    step = step_items(config, shape, num_ranks, num_shards)
+    engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
+    room = _available(gpu) - total(resident) - (0 if sleeps else total(step))
+    kv = _kv_cache(config, shape, room - total(engine))
+    needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine, "KV cache": [kv]}
+    lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
+    short = total([*engine, kv]) - room
+    if sleeps:
+        lines.append("  the engine sleeps in a step and gives up all but its context and graphs")
+        short = max(short, total([*resident, *step]) + CONTEXT_BYTES + GRAPH_BYTES - _available(gpu))
+    if config.gpu_memory_utilization is not None:
+        if short > 0 or config.gpu_memory_utilization * gpu.total_bytes > room:
+            lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
+        return SharedPlan(config.gpu_memory_utilization, "\n".join(lines))
+    if short > 0:
+        raise ValueError(_refusal(config, gpu, lines, short))
+    given = total([*engine, kv]) + min(-short, SPARE * gpu.total_bytes)
+    return SharedPlan(_rounded(given / gpu.total_bytes), "\n".join(lines))
+
+
+def _kv_cache(config: Config, shape: ModelShape, room: int) -> Item:
+    """For all running requests at full length, or for as many as there is room for; at least for one."""
+    one = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
+    sequences = max(1, min(config.max_running_requests, room // one))
+    how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
+    return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
+
+
+def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, num_ranks: int, stages: bool, num_shards: int) -> str:
+    """Check a trainer rank that has a GPU of its own; return the arithmetic.
+
+    A step's groups are shared by `num_ranks`, the model by `num_shards` of them: fewer with replicas. Raises ValueError
+    if the trainer's state does not fit. Activations are an estimate, so for them there is only a warning.
+    """
+    resident = resident_items(config, shape, num_shards, stages)
+    step = step_items(config, shape, num_ranks, num_shards)
+    lines = [
+        _gpu_line(gpu),
+        f"  trainer rank 0, always: {_listed(resident)}",
+        f"  trainer rank 0, in a step: {_listed(step)}",
+    ]
+    if (short := total(resident) - _available(gpu)) > 0:
+        raise ValueError(_refusal(config, gpu, lines, short))
+    if total(resident) + total(step) > _available(gpu):
+        lines.append(f"  warning: a step may not fit; {_ways_out(config)}")
+    return "\n".join(lines)
+
+
+def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
+    """Check an engine that has GPUs of its own, of which this is the fullest; return the arithmetic.
+
+    Raises ValueError if there is no room for one sequence.
+    """
+    engine = engine_items(config, shape, config.rollout_tp)
+    kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, config.rollout_tp)
+    share = config.gpu_memory_utilization or OWN_GPU_UTILIZATION
+    lines = [
+        _gpu_line(gpu),
+        f"  engine, {share:.0%}: {_listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
+    ]
+    if (short := total(engine) + kv_one - min(share * gpu.total_bytes, _available(gpu))) > 0:
+        raise ValueError(_refusal(config, gpu, lines, round(short)))
+    return "\n".join(lines)
+
+
+OWN_GPU_UTILIZATION = 0.9
+"""Share of a GPU that an engine takes for itself where no trainer rank is on it."""
+
+
+def check_tp(shape: ModelShape, tp: int) -> None:
+    """Raise ValueError unless an engine can split the model's heads over `tp` GPUs."""
+    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
+    if queries % tp or (keys % tp and tp % keys):
+        fitting = [n for n in range(1, queries + 1) if not queries % n and (not keys % n or not n % keys)]
+        raise ValueError(
+            f"--rollout-tp {tp} does not divide {queries} attention heads and {keys} key-value heads evenly; "
+            f"use one of {fitting}"
+        )
+
+
+def _available(gpu: Gpu) -> int:
+    return round(gpu.total_bytes * (1 - MARGIN)) - gpu.used_bytes
+
+
+def _rounded(share: float) -> float:
+    """Up to three digits, so that the printed share is the one that is used."""
+    return min(1.0, -(-round(share * 1e6) // 1000) / 1000)
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    return (
+        f"memory of {gpu.name}: {gpu.total_bytes / GIB:.1f} GiB, {gpu.used_bytes / GIB:.1f} used by others, "
+        f"{MARGIN:.0%} kept free"
+    )
+
+
+def _listed(items: list[Item]) -> str:
+    return f"{total(items) / GIB:.2f} GiB = " + " + ".join(map(str, items))
+
+
+def _refusal(config: Config, gpu: Gpu, lines: list[str], short: int) -> str:
+    full = ""
+    if gpu.used_bytes > USED_BYTES_WORTH_MENTION:
+        full = (
+            f"{gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are used by other processes: end them or "
+            "choose another GPU by CUDA_VISIBLE_DEVICES; or "
+        )
+    arithmetic = "; ".join(line.strip() for line in lines)
+    return f"the model does not fit, {short / GIB:.1f} GiB are missing: {full}{_ways_out(config)}. {arithmetic}"
+
+
+def _ways_out(config: Config) -> str:
+    ways = [] if config.optimizer_offload else ["--optimizer-offload"]
+    if not config.activation_checkpointing:
+        ways.append("--activation-checkpointing")
+    ways += ["a lower --max-tokens-per-microbatch", "a lower --max-running-requests", "a smaller model"]
+    if config.colocate == "share" and config.async_ratio == 0:
+        ways.insert(0, "--colocate sleep where a GPU is shared")
+    if config.weight_sync != "shm":
+        ways.append("--weight-sync shm, which stages in host memory")
+    return "try " + ", ".join(ways)

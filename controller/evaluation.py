@@ -1,0 +1,104 @@
+"""Evaluations on held-out problems, each pinned to one policy version, while training samples go on."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data.records import Ticket, Trajectory
+from weights.transport import Announcement
+
+
+@dataclass
+class Evaluation:
+    """Held-out problems being sampled at one version."""
+
+    version: int
+    waiting: set[int]
+    """Tickets whose trajectories are to come."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    num_failed: int = 0
+
+    @classmethod
+    def of(cls, version: int, tickets: list[Ticket]) -> "Evaluation":
+        """An evaluation that waits for these tickets."""
+        return cls(version, {ticket.ticket_id for ticket in tickets})
+
+    @property
+    def accuracy(self) -> float:
+        """Mean reward of the responses that could be scored."""
+        return float(np.mean([t.reward for t in self.trajectories])) if self.trajectories else float("nan")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all trajectories are there."""
+        return not self.waiting
+
+    def issue_again(self, old: Ticket, new: Ticket) -> None:
+        """Wait for another ticket in place of one that was lost."""
+        self.waiting.symmetric_difference_update({old.ticket_id, new.ticket_id})
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Take in a trajectory. Raises RuntimeError if any of its tokens is of another version."""
+        self.waiting.remove(trajectory.ticket_id)
+        if trajectory.finish_reason == "failed":
+            self.num_failed += 1
+            return
+        versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
+        if versions != {self.version}:
+            raise RuntimeError(f"evaluation of version {self.version} got tokens of versions {sorted(versions)}")
+        self.trajectories.append(trajectory)
+
+
+def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
+    """Metrics of the newest evaluation that ended since the last line, or nothing."""
+    if not evaluations:
+        return {}
+    newest = evaluations[-1]
+    return {
+        "eval/accuracy": newest.accuracy,
+        "eval/policy_version": newest.version,
+        "eval/problems": len(newest.trajectories),
+        "eval/failed": newest.num_failed,
+    }
+
+
+class Evaluations:
+    """One evaluation at a time, and the weights that wait for it to end.
+
+    An evaluation is pinned to its version, so no worker may move on before its last response.
+    """
+
+    def __init__(self) -> None:
+        self.running: Evaluation | None = None
+        self.deferred: Announcement | None = None
+        """Weights that wait; newer ones take their place."""
+        self._ended: list[Evaluation] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is running or to come."""
+        return self.running is None and self.deferred is None
+
+    def start(self, version: int, tickets: list[Ticket]) -> None:
+        """Wait for these tickets' trajectories."""
+        self.running = Evaluation.of(version, tickets)
+
+    def add(self, trajectory: Trajectory) -> Evaluation | None:
+        """Take in a trajectory. Returns the evaluation if this was its last."""
+        evaluation = self.running
+        evaluation.add(trajectory)
+        if not evaluation.has_ended:
+            return None
+        self._ended.append(evaluation)
+        self.running = None
+        return evaluation
+
+    def take_deferred(self) -> Announcement | None:
+        """The weights that wait, if any; they wait no longer."""
+        deferred, self.deferred = self.deferred, None
+        return deferred
+
+    def take_ended(self) -> list[Evaluation]:
+        """Those that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended

@@ -1,0 +1,115 @@
+"""What is recorded of rollout: events for events.jsonl, and measurements for a step's metrics."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from controller.evaluation import Evaluation
+from data.messages import ActivityReport, SampledTokens, Updated
+from data.records import Trajectory
+from records.metrics import RolloutReport
+from records.time_ledger import WorkerLedgers, seconds, unix_ns
+
+
+class RolloutRecords:
+    """Writes events as they happen and keeps measurements until they are asked for."""
+
+    def __init__(self, record: Callable[..., None]):
+        """`record(event, **fields)` writes an event."""
+        self._record = record
+        self._ledgers = WorkerLedgers()
+        self._starts: Counter[int] = Counter()
+        self._pause_s: list[float] = []
+        self._probes: dict[int, tuple[np.ndarray, ...]] = {}
+        self._sampled = SampledTokens()
+
+    # The life of workers
+
+    def started(self, worker: int) -> None:
+        """A worker's process is started; again, if the one before it died."""
+        if not self._starts[worker]:
+            self._ledgers.start(worker, unix_ns())
+        self._record("worker_started", worker=worker, attempt=self._starts[worker])
+        self._starts[worker] += 1
+
+    def ready(self, worker: int, startup_s: float) -> None:
+        """A worker's engine is up."""
+        self._record("worker_ready", worker=worker, startup_s=startup_s)
+
+    def lost(self, worker: int) -> None:
+        """A worker is gone; why is yet to be found out."""
+        self._ledgers.lose(worker, unix_ns())
+
+    def died(self, worker: int, exit_code: int, num_tickets: int) -> None:
+        """How a worker that was lost died, with how many tickets."""
+        self._record("worker_died", worker=worker, exit_code=exit_code, tickets=num_tickets)
+
+    def active(self, worker: int, report: ActivityReport) -> None:
+        """A worker said what it was doing."""
+        self._ledgers.add(worker, report)
+        if report.changes:
+            changes = [(ns / 1e9, state, reason) for ns, state, reason in report.changes]
+            self._record("worker_state", worker=worker, changes=changes, until=report.until / 1e9)
+
+    # What workers return
+
+    def trajectory(self, trajectory: Trajectory) -> None:
+        """A trajectory came back."""
+        self._record("trajectory", **_summary(trajectory))
+
+    def updated(self, worker: int, message: Updated) -> None:
+        """A worker has loaded new weights."""
+        self._pause_s.append(message.pause_s)
+        self._sampled += message.sampled
+        self._record("update", worker=worker, version=message.version, pause_s=message.pause_s)
+
+    def probed(self, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
+        """A worker has scored the probe."""
+        self._probes[version] = logprobs
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """An evaluation has ended."""
+        self._record("evaluation", version=evaluation.version, accuracy=evaluation.accuracy)
+
+    # Sums
+
+    def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
+        """What was measured since the last call: pauses, tokens, time of all workers; and what the controller knows."""
+        pauses, self._pause_s = self._pause_s, []
+        sampled, self._sampled = self._sampled, SampledTokens()
+        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts)
+
+    def take_probes(self) -> dict[int, tuple[np.ndarray, ...]]:
+        """The engines' log-probs of the probe by version, as far as they have come since the last call."""
+        probes, self._probes = self._probes, {}
+        return probes
+
+    def worker_time(self) -> dict[int, Counter[str]]:
+        """Nanoseconds of each worker in each state so far."""
+        return {worker: ledger.total for worker, ledger in self._ledgers.items()}
+
+    def close(self) -> None:
+        """Record each worker's time; all have ended."""
+        self._ledgers.take(unix_ns())
+        for worker, ledger in self._ledgers.items():
+            self._record("worker_time", worker=worker, until=ledger.until / 1e9, seconds=seconds(ledger.total))
+
+
+def _summary(trajectory: Trajectory) -> dict:
+    record = {
+        "ticket": trajectory.ticket_id,
+        "group": trajectory.group_id,
+        "member": trajectory.member,
+        "worker": trajectory.worker,
+        "started_at": trajectory.started_at,
+        "ended_at": trajectory.ended_at,
+        "turns": trajectory.turns,
+        "tokens": trajectory.num_generated,
+        "finish_reason": trajectory.finish_reason,
+        "reward": trajectory.reward,
+    }
+    if trajectory.num_generated:
+        versions = trajectory.policy_versions[trajectory.loss_mask]
+        record |= {"min_version": int(versions.min()), "max_version": int(versions.max())}
+    return record if not trajectory.failure else record | {"failure": trajectory.failure}

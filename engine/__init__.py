@@ -1,0 +1,1 @@
+"""One vLLM engine, and what one trajectory needs: requests, turns, environments, rewards. Runs in rollout workers."""

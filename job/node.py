@@ -1,0 +1,271 @@
+"""What surrounds the training loop on a node: process groups, device, run directory, rollout workers.
+
+With several nodes each has all of this for itself: its own share of the prompts, and workers that only it talks to.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from setproctitle import setproctitle
+
+from algos import hyperparameters
+from cluster.cluster import Cluster, check_shares, join
+from cluster.gpus import visible_gpus
+from cluster.node_watch import NodeWatch
+from cluster.placement import Placement, available_cores, place, plan_memory
+from cluster.processes import dump_trainer_stacks, exit_with_parent
+from cluster.shape import read_shape
+from config import Config
+from controller.controller import Controller
+from controller.tickets import PromptSource, TicketSource
+from controller.workers import Workers
+from data.models import load_tokenizer, resolve_model
+from data.records import Group
+from data.tasks import load_task
+from job.exchange import exchange_groups
+from probe import Probe
+from records.batches import batch_path, weights_sha256, write_batch
+from records.run_directory import NodeRecords, RunDirectory
+from records.time_ledger import TrainerClock
+from weights.nccl import NcclTransport
+from weights.transport import IpcTransport, ParameterSpec, ShmTransport
+
+if TYPE_CHECKING:
+    from trainer.policy import Policy
+
+
+@dataclass(frozen=True)
+class Node:
+    """This rank's surroundings. Local rank 0 leads: it alone has records, and the controller if the node samples."""
+
+    config: Config
+    cluster: Cluster
+    placement: Placement
+    device: torch.device
+    model_path: str
+    clock: TrainerClock
+    """What this rank does; every verb of the loop enters its own state."""
+    probe: Probe
+    run: RunDirectory | NodeRecords | None = None
+    tokenizer: object = None
+    controller: Controller | None = None
+
+    def connect(self, policy: "Policy") -> None:
+        """Join trainer and workers by the placement's transport, and wait until all engines of this node are up."""
+        if self.cluster.is_first:
+            print(f"attention of the trainer: {policy.attention}", flush=True)
+        if self.controller is not None:
+            self.connect_workers(policy.sent_specs())
+
+    def connect_workers(self, specs: list[ParameterSpec]) -> None:
+        """Join the workers to where weights are staged on this node, and wait until all their engines are up."""
+        self.controller.connect(self._make_transport(specs))
+
+    def _make_transport(self, specs: list[ParameterSpec]) -> ShmTransport | IpcTransport | NcclTransport:
+        config = self.config
+        match self.placement.transport:
+            case "shm":
+                return ShmTransport(specs)
+            case "ipc":
+                return IpcTransport(specs)
+            case "nccl":
+                timeouts_s = config.startup_timeout_s, config.rollout_timeout_s
+                return NcclTransport(specs, self.device, config.rollout_tp, *timeouts_s)
+
+    def take_batch(self) -> list[Group] | None:
+        """What this node trains on in the next step, on its leader; None on the others, and where nobody trains."""
+        self.clock.enter("wait")
+        if not self.cluster.is_leader:
+            return None
+        sampled = self.controller.take_batch() if self.controller is not None else None
+        return exchange_groups(sampled, self.config.groups_per_step, self.cluster)
+
+    def dump_stacks(self) -> None:
+        """Have the processes on this node write their stacks: workers to their logs, trainer ranks to stderr."""
+        if self.controller is None:
+            dump_trainer_stacks()
+        else:
+            self.controller.workers.dump_stacks()
+
+    def record_batch(self, step: int, groups: list[Group] | None) -> None:
+        """Keep the batch of a step in the leader's run directory, with --record."""
+        if self.config.record and self.cluster.is_leader:
+            self.clock.enter("save")
+            write_batch(batch_path(self.run.path, step), step, groups)
+
+    def save(self, step: int, policy: "Policy") -> None:
+        """Write the checkpoint of a step; collective."""
+        self.clock.enter("save")
+        policy.save(str(self.run.checkpoint_path(step)) if self.cluster.is_first else "")
+
+    def say_where(self) -> None:
+        """Say, on rank 0, where the records of the finished run are."""
+        if self.cluster.is_first:
+            print(f"finished: {self.run.path}", flush=True)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank's node is made from."""
+
+    config: Config
+    cluster: Cluster
+    placement: Placement
+    device: torch.device
+    clock: TrainerClock
+    worker_main: Callable
+    """What a rollout worker's process runs: `worker_main(spec, connection)`."""
+    on_end: ExitStack
+    """Takes down what was started, last first."""
+
+    def make_node(self, model_path: str, **of_leader) -> Node:
+        """The node; `of_leader` are the fields that only a leader has."""
+        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, Probe(self.config)
+        return Node(*fields, **of_leader)
+
+    def keep_records(self, run: RunDirectory | NodeRecords) -> None:
+        """Close the records at the end, with the reason of the end."""
+        self.on_end.callback(lambda: run.close(sys.exception()))
+
+
+@contextmanager
+def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None) -> Iterator[Node]:
+    """Set up this rank, yield, and take everything down, whatever happened.
+
+    Rollout workers, which run `worker_main(spec, connection)`, are started first and come up while the caller loads the
+    policy; `lead` is what a leader does instead of `start_rollout`. Raises ValueError for what the user can mend: nodes
+    that differ, arguments of the loss, placement, model, dataset, a prompt or response that does not fit the model; and
+    RuntimeError, with the reason, if another node ends.
+    """
+    config.checked()
+    hyperparameters(config.algo, config.algo_args)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        exit_with_parent()  # torchrun killed outright must not leave its ranks behind
+    clock, on_end = TrainerClock(), ExitStack()
+    cluster = join(config, "cuda" if visible_gpus() else "cpu")
+    if dist.is_initialized():
+        on_end.callback(dist.destroy_process_group)
+    watch = NodeWatch(cluster)
+    try:
+        rank = f"trainer {cluster.local_ranks[cluster.local_rank]}" if cluster.trains else f"sampler {cluster.node}"
+        setproctitle(f"{rank}: {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}")  # found by what ps has always shown
+        start, node = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end), None
+        if cluster.is_leader:
+            node = (lead or start_rollout)(start)
+        model_path = cluster.broadcast_on_node(node and node.model_path)
+        node = node or start.make_node(model_path)
+        for waiting in filter(None, (watch, cluster.leaders, cluster.trainer_leaders)):
+            waiting.dump_stacks = node.dump_stacks
+        yield node
+        if cluster.is_leader:
+            cluster.gather("finished")  # one that only samples is done long before the last checkpoint
+        watch.finish()
+    except Exception as error:
+        _ignore_signals()
+        raise watch.explain(error) from error.__cause__
+    finally:
+        _ignore_signals()
+        on_end.close()
+
+
+def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.device]:
+    """Place the node's processes and give this rank its device."""
+    nccl = dist.is_nccl_available()
+    placement = place(config, len(visible_gpus()), available_cores(), len(cluster.local_ranks), nccl)
+    torch.set_num_threads(placement.trainer_threads)
+    gpu = placement.trainer_gpus[cluster.local_rank] if cluster.trains else None
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    check_shares(config, len(cluster.samplers), len(cluster.trainers), cluster.num_ranks)
+    return placement, device
+
+
+def start_rollout(start: Start) -> Node:
+    """Make a leader's node: resolve the model, open the records and start the rollout workers for the node's share."""
+    cluster, config = start.cluster, start.config
+    model_path = resolve_model(config.model, config.task)
+    start = replace(start, placement=_plan_memory(start, model_path))
+    where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
+    print(where + start.placement.table(), flush=True)
+    tickets = _make_tickets(config, cluster, model_path) if cluster.samples else None
+    run = _open_records(config, cluster, model_path)
+    start.keep_records(run)
+    controller = None
+    if tickets is not None:
+        workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
+        controller = Controller(config, workers, tickets, run.record, start.clock, len(cluster.samplers))
+        start.on_end.callback(controller.stop)
+        controller.launch()
+    # From here on transformers is imported, for seconds, in which the workers import vLLM.
+    _check_window(config, model_path)
+    tokenizer = load_tokenizer(model_path)
+    if tickets is not None:
+        tickets.check_prompts()
+        if start.placement.workers[0].shared_with_rank is not None:
+            # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
+            controller.wait_until_ready()
+    return start.make_node(model_path, run=run, tokenizer=tokenizer, controller=controller)
+
+
+def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
+    """The node's own share of the prompts; on the node that evaluates the held-out ones too."""
+    task = load_task(config.task, config.seed, config.data_path)
+    prompts = PromptSource(
+        train_problem=task.train_problem,
+        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.evaluates else [],
+        encode=lambda problem: task.encode_prompt(problem, load_tokenizer(model_path)),
+    )
+    return TicketSource(config, prompts, cluster.samplers.index(cluster.node), len(cluster.samplers))
+
+
+def _plan_memory(start: Start, model_path: str) -> Placement:
+    """On GPUs, check that all fits and give an engine that shares one its part; prints the arithmetic."""
+    gpus, config, cluster = visible_gpus(), start.config, start.cluster
+    if not gpus:
+        return start.placement
+    num_ranks, num_shards = len(cluster.local_ranks) * len(cluster.trainers), cluster.num_ranks // config.replicas
+    shape = read_shape(model_path)
+    placement, arithmetic = plan_memory(config, start.placement, shape, gpus, num_ranks, num_shards)
+    print(arithmetic, flush=True)
+    return placement
+
+
+def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirectory | NodeRecords:
+    """Make the run directory on rank 0, and in it, or in one of the same name where no file system is shared, a folder
+    for each other node; collective over leaders."""
+    run = None
+    if cluster.is_first:
+        weights = weights_sha256(model_path) if config.record else None
+        run = RunDirectory(config, weights, cluster.num_ranks)
+        print(f"run directory: {run.path}", flush=True)
+    run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
+    return run or NodeRecords(config, run_name, cluster.node, cluster.num_ranks)
+
+
+def _check_window(config: Config, model_path: str) -> None:
+    """Raise ValueError if a whole sequence does not fit the model's positions."""
+    from transformers import AutoConfig
+
+    model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    window = getattr(model_config, "max_position_embeddings", None)
+    if window is not None and config.max_sequence_tokens > window:
+        raise ValueError(
+            f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
+            f"{config.max_sequence_tokens} tokens, {config.model} has positions for {window}; lower one of the two"
+        )
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,85 @@
+"""The trainer's side of publishing: which version, and when."""
+
+import collections
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from controller.controller import Controller
+from data.records import Group
+from job.exchange import Feed, Notice
+from job.node import Node
+from trainer.policy import Policy
+from weights.transport import Announcement
+
+
+class Publisher:
+    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller, and
+    it has none where its node only trains."""
+
+    def __init__(self, node: Node, policy: Policy):
+        """Join trainer and workers, and wait until all engines of this node are up."""
+        self.node, self.policy, self.config = node, policy, node.config
+        node.connect(policy)
+        self._feed = Feed(policy.sent_specs(), node.cluster) if node.cluster.is_leader else None
+        self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
+
+    def publish(self, step: int, groups: list[Group] | None = None) -> None:
+        """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.
+
+        The last step's is due at once, as no sample is trained on any more. After every `eval_every` steps, the first
+        and the last, the held-out problems are sampled at the published version.
+        """
+        node, probe = self.node, self.node.probe
+        node.clock.enter("publish")
+        if step:
+            probe.choose(groups, node.cluster)
+            probe.score(self.policy, step)
+        version, parameters = step, self.policy.named_full_parameters()
+        if self.config.publish_delay and step < self.config.steps:
+            version, parameters = self._delayed(step, parameters)
+        if self._feed is None:
+            _gather(parameters)
+            return
+        evaluate = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
+        notice = Notice(version, step, probe.tokens, probe.at(version), evaluate)
+        parameters = self._feed.send(notice, parameters)
+        if node.controller is not None:
+            stage_and_announce(node.controller, notice, parameters)
+        else:
+            _gather(parameters)
+            probe.forget_before(version)
+        self._feed.wait()
+
+    def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
+        """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
+        copies = []
+        is_needed = self.node.controller is not None or (self._feed is not None and self._feed.followers)
+        for name, tensor in parameters:  # gathering is collective
+            copies.append((name, tensor.to("cpu", copy=True) if is_needed else tensor.new_empty(0)))
+        self._snapshots.append((step, copies))
+        while self._snapshots[0][0] < step - self.config.publish_delay:
+            self._snapshots.popleft()
+        return self._snapshots[0]
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _gather(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Help to gather, which is collective, and keep nothing."""
+    for _ in parameters:
+        pass
+
+
+def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights to where a node's workers read them, when there is room, and have the workers load them."""
+    evaluate = controller.withdraw() or notice.evaluate
+    controller.wait_for_buffer()
+    staged = controller.transport.stage(notice.version, parameters)
+    if controller.config.colocate == "sleep":
+        torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
+    controller.publish(Announcement(notice.version, notice.trainer_version, staged, notice.probe, evaluate))

@@ -1,0 +1,127 @@
+"""What is written and printed about every step: rank 0 writes for all nodes, the other leaders their own events."""
+
+from cluster.advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure, step_times
+from cluster.processes import freeze_garbage
+from data.records import Group, Trajectory
+from job.node import Node
+from records.metrics import (
+    RolloutReport,
+    StepOfNode,
+    batch_metrics,
+    over_nodes,
+    rollout_metrics,
+    time_metrics,
+    training_metrics,
+)
+from records.run_directory import Progress
+from records.time_ledger import describe, seconds
+
+
+class StepLog:
+    """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
+
+    def __init__(self, node: Node):
+        self.node = node
+        self.progress: Progress | None = None
+        self.tokens_before = 0
+        self.step_times: list[StepTimes] = []
+
+    def __enter__(self) -> "StepLog":
+        if self.node.cluster.is_first:
+            self.progress = Progress(self.node.config.steps)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.progress is not None:
+            self.progress.close()
+            self.node.clock.next_step()
+            self.node.run.record("trainer_time", seconds=seconds(self.node.clock.total))
+
+    def begin(self) -> None:
+        """End the account of the start: the first step begins."""
+        self.node.clock.enter("other")
+        freeze_garbage()
+        self.node.clock.next_step()
+
+    def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
+        """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
+        self.node.clock.enter("other")
+        account = self.node.clock.next_step()
+        if not self.node.cluster.is_leader:
+            return
+        mine = self._measure(step, groups)
+        if step == self.node.config.steps:
+            self.node.clock.enter("evaluate")  # also if it is another node that evaluates
+        known = over_nodes(self.node.cluster.gather(mine))
+        self.node.clock.enter("other")
+        self.node.run.record("step", step=step, spans=account.spans_s)
+        if not self.node.cluster.is_first:
+            return
+        times = time_metrics(account.spent, known.rollout.worker_time)
+        metrics = {
+            "step": step,
+            "policy_version": step,
+            "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
+            **known.batch,
+            **known.evaluation,
+            **rollout_metrics(known.rollout, self.tokens_before, times["time/step_s"]),
+            **training_metrics(stats),
+            **known.mismatch,
+            **times,
+        }
+        self._advise(step, groups, metrics, known.rollout)
+        self.tokens_before = metrics["tokens/generated"]
+        self.node.run.log_metrics(metrics)
+        self._write_sample(step, groups[0].trajectories[0])
+        self.progress.show(metrics)
+
+    def contribute(self, step: int) -> None:
+        """Hand over what a node that does not train has measured in a step; collective on leaders, as `write`."""
+        self.node.cluster.gather(self._measure(step, None))
+
+    def _measure(self, step: int, groups: list[Group] | None) -> StepOfNode:
+        """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
+        controller = self.node.controller
+        batch = {} if groups is None else batch_metrics(groups, step - 1, self.node.config.publish_delay)
+        if controller is None:
+            return StepOfNode(batch, None, {}, {})
+        report, probes = controller.take_report(), controller.take_probes()
+        if step == self.node.config.steps:
+            controller.finish_evaluations()
+        return StepOfNode(batch, report, controller.take_evaluation(), self.node.probe.compare(probes))
+
+    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], report: RolloutReport) -> None:
+        """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with
+        partial rollouts or an engine that sleeps, and not of several nodes."""
+        config = self.node.config
+        last = min(FIRST_STEPS, config.steps)
+        stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
+        if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
+            return
+        decoding_s = report.worker_time["decoding"] / 1e9
+        self.step_times.append(step_times(groups, metrics, decoding_s, report.sampled.new, self.tokens_before))
+        if step == last:
+            samples = config.groups_per_step * config.group_size
+            advice = advise(measure(self.step_times, config.async_ratio, samples, self.node.placement))
+            self.node.run.record("advice", text=advice)
+            print(advice, flush=True)
+
+    def say_where_time_went(self) -> None:
+        """Print, on each leader, what share of the run trainer and workers spent on what."""
+        if self.node.cluster.is_leader and self.node.cluster.trains:
+            print(describe("trainer ", self.node.clock.total))
+        if self.node.controller is not None:
+            for worker, spent in self.node.controller.worker_time().items():
+                print(describe(f"worker {worker}", spent))
+
+    def _write_sample(self, step: int, trajectory: Trajectory) -> None:
+        decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())
+        self.node.run.log_sample(
+            step=step,
+            group=trajectory.group_id,
+            prompt=decode(trajectory.tokens[:start]),
+            response=decode(trajectory.tokens[start:]),
+            turns=trajectory.num_turns,
+            reward=trajectory.reward,
+            min_version=trajectory.min_version,
+        )

@@ -1,0 +1,154 @@
+"""What one step's line in metrics.jsonl holds. Each name is explained in the README's table."""
+
+import functools
+import math
+import operator
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.messages import SampledTokens
+from data.records import Group
+from records.time_ledger import TRAINER_STATES, TRAINING, WAITING, WORKER_STATES, shares
+
+
+def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int = 0) -> dict[str, float]:
+    """Metrics of a batch consumed at the trainer's `policy_version`; what is published is publish_delay steps older."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    staleness = np.array([policy_version - t.min_version for t in trajectories])
+    lengths = np.array([t.num_generated for t in trajectories])
+    versions = [t.policy_versions[t.loss_mask] for t in trajectories]
+    rewards = np.array([t.reward for t in trajectories])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_variance_groups": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": int(lengths.max()),
+        "response/cut": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "response/turns_mean": float(np.mean([t.num_turns for t in trajectories])),
+        "response/inherited_share": float(np.mean(np.concatenate(versions) < max(0, policy_version - publish_delay))),
+        "response/mixed_versions": float(np.mean([len(np.unique(v)) > 1 for v in versions])),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": int(staleness.max()),
+        "staleness/token_mean": float(policy_version - np.concatenate(versions).mean()),
+    }
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """What the controller of a node measured since its last report; those of several nodes add up."""
+
+    pauses_s: list[float]
+    """Time without progress of each weight update, seconds."""
+    sampled: SampledTokens
+    worker_time: Counter[str]
+    """Nanoseconds of all workers in each of WORKER_STATES."""
+    ledger: Counter[str]
+    """SampleBuffer.ledger, since the start of the run."""
+    num_restarts: int
+    """Restarts of workers, since the start of the run."""
+
+    def __add__(self, other: "RolloutReport") -> "RolloutReport":
+        return RolloutReport(
+            self.pauses_s + other.pauses_s,
+            self.sampled + other.sampled,
+            self.worker_time + other.worker_time,
+            Counter({name: count + other.ledger[name] for name, count in self.ledger.items()}),
+            self.num_restarts + other.num_restarts,
+        )
+
+
+TOKEN_MEANS = ("response/inherited_share", "staleness/token_mean")
+"""Metrics of a batch that are means over tokens, not over trajectories or groups."""
+
+
+@dataclass(frozen=True)
+class StepOfNode:
+    """What one node knows of a step, or all together."""
+
+    batch: dict[str, float]
+    """batch_metrics of what it trained on; empty where it does not train."""
+    rollout: RolloutReport | None
+    """What its controller measured; None where it does not sample."""
+    evaluation: dict[str, float]
+    """evaluation_metrics, on the node that evaluates."""
+    mismatch: dict[str, float]
+
+
+def over_nodes(of_nodes: list[StepOfNode]) -> StepOfNode:
+    """What each node knows of a step, as of all nodes."""
+    if len(of_nodes) == 1:
+        return of_nodes[0]
+    return StepOfNode(
+        _batch_over_nodes([node.batch for node in of_nodes if node.batch]),
+        functools.reduce(operator.add, (node.rollout for node in of_nodes if node.rollout is not None)),
+        {name: value for node in of_nodes for name, value in node.evaluation.items()},
+        _mismatch_over_nodes([node.mismatch for node in of_nodes]),
+    )
+
+
+def _batch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of the whole batch from those of each node's part; the parts have equally many trajectories and groups.
+
+    Means are averaged, by tokens where they are over tokens; a maximum is the largest, and the variance of the rewards
+    is that within nodes and that between them.
+    """
+    columns = {name: np.array([metrics[name] for metrics in of_nodes]) for name in of_nodes[0]}
+    whole = {name: float(column.mean()) for name, column in columns.items()}
+    whole |= {name: column.max().item() for name, column in columns.items() if name.endswith("max")}
+    tokens = columns["response/length_mean"]
+    whole |= {name: float(np.average(columns[name], weights=tokens)) for name in TOKEN_MEANS}
+    variance = (columns["reward/std"] ** 2).mean() + columns["reward/mean"].var()
+    return whole | {"reward/std": math.sqrt(variance)}
+
+
+def _mismatch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
+    """The largest mismatch of any node that measured one, as each has engines of its own."""
+    names = dict.fromkeys(name for metrics in of_nodes for name in metrics)
+    return {name: max(metrics[name] for metrics in of_nodes if name in metrics) for name in names}
+
+
+def training_metrics(stats: dict[str, float]) -> dict[str, float]:
+    """The policy's stats under the names of the log: loss/*, but for drift/*, memory/* and tokens/*."""
+    renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
+    metrics = {}
+    for name, value in stats.items():
+        if name.startswith("tokens/lag_"):
+            name = name.replace("tokens/", "tokens/trained_")
+        elif not name.startswith(("drift/", "memory/", "tokens/")):
+            name = renamed.get(name, f"loss/{name}")
+        metrics[name] = value
+    return metrics
+
+
+def rollout_metrics(report: RolloutReport, previous_tokens: int, step_s: float) -> dict[str, float]:
+    """Metrics of what the controllers measured since the last line."""
+    ledger, sampled = report.ledger, report.sampled
+    metrics = {f"ledger/{name}": count for name, count in ledger.items()}
+    metrics["tokens/generated"] = ledger["tokens_generated"]
+    metrics["rollout/tokens_per_s"] = (ledger["tokens_generated"] - previous_tokens) / step_s
+    metrics["rollout/restarts"] = report.num_restarts
+    if sampled.new:
+        # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
+        metrics["rollout/resumed_share"] = sampled.resumed / sampled.new
+    metrics["rollout/discarded_tokens"] = sampled.discarded
+    if report.pauses_s:
+        metrics["rollout/pause_s"] = float(np.mean(report.pauses_s))
+    return metrics
+
+
+def time_metrics(trainer: Counter[str], workers: dict[str, int]) -> dict[str, float]:
+    """Seconds of the step and of its main phases, and the shares of all states: nanoseconds per state in.
+
+    `workers` is of all workers together, so their shares are means weighted by how long each is known.
+    """
+    phases = {"wait": WAITING, "train": TRAINING, "publish": ("publish",), "step": tuple(TRAINER_STATES)}
+    times = {f"time/{name}_s": sum(trainer[state] for state in states) / 1e9 for name, states in phases.items()}
+    in_steps = [state for state in TRAINER_STATES if state != "starting"]
+    return {
+        **times,
+        **{f"trainer_time/{state}": share for state, share in shares(trainer, in_steps).items()},
+        **{f"worker_time/{state}": share for state, share in shares(Counter(workers), WORKER_STATES).items()},
+    }

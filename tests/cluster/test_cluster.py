@@ -1,0 +1,143 @@
+import dataclasses
+import os
+import signal
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from several_nodes import groups_of_node, meet_and_end, run_ranks, train_on_two_nodes
+from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
+
+from cluster.cluster import Cluster, Peer, _meet, check_roles, check_shares
+from config import Config
+from trainer.batch import make_updates
+from trainer.packing import distribute
+
+CASES = {"reinforce": 1, "reinforce_baseline": 2, "grpo": 4}
+"""Advantage estimator and --replicas of each run on two nodes of two ranks."""
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    """What four real gloo ranks found, [rank][case], and the config of each case."""
+    folder = str(tmp_path_factory.mktemp("two_nodes"))
+    model = save_tiny_model(os.path.join(folder, "model"))
+    shared = Config(
+        model=model, algo="tis", algo_args=("clip_high=10",), max_grad_norm=1e9, group_size=2, groups_per_step=6
+    )
+    configs = [
+        dataclasses.replace(shared, advantage=advantage, replicas=replicas, max_tokens_per_microbatch=48)
+        for advantage, replicas in CASES.items()
+    ]
+    assert run_ranks(train_on_two_nodes, 4, folder, configs) == [0, 0, 0, 0]
+    return [torch.load(os.path.join(folder, f"rank_{rank}.pt")) for rank in range(4)], configs
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=CASES)
+def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_replicas(two_nodes, one_rank, case):
+    found, configs = two_nodes
+    alone = dataclasses.replace(configs[case], replicas=1)
+    updates = make_updates(groups_of_node(0) + groups_of_node(1), alone, step=1)
+    policy = load(alone)
+    expected = policy.train_step(distribute(updates, 1, 100_000)[0], policy_version=12)
+    for rank in range(4):
+        metrics, gradient, weights, _, _ = found[rank][case]
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert_same_gradient(gradient, first_gradient(policy))
+        assert all(torch.equal(weights[name], found[0][case][2][name]) for name in weights)
+
+
+def test_replicas_are_whole_copies_and_each_rank_has_its_share_of_one(two_nodes):
+    found, _ = two_nodes
+    sizes = [sum(found[rank][case][3] for rank in range(4)) for case in range(len(CASES))]
+    num_parameters = sum(tensor.numel() for tensor in found[0][0][2].values())
+    assert sizes == [num_parameters, 2 * num_parameters, 4 * num_parameters]
+
+
+def test_all_ranks_of_all_nodes_have_the_same_number_of_microbatches_and_no_sample_leaves_its_node(two_nodes):
+    found, _ = two_nodes
+    shares = [found[rank][0][4] for rank in range(4)]
+    assert len({len(update) for (update,) in shares}) == 1
+    assert 0 in shares[0][0] + shares[1][0], "node 0 needs fewer"
+    assert [sum(sum(update) for share in shares[i : i + 2] for update in share) for i in (0, 2)] == [6, 6]
+
+
+def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other_ends_and_knows_why(tmp_path):
+    host = socket.gethostname()
+    with socket.socket() as one, socket.socket() as two:
+        for free in (one, two):
+            free.bind(("127.0.0.1", 0))
+        ports = [free.getsockname()[1] for free in (one, two)]
+    assert run_ranks(meet_and_end, 2, str(tmp_path), ports) == [0, -signal.SIGKILL]
+    differ, finished, failed, killed = (tmp_path / "notes").read_text().splitlines()
+    assert differ.startswith(f"ValueError: node 1 ({host}) does not run the same as node 0 ({host}): --lr 0.2 instead")
+    assert finished == "finished: None"
+    assert failed == f"RuntimeError: node 1 ({host}) ended: no such dataset; stacks: False"
+    assert killed.startswith(f"RuntimeError: node 1 ({host}) is gone without a word")
+    assert killed.endswith("stacks: True")
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr("cluster.cluster.JOIN_TIMEOUT_S", 0.2)
+    with pytest.raises(RuntimeError, match="of 3 processes that torchrun starts 0, 2 did not come within 0 s"):
+        _meet(dist.HashStore(), 1, 3, Peer(0, "a", ("trainer",)))
+
+
+def test_a_node_has_its_share_of_the_groups():
+    config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
+    check_shares(config, num_samplers=4, num_trainers=2, num_ranks=8)
+    part = config.bounds(4)
+    assert (part.groups_per_step, part.extra_groups, part.max_outstanding) == (8, 1, 13)
+    assert part.max_staleness == config.max_staleness
+    assert config.bounds().max_outstanding == config.max_outstanding_groups
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"groups_per_step": 30},
+            "--groups-per-step 30 is not a multiple of 4 nodes that sample: 30 / 4 = 7.50 groups",
+        ),
+        ({"minibatches": 32}, "2 nodes that train × --minibatches 32 = 64: 32 / 64 = 0.50 groups; use 64"),
+        ({"extra_groups": 3}, "--extra-groups 3 is not a multiple of 4 nodes: 3 / 4 = 0.75 per node"),
+        (
+            {"async_ratio": 0.1},
+            "allow 35 outstanding groups, 4 nodes with 8 groups per step each round that down to 4 × 8",
+        ),
+        ({"replicas": 3}, "--replicas 3 does not divide 8 trainer ranks: 8 / 3 = 2.67 ranks per replica"),
+    ],
+)
+def test_what_nodes_cannot_share_is_refused_with_the_arithmetic(options, message):
+    with pytest.raises(ValueError) as caught:
+        check_shares(Config(**options), num_samplers=4, num_trainers=2, num_ranks=8)
+    assert message in str(caught.value)
+
+
+def test_one_node_needs_no_process_group():
+    cluster = Cluster()
+    assert cluster.is_first and cluster.is_leader and cluster.gather("mine") == ["mine"]
+
+
+BOTH = ("trainer", "rollout")
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ([("rollout",), ("rollout",)], "no node trains: --node-roles must have trainer on one node at least"),
+        ([("trainer",), ("trainer",)], "no node samples: --node-roles must have rollout on one node at least"),
+        ([BOTH, ("rollout",), ("rollout",)], "node 1 has no trainer .* and 2 processes .* --nproc-per-node 1"),
+    ],
+)
+def test_a_run_without_a_trainer_or_without_rollout_is_refused(roles, message):
+    with pytest.raises(ValueError, match=message):
+        check_roles([Peer(min(i, 1), "host", role) for i, role in enumerate(roles)])
+
+
+def test_nodes_without_a_trainer_are_fed_by_those_with_one_in_turn():
+    cluster = Cluster(ranks_of_nodes=((), (0, 1), (), (2,), ()), samplers=(0, 2, 3, 4))
+    assert cluster.trainers == (1, 3) and cluster.num_ranks == 3
+    assert cluster.feeders == {0: 1, 2: 3, 4: 1}
+    assert cluster.evaluates and not cluster.trains and not cluster.is_first

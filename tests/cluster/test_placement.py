@@ -1,0 +1,159 @@
+import pytest
+from test_memory import gpu, shape
+
+from cluster.placement import place, plan_memory
+from config import Config
+
+
+def devices(placement):
+    workers = [(w.gpu, w.shared_with_rank, w.cpu_threads, w.gpu_memory_utilization) for w in placement.workers]
+    return placement.trainer_gpus, workers, placement.transport
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "ranks", "requested", "expected"),
+    [
+        (0, 2, 1, None, ((None,), [(None, None, 1, 0.0)], "shm")),
+        (0, 8, 1, None, ((None,), [(None, None, 4, 0.0)], "shm")),
+        (0, 2, 2, 2, ((None, None), [(None, None, 1, 0.0), (None, None, 1, 0.0)], "shm")),
+        (1, 16, 1, None, ((0,), [(0, 0, 1, 0.0)], "ipc")),
+        (1, 16, 1, 1, ((0,), [(0, 0, 1, 0.0)], "ipc")),
+        (2, 16, 1, None, ((0,), [(1, None, 1, 0.9)], "nccl")),
+        (4, 16, 1, 2, ((0,), [(1, None, 1, 0.9), (2, None, 1, 0.9)], "nccl")),
+        (8, 64, 4, None, ((0, 1, 2, 3), [(i, None, 1, 0.9) for i in (4, 5, 6, 7)], "nccl")),
+    ],
+)
+def test_each_case_has_its_table(gpus, cores, ranks, requested, expected):
+    assert devices(place(Config(num_rollout_workers=requested), gpus, cores, ranks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "requested", "message"),
+    [
+        (1, 2, None, "2 trainer ranks on 1 visible GPUs"),
+        (1, 1, 2, r"1 trainer rank \+ 2 rollout workers = 3 processes on 1 visible GPU"),
+        (4, 2, 3, r"2 trainer ranks \+ 3 rollout workers = 5 GPUs, 4 are visible; lower --num-rollout-workers to 2"),
+        (4, 4, None, "leave none for rollout workers: use --nproc-per-node 3 or fewer"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(gpus, ranks, requested, message):
+    with pytest.raises(ValueError, match=message):
+        place(Config(num_rollout_workers=requested), gpus, 16, ranks)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "options", "expected"),
+    [
+        (4, 2, {"rollout_tp": 2}, [(2, 2)]),
+        (8, 4, {"rollout_tp": 2}, [(4, 2), (6, 2)]),
+        (8, 2, {"rollout_tp": 4, "num_rollout_workers": 1}, [(2, 4)]),
+        (8, 3, {"rollout_tp": 2}, [(3, 2), (5, 2)]),
+    ],
+)
+def test_a_worker_may_have_several_gpus_one_after_the_other(gpus, ranks, options, expected):
+    placement = place(Config(**options), gpus, 16, ranks)
+    assert [(worker.gpu, worker.num_gpus) for worker in placement.workers] == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "options", "message"),
+    [
+        (0, 1, {"num_rollout_workers": 1000}, r"1000 on 16 CPU cores: 1000 / 16 = 62.50 engines per core"),
+        (0, 1, {"rollout_tp": 2}, "--rollout-tp 2 splits an engine over GPUs, and none is visible"),
+        (1, 1, {"rollout_tp": 2}, r"1 trainer rank \+ 1 rollout worker × 2 GPUs = 3 GPUs, 1 is visible"),
+        (4, 3, {"rollout_tp": 2}, r"3 trainer ranks \+ 1 rollout workers × 2 GPUs = 5 GPUs, 4 are visible"),
+        (
+            8,
+            4,
+            {"rollout_tp": 2, "num_rollout_workers": 3},
+            r"= 10 GPUs, 8 are visible; lower --num-rollout-workers to 2",
+        ),
+        (0, 1, {"colocate": "sleep", "async_ratio": 0}, "--colocate sleep is for one GPU"),
+        (4, 2, {"colocate": "sleep", "async_ratio": 0}, "--colocate sleep is for one GPU"),
+    ],
+)
+def test_many_engines_a_split_one_and_a_sleeping_one_need_what_they_need(gpus, ranks, options, message):
+    with pytest.raises(ValueError, match=message):
+        place(Config(**options), gpus, 16, ranks)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_nccl", "wanted", "chosen"),
+    [
+        (0, True, "auto", "shm"),
+        (1, True, "auto", "ipc"),
+        (1, True, "shm", "shm"),
+        (4, True, "auto", "nccl"),
+        (4, False, "auto", "shm"),
+        (4, True, "shm", "shm"),
+        (0, True, "nccl", "through host memory; use shm"),
+        (0, True, "ipc", "through host memory; use shm"),
+        (1, True, "nccl", "share one GPU, which NCCL refuses; use ipc or shm"),
+        (4, True, "ipc", "separate GPUs, between which there is no CUDA IPC; use nccl or shm"),
+        (4, False, "nccl", "this torch has no NCCL; use shm"),
+    ],
+)
+def test_weights_go_the_fastest_way_there_is_and_an_impossible_one_is_refused(gpus, has_nccl, wanted, chosen):
+    ranks = min(2, gpus) if gpus > 1 else 1
+    if chosen in ("shm", "ipc", "nccl"):
+        assert place(Config(weight_sync=wanted), gpus, 16, ranks, has_nccl).transport == chosen
+    else:
+        with pytest.raises(ValueError, match=f"--weight-sync {wanted} cannot work here: .*{chosen}"):
+            place(Config(weight_sync=wanted), gpus, 16, ranks, has_nccl)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "ranks", "threads"), [(1, 16, 1, 14), (1, 2, 1, 1), (8, 64, 4, 14), (0, 8, 1, 4), (4, 4, 2, 1)]
+)
+def test_trainer_ranks_get_the_cores_that_workers_leave(gpus, cores, ranks, threads):
+    assert place(Config(), gpus, cores, ranks).trainer_threads == threads
+
+
+def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model():
+    config = Config(activation_checkpointing=True, max_response_tokens=2048, max_running_requests=128)
+    placed = place(config, 1, 16, 1)
+    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], 1, 1)
+    assert 0.1 < planned.workers[0].gpu_memory_utilization < 0.5
+    assert "KV cache" in arithmetic and "AdamW" in arithmetic
+
+
+def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
+    placed = place(Config(), 4, 16, 2)
+    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, 2, 2)[0] == placed
+    full = [gpu(141), gpu(141), gpu(141), gpu(141, used_gib=139)]
+    with pytest.raises(ValueError, match=r"139\.0 of 141\.0 GiB are used by other processes.*gpu 3 \(H200\)"):
+        plan_memory(Config(), placed, shape("0.6b"), full, 2, 2)
+    with pytest.raises(ValueError, match="does not divide 16 attention heads"):
+        plan_memory(Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4, 1, 1)
+
+
+def test_the_printed_table_names_every_process_and_its_device():
+    table = place(Config(gpu_memory_utilization=0.35), num_gpus=1, num_cores=8, num_trainer_ranks=1).table()
+    assert "trainer rank 0" in table
+    assert "gpu 0, shared with trainer rank 0, 35.0% of its memory" in table
+    assert "weights by ipc" in table
+    assert "gpus 2 to 3" in place(Config(rollout_tp=2), num_gpus=4, num_cores=8, num_trainer_ranks=2).table()
+
+
+def test_a_node_that_only_trains_has_no_workers_and_one_that_only_samples_all_gpus_for_them():
+    trains, samples = Config(node_roles=("trainer",)), Config(node_roles=("rollout",), rollout_tp=2)
+    placed = place(trains, 8, 64, 8)
+    assert placed.trainer_gpus == tuple(range(8)) and not placed.workers and "rollout" not in placed.table()
+    with pytest.raises(ValueError, match="9 trainer ranks on 8 visible GPUs"):
+        place(trains, 8, 64, 9)
+    placed = place(samples, 8, 64, 0)
+    assert [worker.gpu for worker in placed.workers] == [0, 2, 4, 6] and placed.transport == "shm"
+    assert place(Config(node_roles=("rollout",)), 0, 4, 0).workers[0].cpu_threads == 4
+    with pytest.raises(ValueError, match="1 rollout workers × 4 GPUs = 4 GPUs, 2 are visible; lower --rollout-tp"):
+        place(Config(node_roles=("rollout",), rollout_tp=4), 2, 64, 0)
+    with pytest.raises(ValueError, match="--weight-sync nccl cannot work here: this node only samples"):
+        place(Config(node_roles=("rollout",), weight_sync="nccl"), 8, 64, 0)
+
+
+def test_only_what_is_on_a_node_must_fit_its_gpus():
+    gpus, small = [gpu(24)] * 4, Config(node_roles=("rollout",), max_response_tokens=2048)
+    placed, arithmetic = plan_memory(small, place(small, 4, 16, 0), shape("1.7b"), gpus, 0, 4)
+    assert len(placed.workers) == 4 and "engine" in arithmetic and "trainer" not in arithmetic
+    trains = Config(node_roles=("trainer",))
+    _, arithmetic = plan_memory(trains, place(trains, 4, 16, 4), shape("1.7b"), gpus, 4, 4)
+    assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic

@@ -1,0 +1,86 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from cluster.processes import dump_stacks, kill_session, without_torchrun
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(code, **options):
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
+
+
+def test_torchruns_variables_are_taken_out_and_nothing_else():
+    kept = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "1"}
+    assert without_torchrun(kept | {"RANK": "0", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "y"}) == kept
+
+
+def test_a_process_ends_with_its_parent():
+    child = (
+        "import os, time; from processes import exit_with_parent\n"
+        "exit_with_parent(0.05); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    parent = start(f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)")
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_session_is_killed_whole_even_when_its_leader_is_dead():
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(child.pid, flush=True)"
+    )
+    leader = start(code, start_new_session=True)
+    pid = int(leader.stdout.readline())
+    leader.wait()
+    assert psutil.pid_exists(pid)
+    kill_session(leader.pid)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_nobody_waits_for_a_process_that_has_ended_and_is_not_missed_yet():
+    leader = start("import time; print('up', flush=True); time.sleep(60)", start_new_session=True)
+    assert leader.stdout.readline() == "up\n"
+    begun = time.monotonic()
+    kill_session(leader.pid, timeout_s=30)
+    assert time.monotonic() - begun < 10
+    assert psutil.Process(leader.pid).status() == psutil.STATUS_ZOMBIE, "it is ours to wait for, and we did not"
+    assert leader.wait() == -signal.SIGKILL
+
+
+def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
+    code = (
+        "import gc, weakref; from processes import freeze_garbage\n"
+        "class Ring:\n"
+        "    def __init__(self): self.itself = self\n"
+        "old, before = Ring(), len(gc.get_objects()); freeze_garbage()\n"
+        "assert gc.get_freeze_count() > before / 2\n"
+        "new = Ring(); gone, kept = weakref.ref(new), weakref.ref(old); del new, old; gc.collect()\n"
+        "print(gone() is None, kept() is None)"
+    )
+    assert start(code).communicate(timeout=60)[0] == "True False\n"
+
+
+def test_stacks_are_asked_only_of_processes_that_can_give_them():
+    deaf = start("import time; print('up', flush=True); time.sleep(60)")
+    handler = "faulthandler.register(signal.SIGUSR1, file=sys.stdout)"
+    able = start(f"import faulthandler, signal, sys, time; {handler}; print('up', flush=True); time.sleep(60)")
+    assert deaf.stdout.readline() == able.stdout.readline() == "up\n"
+    for process in (deaf, able):
+        dump_stacks(process.pid)
+    assert "most recent call first" in able.stdout.readline()
+    assert deaf.poll() is None
+    for process in (deaf, able):
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,248 @@
+"""A random walk over the real controller: every message, token, death and load is an event, in any order that a real
+system allows, on any options that Config accepts; an oracle that shares no state with it checks what comes out.
+
+WALKS in the environment sets how many walks are made; each has the seed by which it can be made again.
+"""
+
+import os
+import random
+from contextlib import ExitStack
+
+import pytest
+from walk_oracle import Oracle, WatchedTickets
+from walk_worker import WalkWorkers
+
+from cluster.placement import Placement, WorkerPlacement
+from config import Config
+from controller.controller import Controller
+from controller.tickets import PromptSource
+from data.messages import Finished, Updated
+from data.tasks import Problem
+from weights.transport import Announcement, Staged, TwoBuffers
+
+NUM_WALKS = int(os.environ.get("WALKS", 1000))
+NUM_CHUNKS = 8
+MAX_EVENTS = 30_000
+
+
+def draw_options(rng):
+    """Options of a run, legal or not."""
+    over_sampling = rng.choice([1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 4.0])
+    group_size = rng.randint(1, 3)
+    return {
+        "steps": rng.randint(3, 7),
+        "groups_per_step": rng.randint(1, 3),
+        "group_size": group_size,
+        "advantage": "grpo" if group_size > 1 else "reinforce",
+        "async_ratio": 0.0 if over_sampling > 1 else rng.choice([0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0]),
+        "stale_policy": rng.choice(["wait", "wait", "drop"]),
+        "publish_delay": rng.choice([0, 0, 1, 2, 3]),
+        "on_update": rng.choice(["keep", "recompute", "resume", "restart", "wait"]),
+        "admission": rng.choice(["ledger", "ledger", "ledger", "gate"]),
+        "scheduling": rng.choice(["queue", "queue", "batch"]),
+        "replicate_prompts": rng.random() < 0.7,
+        "drop_zero_variance": group_size > 1 and rng.random() < 0.25,  # of one response alone none would be left
+        "extra_groups": rng.choice([0, 0, 0, 1, 3]),
+        "extra_members": rng.choice([0, 0, 0, 1, 2]),
+        "over_sampling": over_sampling,
+        "max_resumes": rng.randint(1, 4),
+        "max_running_requests": rng.choice([1, 2, 3, 16]),
+        "task": rng.choice(["addition", "guess_number"]),
+        "env_barrier": rng.random() < 0.2,
+        "eval_every": rng.choice([0, 1, 2, 3]),
+        "max_worker_restarts": rng.randint(0, 3),
+    }
+
+
+def draw_config(rng):
+    """The first options drawn that a run may have."""
+    while True:
+        try:
+            return Config(**draw_options(rng)).checked()
+        except ValueError:
+            continue
+
+
+class WalkTransport(TwoBuffers):
+    """Two buffers of which only the version is kept."""
+
+    def __init__(self, oracle):
+        super().__init__()
+        self.oracle = oracle
+
+    def init_info(self, worker):
+        return {}
+
+    def announce(self, staged):
+        super().announce(staged)
+        (info,) = staged.messages
+        self.oracle.announce(info["version"], info["trainer_version"], info["evaluate"])
+
+
+class Walk:
+    """One run, an event at a time."""
+
+    def __init__(self, config, num_workers, num_eval_problems, rng):
+        self.config, self.rng = config, rng
+        self.failure_share = rng.choice([0.0, 0.0, 0.1])
+        self.buffers = [None, None]
+        self.oracle = Oracle(config, num_eval_problems)
+        self.transport = WalkTransport(self.oracle)
+        prompts = PromptSource(
+            train_problem=lambda index: Problem("", str(index), index if config.is_multi_turn else None),
+            eval_problems=[Problem("", str(-1 - index)) for index in range(num_eval_problems)],
+            encode=lambda problem: [2, 3],
+        )
+        tickets = WatchedTickets(config, prompts)
+        tickets.oracle = self.oracle
+        workers = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(num_workers))
+        placement = Placement((None,), 1, workers, "shm")
+        self.controller = Controller(config, WalkWorkers(self, config, placement), tickets, self._record)
+        self.controller.launch()
+        self.weights = {}
+        self.deaths_left = config.max_worker_restarts
+        self.version, self.trainer, self.evaluations = 0, "connecting", []
+
+    # Events
+
+    def run(self):
+        """Until all steps are made and the last evaluation has ended."""
+        for _ in range(MAX_EVENTS):
+            if self.trainer == "finishing" and self.controller.evaluations.is_idle:
+                return self._check_end()
+            events = [*self._events_of_workers()]
+            if self.trainer == "waiting" and not events:
+                assert self.take(), f"nothing can happen any more: {self.controller.describe()}"
+            else:
+                events += self._events_of_trainer()
+                assert events, f"nothing can happen any more: {self.trainer}, {self.controller.describe()}"
+                self._choose(events)()
+            self.oracle.check()
+        raise AssertionError(f"no end after {MAX_EVENTS} events: {self.controller.describe()}")
+
+    def _choose(self, events):
+        """Events of the same kind and worker are as fast as each other; of the others some are far slower in a walk."""
+        for kind, _ in events:
+            if kind not in self.weights:
+                self.weights[kind] = self.rng.choice([0.03, 0.3, 1.0, 1.0])
+        rare = [0.01 if kind[0] == "die" else self.weights[kind] for kind, _ in events]
+        return self.rng.choices([event for _, event in events], rare)[0]
+
+    def _events_of_workers(self):
+        for worker in list(self.controller.workers):
+            process = worker.process
+            for kind, event in process.events():
+                yield (kind, worker.index), event
+            if process.outbox:
+                yield ("deliver", worker.index), lambda worker=worker: self._deliver(worker)
+
+    def _events_of_trainer(self):
+        match self.trainer:
+            case "connecting" if not self.controller.workers.starting:
+                yield ("connect", -1), self._connect
+            case "waiting":
+                yield ("take", -1), self.take
+            case "training":
+                yield ("train", -1), self._end_step
+            case "publishing" if self.transport.free_buffer() is not None:
+                yield ("publish", -1), self._publish
+        for worker in self.controller.workers if self.deaths_left else ():
+            if worker.ready and worker.process.exit_code is None:
+                yield ("die", worker.index), lambda worker=worker: self._kill(worker)
+
+    def _deliver(self, worker):
+        message = worker.process.outbox.popleft()
+        if isinstance(message, Finished):
+            worker.process.num_given -= len(message.trajectories)
+            self.delivering = {(t.ticket_id, t.member): t for t in message.trajectories}
+        elif isinstance(message, Updated):
+            self.oracle.discard(message.sampled.discarded)
+        self.controller.on_message(worker, message)
+        if self.config.scheduling == "queue":
+            for other in self.controller.workers:
+                assert other.process.num_given <= self.config.max_running_requests
+
+    def _record(self, event, **fields):
+        """The controller says when it takes in each trajectory; a message may hold several, and a version be announced
+        between them."""
+        if event == "trajectory":
+            self.oracle.deliver(self.delivering.pop((fields["ticket"], fields["member"])))
+
+    def _kill(self, worker):
+        self.deaths_left -= 1
+        worker.process.die()
+
+    def _connect(self):
+        self.controller.connect(self.transport)
+        self._end_step()
+
+    def take(self):
+        """The trainer asks for a batch; whether it got one. That none can come must never be said: it is wrong or a
+        deadlock."""
+        batch = self.controller.take_batch_if_ready()
+        if batch is None:
+            assert self.controller._can_get_batch(), f"no batch can come: {self.controller.describe()}"
+            return False
+        self.oracle.consume(batch)
+        self.version, self.trainer = self.version + 1, "training"
+        self.oracle.check_ledger(self.controller.take_report().ledger)
+        self.evaluations += self.controller.evaluations.take_ended()
+        return True
+
+    def _end_step(self):
+        every, is_last = self.config.eval_every, self.version == self.config.steps
+        self.evaluate = every > 0 and (is_last or self.version % every == 0)
+        self.evaluate |= self.controller.withdraw()
+        self.trainer = "publishing"
+
+    def _publish(self):
+        is_last = self.version == self.config.steps
+        version = self.version if is_last else max(0, self.version - self.config.publish_delay)
+        buffer = self.transport.take_buffer()
+        self.buffers[buffer] = version
+        info = {"buffer": buffer, "version": version, "trainer_version": self.version, "evaluate": self.evaluate}
+        self.controller.publish(Announcement(version, self.version, Staged(buffer, [info]), (), self.evaluate))
+        self.trainer = "finishing" if is_last else "waiting"
+
+    def _check_end(self):
+        self.evaluations += self.controller.evaluations.take_ended()
+        assert self.oracle.trainer_version == self.config.steps
+        self.oracle.check_end(self.controller.take_report().ledger, self.evaluations, self.controller.tickets._put_back)
+
+
+def walk_of(seed):
+    """The walk that a seed stands for."""
+    rng = random.Random(seed)
+    config = draw_config(rng)
+    return Walk(config, rng.randint(1, 3), rng.randint(0, 3), rng)
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_in_any_order_of_events_and_with_any_options_the_promises_hold(chunk):
+    for seed in range(chunk, NUM_WALKS, NUM_CHUNKS):
+        walk = walk_of(seed)
+        with ExitStack() as on_failure:
+            on_failure.callback(walk.controller.stop)
+            on_failure.callback(print, f"the walk of seed {seed}, with", walk.config)
+            walk.run()
+            on_failure.pop_all()
+            walk.controller.stop()
+
+
+def test_a_worker_that_still_loads_a_version_when_it_is_announced_again_is_woken():
+    options = {"async_ratio": 0.0, "over_sampling": 2.0, "publish_delay": 1, "max_worker_restarts": 0}
+    config = Config(groups_per_step=1, group_size=1, advantage="reinforce", eval_every=0, **options).checked()
+    walk = Walk(config, 2, 0, random.Random(0))
+    walk.failure_share = 0.0
+    with ExitStack() as stack:
+        stack.callback(walk.controller.stop)
+        while walk.version < 1 or walk.trainer != "waiting":
+            events = [*walk._events_of_workers(), *walk._events_of_trainer()]
+            walk._choose([event for event in events if event[0] != ("load", 1)])()
+        slow = walk.controller.workers[1]
+        slow.process.load()
+        assert slow.stands, "it was told to, behind the weights that it has only now"
+        walk._deliver(slow)
+        while slow.process.inbox or slow.process.loading:
+            slow.process.load() if slow.process.loading else slow.process.read()
+        assert not slow.process.stands and slow.process.version == 0

@@ -1,0 +1,248 @@
+"""Trajectories of one and of several turns with scripted policies: real environments, no engine."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from config import Config
+from data.environments import TextEnvironment, make_environment
+from data.latency import LatencyLaw
+from data.records import Ticket
+from data.rewards import RewardError
+from data.tiny_agent import build_tokenizer
+from engine.episode import CallThreads, Delayed, EnvironmentFailed, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
+from engine.proxy import Completion
+
+TOKENIZER = build_tokenizer()
+EOS = TOKENIZER.eos_token_id
+
+
+def make_ticket(prompt_tokens=(), environment_seed=None, answer=""):
+    return Ticket(7, 3, 1, 1, 0, prompt_tokens, answer, environment_seed, 123, 0)
+
+
+async def nothing():
+    pass
+
+
+def make_manager(environment, generate, ticket=None, **options):
+    config = Config(**{"task": "guess_number", "max_prompt_tokens": 100, "max_response_tokens": 100, **options})
+    return EnvManager(config, ticket or make_ticket(environment_seed=0), 1, environment, generate, nothing, nothing)
+
+
+def policy(*responses, version=5, cut=False):
+    """A policy that says these things, turn by turn; the prompts it was given are kept."""
+    prompts, left = [], list(responses)
+
+    async def generate(request_id, prompt_tokens, seed, max_tokens):
+        prompts.append(list(prompt_tokens))
+        whole = TOKENIZER.encode(left.pop(0)) + ([] if cut else [EOS])
+        tokens = whole[:max_tokens]
+        reason = "length" if cut or tokens != whole else "stop"
+        size = len(tokens)
+        return Completion(tokens, np.full(size, -0.5, np.float32), np.full(size, version, np.int32), reason)
+
+    generate.prompts = prompts
+    return generate
+
+
+def make_pool(make=lambda: make_environment("guess_number"), timeout_s=5.0):
+    return EnvironmentPool(make, TOKENIZER, timeout_s)
+
+
+def secret_of(seed):
+    """The number to be guessed, found by asking."""
+    for guess in range(1, 200):
+        environment = make_environment("guess_number")
+        environment.reset(seed=seed)
+        if environment.step(str(guess))[1] == 1.0:
+            return guess
+    raise AssertionError("no number is right")
+
+
+def test_the_environments_tokens_stand_between_the_turns_and_are_not_trained_on():
+    secret = secret_of(11)
+    wrong = 1 if secret != 1 else 2
+    generate = policy(str(wrong), str(secret))
+    pool = make_pool()
+    trajectory = asyncio.run(make_manager(MultiTurn(pool, 11), generate).run(worker=2))
+    environment = make_environment("guess_number")
+    first = pool.conversation.first(environment.reset(seed=11)[0])
+    reply = pool.conversation.reply(environment.step(str(wrong))[0], ended=True)
+    said = [[*TOKENIZER.encode(str(number)), EOS] for number in (wrong, secret)]
+    assert trajectory.tokens.tolist() == [*first, *said[0], *reply, *said[1]]
+    assert generate.prompts == [first, [*first, *said[0], *reply]]
+    mask = [False] * len(first) + [True] * len(said[0]) + [False] * len(reply) + [True] * len(said[1])
+    assert trajectory.loss_mask.tolist() == mask
+    assert (trajectory.policy_versions == np.where(mask, 5, -1)).all()
+    assert (trajectory.behavior_logprobs == np.where(mask, np.float32(-0.5), 0)).all()
+    assert (trajectory.reward, trajectory.num_turns, trajectory.finish_reason) == (1.0, 2, "stop")
+    assert len(trajectory.turns) == 2
+    times = [trajectory.started_at, *(moment for turn in trajectory.turns for moment in turn), trajectory.ended_at]
+    assert times == sorted(times)
+    assert (trajectory.ticket_id, trajectory.group_id, trajectory.member, trajectory.worker) == (7, 3, 1, 2)
+
+
+def test_a_turn_that_was_cut_is_closed_by_the_environments_tokens():
+    secret = secret_of(11)
+    generate = policy(str(secret + 1), str(secret), cut=True)
+    asyncio.run(make_manager(MultiTurn(make_pool(), 11), generate).run(0))
+    first, second = generate.prompts
+    assert second[len(first) :].count(EOS) == 1
+
+
+def test_a_trajectory_ends_when_its_tokens_are_used_up():
+    generate = policy(*["1"] * 50)  # never right
+    manager = make_manager(MultiTurn(make_pool(), 11), generate, max_response_tokens=5)
+    trajectory = asyncio.run(manager.run(0))
+    assert trajectory.finish_reason == "length" and trajectory.reward == 0.0
+    assert len(trajectory.tokens) - len(generate.prompts[0]) <= 5 and trajectory.num_turns >= 1
+
+
+class Broken(TextEnvironment):
+    """Hangs or crashes in its first step."""
+
+    max_turns, seed_shows = 3, False
+
+    def __init__(self, crash):
+        self.crash = crash
+
+    def _start(self):
+        return make_environment("guess_number").reset(seed=0)[0]
+
+    def _act(self, response):
+        if self.crash:
+            raise KeyError("lost\nsecond line")
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("crash", "reason"), [(False, "timed out after 0.2 s"), (True, "KeyError: 'lost\\nsecond line'")]
+)
+def test_an_environment_that_hangs_or_crashes_fails_its_trajectory_and_stops_nobody(crash, reason):
+    async def run_both():
+        broken = make_manager(MultiTurn(make_pool(lambda: Broken(crash), 0.2), 0), policy("1"))
+        sound = make_manager(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
+        return await asyncio.gather(broken.run(0), sound.run(0))
+
+    failed, sound = asyncio.run(run_both())
+    assert (failed.finish_reason, failed.failure) == ("failed", reason) and np.isnan(failed.reward)
+    assert sound.finish_reason == "stop" and sound.reward == 1.0
+
+
+def test_an_abort_ends_a_trajectory_in_the_middle_of_a_step_before_its_next_turn():
+    async def abort_soon():
+        generate = policy("1", "2")
+        manager = make_manager(MultiTurn(make_pool(lambda: Broken(crash=False)), 0), generate)
+        running = asyncio.create_task(manager.run(0))
+        while not generate.prompts:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        manager.abort()
+        return await asyncio.wait_for(running, 1), generate
+
+    trajectory, generate = asyncio.run(abort_soon())
+    assert trajectory.finish_reason == "aborted" and len(generate.prompts) == 1
+    assert trajectory.num_generated == len(TOKENIZER.encode("1")) + 1, "what was sampled is returned"
+
+
+def test_an_abort_before_the_first_turn_gives_an_empty_trajectory():
+    async def abort_at_once():
+        manager = make_manager(MultiTurn(make_pool(), 0), policy("1"))
+        running = asyncio.create_task(manager.run(0))
+        manager.abort()
+        return await running
+
+    assert asyncio.run(abort_at_once()).num_generated == 0
+
+
+def test_an_environment_that_ended_is_used_again_and_one_that_failed_is_not():
+    pool = make_pool(lambda: Broken(crash=True))
+    asyncio.run(make_manager(MultiTurn(pool, 0), policy("1")).run(0))
+    assert pool._idle == []
+    pool = make_pool()
+    first = MultiTurn(pool, 11)
+    asyncio.run(make_manager(first, policy(str(secret_of(11)))).run(0))
+    assert MultiTurn(pool, 12).environment is first.environment
+
+
+class Rewards:
+    """Scores by the length of the response, and fails where the answer says so."""
+
+    async def score(self, answer, response):
+        if answer == "fail":
+            raise RewardError("ValueError: no good")
+        return float(len(response))
+
+
+@pytest.mark.parametrize(("answer", "reason", "reward"), [("", "stop", 1.0), ("fail", "failed", float("nan"))])
+def test_a_single_turn_task_is_an_environment_of_one_step(answer, reason, reward):
+    ticket = make_ticket(prompt_tokens=(4, 5, 6), answer=answer)
+    environment = SingleTurn(ticket, TOKENIZER, Rewards())
+    trajectory = asyncio.run(make_manager(environment, policy("7"), ticket, task="addition").run(0))
+    assert trajectory.tokens[:3].tolist() == [4, 5, 6] and trajectory.loss_mask[:3].sum() == 0
+    assert (trajectory.finish_reason, trajectory.num_turns) == (reason, 1)
+    assert trajectory.reward == reward or np.isnan(reward)
+
+
+class Instant:
+    """An environment whose steps take no time."""
+
+    async def reset(self):
+        return [3]
+
+    async def step(self, tokens):
+        return "stepped"
+
+
+def test_simulated_latency_is_scaled_and_waited_for_before_the_step():
+    delayed = Delayed(Instant(), LatencyLaw.parse("constant:10"), 0.02, timeout_s=5.0, seed=0)
+    start = time.monotonic()
+    assert asyncio.run(delayed.step([1])) == "stepped"
+    assert 0.2 <= time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(("law", "reason"), [("fail:1", "crash|timed out"), ("constant:9", "timed out after 0.1 s")])
+def test_simulated_failures_fail_as_real_ones_do(law, reason):
+    delayed = Delayed(Instant(), LatencyLaw.parse(law), 1.0, timeout_s=0.1, seed=0)
+    with pytest.raises(EnvironmentFailed, match=reason):
+        asyncio.run(delayed.step([1]))
+
+
+def test_a_call_returns_raises_or_times_out_off_the_loop():
+    async def calls():
+        threads, ticks = CallThreads("test"), asyncio.create_task(asyncio.sleep(0.01))
+        assert await threads.call(time.sleep, 0.1, timeout_s=5) is None
+        assert ticks.done(), "the loop went on meanwhile"
+        with pytest.raises(ZeroDivisionError):
+            await threads.call(lambda: 1 / 0, timeout_s=5)
+        with pytest.raises(TimeoutError):
+            await threads.call(threading.Event().wait, timeout_s=0.05)
+
+    asyncio.run(calls())
+
+
+def test_a_thread_is_used_again_but_not_while_it_hangs():
+    async def calls():
+        threads, gate = CallThreads("test"), threading.Event()
+        first = await threads.call(threading.get_ident, timeout_s=5)
+        assert await threads.call(threading.get_ident, timeout_s=5) == first
+        with pytest.raises(TimeoutError):
+            await threads.call(gate.wait, timeout_s=0.05)
+        second = await threads.call(threading.get_ident, timeout_s=5)
+        assert second != first
+        gate.set()
+        while len(threads) < 2:
+            await asyncio.sleep(0.01)
+        slow_calls = [threads.call(_ident_after, 0.1, timeout_s=5) for _ in range(2)]
+        assert set(await asyncio.gather(*slow_calls)) == {first, second}
+
+    asyncio.run(asyncio.wait_for(calls(), 10))
+
+
+def _ident_after(seconds):
+    time.sleep(seconds)
+    return threading.get_ident()

@@ -1,0 +1,408 @@
+"""The engine as a worker uses it: real vLLM on the CPU, against the trainer's own forward."""
+
+import asyncio
+import dataclasses
+import os
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fake_link import SocketLink
+from tiny_policy import VOCAB, load, save_tiny_model
+
+from cluster.placement import WorkerPlacement, WorkerSpec
+from config import Config
+from engine.proxy import LLMProxy
+from rollout import worker_environment
+from trainer.packing import TrainSequence
+from weights.nccl import CHUNK_BYTES, NcclTransport
+from weights.transport import ParameterSpec, ShmTransport, split_wire_options
+
+PROMPT = tuple(range(3, 13))
+LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
+
+
+class Pair:
+    """A trainer's policy and an engine, joined by the shm transport."""
+
+    def __init__(self, config):
+        self.config = config
+        self.policy = load(config)
+        specs = [ParameterSpec(n, torch.float32, tuple(p.shape)) for n, p in self.policy.named_full_parameters()]
+        self.transport = ShmTransport(specs)
+        self.loop = asyncio.new_event_loop()
+        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
+        self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
+        self.run(self.proxy.connect(self.transport.init_info()))
+        self.sync(0)
+
+    def run(self, coroutine):
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+
+    async def shutdown(self):
+        """End the engine while its loop runs: only then are its sockets closed, and open ones hang their collection."""
+        self.proxy.shutdown()
+        await asyncio.sleep(0.1)
+
+    def perturb(self):
+        """Move every weight of the trainer, as a step would."""
+        with torch.no_grad():
+            for parameter in self.policy.module.parameters():
+                parameter.mul_(1.0 + 0.4 * (torch.rand_like(parameter) - 0.5))
+
+    def weights(self):
+        return [parameter.detach().clone() for parameter in self.policy.module.parameters()]
+
+    def restore(self, weights):
+        with torch.no_grad():
+            for parameter, saved in zip(self.policy.module.parameters(), weights, strict=True):
+                parameter.copy_(saved)
+
+    def stage(self, version):
+        return self.transport.stage(version, self.policy.named_full_parameters())
+
+    def sync(self, version):
+        staged = self.stage(version)
+        return self.run(self.proxy.update(version, staged.messages))
+
+    @contextmanager
+    def on_update(self, mode):
+        """Treat running requests at an update this way."""
+        before, self.proxy.config = self.proxy.config, dataclasses.replace(self.proxy.config, on_update=mode)
+        yield
+        self.proxy.config = before
+
+    def generate_through_updates(self, num_updates=3, num_responses=24):
+        """Responses that several updates interrupt, and the weights of every version they can have."""
+        weights = {self.proxy.version: self.weights()}
+        first_version = self.proxy.version
+
+        async def generate():
+            seeds = range(100, 100 + num_responses)
+            tasks = [asyncio.create_task(self.proxy.generate(f"mid-{seed}", PROMPT, seed)) for seed in seeds]
+            for version in range(first_version + 1, first_version + 1 + num_updates):
+                await asyncio.sleep(0.04)
+                self.perturb()
+                weights[version] = self.weights()
+                await self.proxy.update(version, self.stage(version).messages)
+            return await asyncio.gather(*tasks)
+
+        return self.run(generate()), weights
+
+    def gaps(self, completion, weights):
+        """[R] nats: engine's log-prob of each token − the trainer's under the version that the token claims."""
+        now, gaps = self.weights(), np.full(len(completion.tokens), np.nan)
+        for version in set(completion.versions.tolist()):
+            self.restore(weights[version])
+            of_version = completion.versions == version
+            gaps[of_version] = (completion.logprobs - self.trainer_logprobs(PROMPT, completion.tokens))[of_version]
+        self.restore(now)
+        return gaps
+
+    def generate(self, name, prompt=PROMPT, seed=1):
+        return self.run(self.proxy.generate(name, prompt, seed))
+
+    def trainer_logprobs(self, prompt, tokens, raw=False):
+        whole = np.array([*prompt, *tokens])
+        mask = np.arange(len(whole)) >= len(prompt)
+        unused = np.zeros(len(whole), np.float32)
+        sequence = TrainSequence(whole, mask, unused, np.zeros(len(whole), np.int32), 0.0, 0.0)
+        return self.policy.score([[sequence]], raw=raw)[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    torch.set_num_threads(1)
+    before = dict(os.environ)
+    os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    path = save_tiny_model(str(tmp_path_factory.mktemp("model")))
+    pair = Pair(Config(model=path, temperature=0.7, top_p=0.9, max_prompt_tokens=200, max_response_tokens=100, lr=1e-3))
+    yield pair
+    pair.run(pair.shutdown())
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_engine_and_trainer_agree_after_a_sync_and_only_then(pair):
+    tokens = tuple(np.random.default_rng(1).integers(3, VOCAB, 60).tolist())
+
+    def gap():
+        engine = pair.run(pair.proxy.score(tokens))
+        return np.abs(engine - pair.trainer_logprobs(tokens[:1], tokens[1:], raw=True)).max()
+
+    assert gap() < 1e-4
+    pair.perturb()
+    assert gap() > 1e-2
+    pair.sync(1)
+    assert gap() < 1e-4
+
+
+def test_behavior_logprobs_are_the_trainers_under_temperature_and_top_p(pair):
+    completion = pair.generate("sampled")
+    assert len(completion.tokens) > 1 and len(completion.logprobs) == len(completion.tokens)
+    trainer = pair.trainer_logprobs(PROMPT, completion.tokens)
+    assert np.abs(completion.logprobs - trainer).max() < 1e-4
+    raw = pair.trainer_logprobs(PROMPT, completion.tokens, raw=True)
+    assert np.abs(completion.logprobs - raw).max() > 1e-2
+
+
+def test_the_same_seed_draws_the_same_response_and_another_seed_another(pair):
+    first, again, other = (pair.generate(f"seed-{i}", seed=seed) for i, seed in enumerate((5, 5, 6)))
+    assert first.tokens == again.tokens != other.tokens
+
+
+def test_a_prefix_computed_under_other_weights_is_never_reused(pair):
+    for name, version in (("before", 2), ("after", 3)):
+        pair.perturb()
+        pair.sync(version)
+        completion = pair.generate(f"prefix-{name}", LONG_PROMPT)
+        trainer = pair.trainer_logprobs(LONG_PROMPT, completion.tokens)
+        assert np.abs(completion.logprobs - trainer).max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["recompute", "resume", "restart", "wait"])
+def test_every_token_is_what_the_version_it_claims_would_have_sampled(pair, mode):
+    pair.proxy.take_sampled()
+    with pair.on_update(mode):
+        completions, weights = pair.generate_through_updates()
+    mixed = [completion for completion in completions if len(set(completion.versions)) > 1]
+    assert bool(mixed) == (mode in ("recompute", "resume")), "the others keep a response to one version"
+    for completion in completions:
+        assert list(completion.versions) == sorted(completion.versions) and len(completion.tokens) <= 100
+    gaps = np.abs(np.concatenate([pair.gaps(completion, weights) for completion in completions]))
+    # Rounding may put a token at the edge of the nucleus on either side, once in thousands.
+    assert np.quantile(gaps, 0.995) < 1e-4 and gaps.max() < 0.05
+    sampled = pair.proxy.take_sampled()
+    kept = sum(len(completion.tokens) for completion in completions)
+    assert sampled.new == kept + sampled.discarded
+    assert (sampled.discarded > 0) == (mode == "restart") and (sampled.resumed > 0) == (mode == "resume")
+
+
+def test_under_keep_only_tokens_after_an_update_feel_the_old_cache(pair):
+    with pair.on_update("keep"):
+        completions, weights = pair.generate_through_updates()
+    mixed = [completion for completion in completions if len(set(completion.versions)) > 1]
+    assert mixed, "no response was running during an update"
+    for completion in mixed:
+        gaps = np.abs(pair.gaps(completion, weights))
+        before = completion.versions == completion.versions[0]
+        assert gaps[before].max() < 1e-4
+    stale = np.concatenate([pair.gaps(c, weights)[c.versions > c.versions[0]] for c in mixed])
+    assert np.abs(stale).mean() > 1e-3, "keys and values of the weights before are still attended to"
+
+
+def test_a_prefix_that_an_update_has_used_up_is_cut_and_not_resumed(pair):
+    """Every response ends within its budget however often it is interrupted."""
+
+    async def generate():
+        tasks = [asyncio.create_task(pair.proxy.generate(f"cut-{i}", PROMPT, i, max_tokens=7)) for i in range(16)]
+        for version in range(1000, 1010):
+            await pair.proxy.update(version, pair.stage(version).messages)
+        return await asyncio.gather(*tasks)
+
+    with pair.on_update("resume"):
+        completions = pair.run(generate())
+    assert all(len(c.tokens) == len(c.logprobs) == len(c.versions) <= 7 for c in completions)
+    assert {c.finish_reason for c in completions if len(c.tokens) == 7} <= {"length", "stop"}
+    assert "aborted" not in {c.finish_reason for c in completions}
+
+
+def test_what_is_suspended_goes_on_after_the_next_update_and_not_before(pair):
+    async def generate(version):
+        tasks = [asyncio.create_task(pair.proxy.generate(f"sus-{version}-{i}", PROMPT, i)) for i in range(16)]
+        await asyncio.sleep(0.04)
+        await pair.proxy.suspend()
+        num_done = sum(task.done() for task in tasks)
+        late = asyncio.create_task(pair.proxy.generate(f"sus-{version}-late", PROMPT, 99))
+        await asyncio.sleep(0.2)
+        assert sum(task.done() for task in tasks) == num_done < 16 and not late.done()
+        assert await pair.proxy.update(version, pair.stage(version).messages) == 0.0
+        assert set((await late).versions) == {version}
+        return await asyncio.gather(*tasks)
+
+    for version, mode in ((2000, "resume"), (2001, "keep"), (2002, "recompute")):
+        with pair.on_update(mode):
+            completions = pair.run(generate(version))
+        assert any(len(set(c.versions)) == 2 for c in completions)
+
+
+def test_one_request_gives_a_whole_group_with_different_responses(pair):
+    completions = pair.run(pair.proxy.generate_group("group", PROMPT, seed=3, num_responses=6))
+    assert len(completions) == 6 and len({tuple(c.tokens) for c in completions}) == 6
+    for completion in completions:
+        assert np.abs(completion.logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)).max() < 1e-4
+
+
+def test_an_aborted_group_returns_what_every_member_has(pair):
+    async def abort_soon():
+        task = asyncio.create_task(pair.proxy.generate_group("ab-group", PROMPT, seed=4, num_responses=6))
+        await asyncio.sleep(0.02)
+        await pair.proxy.abort(["ab-group"])
+        return await task
+
+    completions = pair.run(abort_soon())
+    assert len(completions) == 6 and "aborted" in {c.finish_reason for c in completions}
+
+
+def test_a_request_that_is_aborted_before_it_started_returns_empty(pair):
+    async def abort_at_once():
+        await pair.proxy.suspend()
+        task = asyncio.create_task(pair.proxy.generate("early", PROMPT, 1))
+        await asyncio.sleep(0)
+        await pair.proxy.abort(["early", "unknown"])
+        await pair.proxy.resume()
+        return await task
+
+    completion = pair.run(abort_at_once())
+    assert (completion.tokens, completion.finish_reason) == ([], "aborted")
+
+
+def test_an_aborted_request_returns_the_tokens_that_it_has(pair):
+    async def abort_soon():
+        tasks = [asyncio.create_task(pair.proxy.generate(f"ab-{i}", PROMPT, seed=i)) for i in range(16)]
+        await asyncio.sleep(0.02)
+        await pair.proxy.abort([f"ab-{i}" for i in range(16)])
+        return await asyncio.gather(*tasks)
+
+    aborted = [c for c in pair.run(abort_soon()) if c.finish_reason == "aborted"]
+    assert aborted
+    for completion in aborted:
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) < 100
+        assert np.isfinite(completion.logprobs).all()
+
+
+def test_weights_that_are_not_whole_are_refused(pair):
+    (message,) = pair.stage(9).messages
+    with pytest.raises(Exception, match="checksum"):
+        pair.run(pair.proxy.update(9, [message | {"checksum": message["checksum"] + 1}]))
+
+
+def test_vllms_nccl_engine_understands_what_the_transport_tells_it():
+    """With this vLLM; 0.26, which wants the wire options with each update, is told so by the same function."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+    specs = [ParameterSpec("w", torch.bfloat16, (2, 3))]
+    transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, 1.0, SocketLink)
+    at_start, with_each = split_wire_options(transport.init_info())
+    transport.close()
+    (message,) = transport.stage(0, [("w", torch.zeros(2, 3))]).messages
+    told = NCCLWeightTransferInitInfo(**at_start)
+    NCCLWeightTransferUpdateInfo(**message, **with_each)
+    assert (told.rank_offset, told.world_size) == (1, 3)
+    options = dataclasses.asdict(told) | with_each
+    assert options["packed"] is True and options["packed_buffer_size_bytes"] == CHUNK_BYTES
+
+
+class OlderEngine:
+    """The control calls of vLLM 0.26, which stamps no versions; writes down what it is asked, in order."""
+
+    def __init__(self, stuck=False):
+        self.engine_core, self.asked, self.stuck = self, [], stuck
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        self.asked.append("pause")
+
+    async def sleep(self, level, mode):
+        self.asked.append(f"sleep {level}")
+
+    async def wake_up(self):
+        self.asked.append("wake up")
+
+    async def start_weight_update(self):
+        self.asked.append("start")
+        await asyncio.sleep(60 if self.stuck else 0)
+
+    async def update_weights(self, request):
+        self.asked.append(request.update_info)
+
+    async def finish_weight_update(self):
+        self.asked.append("finish")
+
+    async def resume_generation(self):
+        self.asked.append("resume")
+
+
+class StampingEngine(OlderEngine):
+    """Newer vLLM stamps versions."""
+
+    async def update_weight_version(self, version):
+        self.asked.append(f"stamp {version}")
+
+
+def test_the_phases_of_an_update_are_asked_for_in_their_order_and_the_version_is_stamped_before_sampling_goes_on():
+    engine = StampingEngine()
+    proxy = LLMProxy(Config(), engine, [])
+    asyncio.run(proxy.update(7, [{"a": 1}, {"a": 2}]))
+    assert engine.asked == ["pause", "start", {"a": 1}, {"a": 2}, "finish", "stamp 7", "resume"]
+
+
+class BrokenEngine(OlderEngine):
+    """Cannot load."""
+
+    async def update_weights(self, request):
+        raise RuntimeError("no such buffer")
+
+
+def test_sampling_does_not_go_on_after_an_update_that_failed():
+    engine = BrokenEngine()
+    with pytest.raises(RuntimeError, match="no such buffer"):
+        asyncio.run(LLMProxy(Config(), engine, []).update(0, [{"a": 1}]))
+    assert "resume" not in engine.asked
+
+
+def test_an_engine_that_sleeps_is_woken_before_it_is_told_to_receive_and_only_then():
+    engine = OlderEngine()
+    proxy = LLMProxy(Config(on_update="resume"), engine, [])
+
+    async def updates():
+        await proxy.update(0, [{"a": 1}])
+        await proxy.sleep()
+        return await proxy.update(1, [{"a": 2}, {"a": 3}], lambda: engine.asked.append("receiving"))
+
+    assert asyncio.run(updates()) == 0.0, "nobody sampled meanwhile"
+    first = ["pause", "start", {"a": 1}, "finish", "resume"]
+    second = ["pause", "sleep 2", "wake up", "start", "receiving", {"a": 2}, {"a": 3}, "finish", "resume"]
+    assert engine.asked == first + second and proxy.version == 1
+
+
+def test_an_update_that_does_not_end_is_an_error_that_names_it():
+    proxy = LLMProxy(Config(rollout_timeout_s=0.1), OlderEngine(stuck=True), [])
+    with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
+        asyncio.run(proxy.update(3, [{}]))
+
+
+class SamplingEngine(StampingEngine):
+    """Writes down requests too, and ends each at once with one token."""
+
+    async def generate(self, prompt, params, request_id):
+        self.asked.append("request")
+        logprobs = SimpleNamespace(logprobs=[-1.0])
+        output = SimpleNamespace(index=0, token_ids=[5], logprobs=logprobs, finish_reason="stop")
+        yield SimpleNamespace(finished=True, outputs=[output])
+
+
+@pytest.mark.parametrize("as_group", [False, True])
+def test_a_response_woken_by_an_update_that_a_suspend_follows_at_once_waits_for_the_next(as_group):
+    engine = SamplingEngine()
+    proxy = LLMProxy(Config(), engine, [])
+
+    async def wake_and_suspend():
+        await proxy.suspend()
+        response = proxy.generate_group("r", PROMPT, 1, 1) if as_group else proxy.generate("r", PROMPT, 1)
+        response = asyncio.create_task(response)
+        await asyncio.sleep(0)
+        await proxy.update(1, [{}])
+        await proxy.suspend()
+        await asyncio.sleep(0.05)
+        assert "request" not in engine.asked
+        await proxy.update(2, [{}])
+        return await asyncio.wait_for(response, 5)
+
+    completion = asyncio.run(wake_and_suspend())
+    completion = completion[0] if as_group else completion
+    assert completion.versions.tolist() == [2] and engine.asked[-2:] == ["resume", "request"]

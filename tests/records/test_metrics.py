@@ -1,0 +1,129 @@
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from trajectories import make_group, make_trajectory
+
+from cluster.advisor import step_times
+from controller.evaluation import Evaluation, evaluation_metrics
+from data.messages import SampledTokens
+from data.records import Group
+from records.metrics import (
+    TOKEN_MEANS,
+    RolloutReport,
+    StepOfNode,
+    batch_metrics,
+    over_nodes,
+    rollout_metrics,
+    time_metrics,
+    training_metrics,
+)
+
+
+def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
+    group = Group(0, (make_trajectory(0, 0, (3, 5)), make_trajectory(0, 1, (5, 5))))
+    metrics = batch_metrics([group], policy_version=5)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
+    assert metrics["staleness/token_mean"] == pytest.approx(0.5)
+    assert metrics["response/mixed_versions"] == 0.5
+
+
+def test_rewards_are_over_the_batch_and_zero_variance_over_its_groups():
+    metrics = batch_metrics([make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0))], policy_version=0)
+    assert metrics["reward/mean"] == 0.75 and metrics["reward/zero_variance_groups"] == 0.5
+
+
+def test_training_stats_get_their_names_in_the_log():
+    stats = {"loss": 1.0, "tokens": 8.0, "tokens/lag_0": 8.0, "drift/k3": 0.1, "ratio": 1.0, "ratio/lag_0": 1.0}
+    assert set(training_metrics(stats | {"tokens/forward": 9.0})) == {
+        "loss/total", "tokens/trained", "tokens/trained_lag_0", "drift/k3", "loss/ratio", "loss/ratio/lag_0",
+        "tokens/forward",
+    }  # fmt: skip
+
+
+def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
+    assert evaluation_metrics([]) == {}
+    ended = Evaluation(3, set(), [make_trajectory(-1, 0)], num_failed=1)
+    assert evaluation_metrics([Evaluation(1, set()), ended])["eval/policy_version"] == 3
+
+
+def test_tokens_per_second_are_those_of_this_step():
+    sampled = SampledTokens(new=40, resumed=10, discarded=5)
+    report = RolloutReport([0.1, 0.3], sampled, Counter(), Counter(tokens_generated=500), 0)
+    metrics = rollout_metrics(report, previous_tokens=300, step_s=2.0)
+    assert metrics["rollout/tokens_per_s"] == 100 and metrics["rollout/pause_s"] == pytest.approx(0.2)
+    assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
+
+
+def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
+    group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
+    assert batch_metrics([group], policy_version=2)["response/inherited_share"] == 0.25
+    assert batch_metrics([group], policy_version=3, publish_delay=1)["response/inherited_share"] == 0.25
+
+
+def test_metrics_over_nodes_are_those_of_the_whole_batch():
+    rng = np.random.default_rng(0)
+
+    def group(group_id):
+        lengths, rewards = rng.integers(1, 9, 2), rng.normal(size=2)
+        members = [make_trajectory(group_id, m, rng.integers(1, 5, n)) for m, n in enumerate(lengths)]
+        members = [dataclasses.replace(t, reward=float(r)) for t, r in zip(members, rewards, strict=True)]
+        return Group(group_id, tuple(members))
+
+    nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
+    whole = batch_metrics([group for groups in nodes for group in groups], 5, 1)
+    report = make_report(num_restarts=2)
+    sampling_only = StepOfNode({}, report, {"eval/accuracy": 0.5}, {})
+    known = over_nodes([*(StepOfNode(batch_metrics(groups, 5, 1), None, {}, {}) for groups in nodes), sampling_only])
+    found = known.batch
+    assert (known.rollout, known.evaluation) == (report, {"eval/accuracy": 0.5})
+    assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
+
+
+def make_report(num_restarts=0, worker_time=None):
+    ledger = Counter({"tokens_generated": 5, "groups_resident": 0})
+    return RolloutReport([0.1], SampledTokens(4, 2, 1), worker_time or Counter(), ledger, num_restarts)
+
+
+def test_ledgers_tokens_and_restarts_are_added_over_nodes_and_the_worst_mismatch_is_told():
+    report = make_report(num_restarts=1, worker_time=Counter(decoding=7, paused=0))
+    batch = {"response/length_mean": 1.0, "reward/std": 0.0, "reward/mean": 0.0} | dict.fromkeys(TOKEN_MEANS, 0.0)
+    mismatches = ({"mismatch/k3": 1.0}, {"mismatch/k3": 2.0}, {})
+    known = over_nodes([StepOfNode(batch, report, {}, mismatch) for mismatch in mismatches])
+    assert known.rollout == RolloutReport(
+        [0.1] * 3,
+        SampledTokens(12, 6, 3),
+        Counter(decoding=21),
+        Counter({"tokens_generated": 15, "groups_resident": 0}),
+        3,
+    )
+    assert known.mismatch == {"mismatch/k3": 2.0}
+
+
+def test_one_nodes_metrics_are_left_as_they_are():
+    mine = StepOfNode({"any": 1.0}, make_report(), {}, {})
+    assert over_nodes([mine]) is mine
+
+
+def test_a_steps_time_is_split_into_shares_that_sum_to_1():
+    trainer = Counter(wait=4_000, evaluate=1_000, gather=500, forward_backward=2_500, optimizer=1_000, publish=1_000)
+    metrics = time_metrics(trainer, Counter(decoding=3_000, gated=1_000))
+    assert metrics["time/step_s"] == 10e-6 and metrics["time/wait_s"] == 5e-6 and metrics["time/train_s"] == 4e-6
+    assert metrics["trainer_time/wait"] == 0.4 and metrics["trainer_time/save"] == 0
+    assert metrics["worker_time/decoding"] == 0.75 and metrics["worker_time/starting"] == 0
+    for who in ("trainer", "worker"):
+        assert sum(share for name, share in metrics.items() if name.startswith(f"{who}_time/")) == pytest.approx(1)
+
+
+def test_a_step_in_which_no_worker_reported_says_nothing_of_them():
+    assert not any(name.startswith("worker_time/") for name in time_metrics(Counter(wait=1), Counter()))
+
+
+def test_what_the_advisor_is_told_of_a_step():
+    quick, slow = (dataclasses.replace(make_trajectory(0, i), started_at=1.0, ended_at=2.0 + 2 * i) for i in (0, 1))
+    metrics = {"time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 50}
+    measured = {"worker_time": Counter(decoding=1_500_000_000), "sampled": SampledTokens(new=40)}
+    step = step_times([Group(0, (quick, slow))], metrics, measured, previous_tokens=20)
+    assert (step.busy_s, step.decoding_s, step.sampled, step.generated) == (1.5, 1.5, 40, 30)
+    assert (step.response_mean_s, step.response_max_s) == (2.0, 3.0)

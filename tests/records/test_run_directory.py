@@ -1,0 +1,83 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from config import Config
+from records.run_directory import NodeRecords, RunDirectory
+
+
+def lines(run, name):
+    return [json.loads(line) for line in (run.path / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_says_how_it_was_made(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one", lr=0.25))
+    record = json.loads((run.path / "run.json").read_text())
+    assert record["config"]["lr"] == 0.25 and record["packages"]["torch"] and record["hardware"]["cpu_cores"] >= 1
+    assert "/" not in record["command"][0], "where python lies is nobody's business"
+    run.close()
+
+
+def test_an_earlier_run_is_never_overwritten(tmp_path):
+    RunDirectory(Config(runs_dir=str(tmp_path), run_name="one")).close()
+    with pytest.raises(ValueError, match=r"one exists; give another --run-name"):
+        RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
+
+
+def test_every_line_is_on_disk_at_once_and_is_json_whatever_the_numbers(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path)))
+    run.log_metrics({"step": 1, "a": float("nan"), "b": np.float32(0.5), "c": float("inf")})
+    assert lines(run, "metrics") == [{"step": 1, "a": None, "b": 0.5, "c": None}]
+    run.record("worker_ready", worker=0)
+    assert lines(run, "events")[1]["event"] == "worker_ready" and lines(run, "events")[1]["time"] > 0
+    run.close()
+
+
+def test_a_record_that_comes_after_the_end_is_no_error(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path)))
+    run.close()
+    run.record("trajectory", ticket=1)
+    assert [event["event"] for event in lines(run, "events")] == ["run_started", "run_ended"]
+
+
+def test_another_node_writes_its_events_in_a_folder_of_its_own_and_overwrites_nothing(tmp_path):
+    config = Config(runs_dir=str(tmp_path))
+    records = NodeRecords(config, "one", node=1)
+    records.record("update", worker=0, pause_s=float("nan"))
+    records.close()
+    records.record("too late")
+    event, ended = map(json.loads, (tmp_path / "one" / "node_1" / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["worker"], event["pause_s"]) == ("update", 0, None)
+    assert (ended["event"], ended["status"]) == ("run_ended", "finished")
+    NodeRecords(config, "one", node=2).close()
+    with pytest.raises(ValueError, match="node_1 exists"):
+        NodeRecords(config, "one", node=1)
+
+
+def test_a_run_says_how_it_ended_in_one_line(tmp_path):
+    for name, error in (("good", None), ("bad", RuntimeError("no batch\nand more"))):
+        run = RunDirectory(Config(runs_dir=str(tmp_path), run_name=name))
+        run.close(error)
+        ended = lines(run, "events")[-1]
+        expected = ("ended early", "RuntimeError: no batch") if error else ("finished", "")
+        assert (ended["status"], ended["reason"]) == expected
+
+
+def test_a_directory_that_is_deleted_under_a_run_ends_it_at_the_next_line(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
+    node = NodeRecords(Config(runs_dir=str(tmp_path)), "two", node=1)
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    with pytest.raises(OSError, match=r"one/metrics\.jsonl was deleted under the run that writes it"):
+        run.log_metrics({"step": 1})
+    with pytest.raises(OSError, match=r"node_1/events\.jsonl was deleted under the run that writes it"):
+        node.record("update", worker=0)
+
+
+def test_a_full_disk_is_named(tmp_path):
+    run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
+    run._files["metrics"] = open("/dev/full", "a")  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        run.log_metrics({"step": 1})

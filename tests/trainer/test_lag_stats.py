@@ -1,0 +1,63 @@
+import math
+
+import pytest
+import torch
+
+from trainer.lag_stats import TokenStats
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def test_means_are_over_all_tokens_and_over_those_of_each_lag():
+    lags = [0, 1, 2, 3, 4, 5, 8, 9, 100]
+    values = [float(2**i) for i in range(9)]
+    stats = TokenStats()
+    stats.add({"x": torch.tensor(values[:4])}, torch.tensor(lags[:4]))
+    stats.add({"x": torch.tensor(values[4:])}, torch.tensor(lags[4:]))
+    metrics = stats.reduce()
+    assert metrics["x"] == sum(values) / 9 and metrics["tokens"] == 9
+    by_lag = {name.removeprefix("x/lag_"): mean for name, mean in metrics.items() if name.startswith("x/lag_")}
+    assert by_lag == {"0": 1.0, "1": 2.0, "2": 4.0, "3-4": 12.0, "5-8": 48.0, "9+": 192.0}
+
+
+def test_buckets_without_tokens_are_absent():
+    stats = TokenStats()
+    stats.add({"x": torch.tensor([1.0])}, torch.tensor([2]))
+    assert set(stats.reduce()) == {"x", "tokens", "x/lag_2", "tokens/lag_2"}
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_not_finite_stays_in_its_lag_and_its_statistic(bad):
+    stats = TokenStats()
+    stats.add({"x": torch.tensor([1.0, bad, 3.0]), "y": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor([0, 2, 6]))
+    metrics = stats.reduce()
+    assert metrics["x/lag_2"] == pytest.approx(bad, nan_ok=True) and metrics["x"] == pytest.approx(bad, nan_ok=True)
+    assert (metrics["x/lag_0"], metrics["x/lag_5-8"], metrics["y"], metrics["y/lag_2"]) == (1.0, 3.0, 2.0, 2.0)
+
+
+def effective_sample_size(**stats):
+    token_stats = TokenStats()
+    tensors = {name: torch.tensor(values) for name, values in stats.items()}
+    token_stats.add(tensors, torch.zeros(len(tensors["ratio"]), dtype=torch.int64))
+    metrics = token_stats.reduce()
+    assert set(metrics) <= {*stats, "tokens", "ess"} | {f"{name}/lag_0" for name in (*stats, "tokens", "ess")}
+    return metrics.get("ess")
+
+
+def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one():
+    assert effective_sample_size(ratio=[3.0] * 5) == pytest.approx(1.0)
+    assert effective_sample_size(ratio=[1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+def test_effective_sample_size_is_of_the_weights_that_the_loss_uses():
+    assert effective_sample_size(ratio=[1.0, 9.0], weight=[1.0, 1.0]) == pytest.approx(1.0)
+
+
+def test_effective_sample_size_of_huge_and_of_no_weights_is_a_number_or_absent():
+    huge = math.exp(50)  # its square overflows float32
+    assert effective_sample_size(ratio=[huge, 0.0]) == pytest.approx(0.5)
+    assert effective_sample_size(ratio=[1.0, 1.0], weight=[0.0, 0.0]) is None
+
+
+def test_stats_of_no_tokens_are_empty():
+    assert TokenStats().reduce() == {}

@@ -1,0 +1,166 @@
+"""Options that trade time for memory, and must leave the update alone: checkpointing, compilation, offload, chunks."""
+
+import os
+import shutil
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from tiny_policy import (
+    assert_same_gradient,
+    first_gradient,
+    grouped_sequences,
+    load,
+    random_sequences,
+    save_tiny_model,
+    train_on_two_ranks,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from config import Config
+from trainer.logprobs import TokenLogprobs
+from trainer.packing import distribute, pack
+from trainer.policy import shard
+
+CHUNK_ROWS = 7
+OPTIONS = {
+    "plain": {},
+    "checkpointing": {"activation_checkpointing": True},
+    "offload": {"optimizer_offload": True},
+    "both": {"activation_checkpointing": True, "optimizer_offload": True},
+    "share_prefix": {"share_prefix": True},
+    "share_prefix_checkpointing": {"share_prefix": True, "activation_checkpointing": True},
+}
+
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module")
+def five_layers(tmp_path_factory):
+    path = save_tiny_model(str(tmp_path_factory.mktemp("five_layers")))
+    config = Qwen3Config.from_pretrained(path, num_hidden_layers=5, layer_types=["full_attention"] * 5)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request, tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp(request.param)), tied=request.param == "tied")
+
+
+def make_config(model, **options):
+    """No clipping that would hide a wrong gradient."""
+    return Config(
+        **{
+            "model": model,
+            "algo": "tis",
+            "algo_args": ("clip_high=10",),
+            "max_grad_norm": 1e9,
+            "kl_coef": 0.1,
+            **options,
+        }
+    )
+
+
+def trace(config, steps=4, budget=60):
+    """Metrics of some steps, and the weights after them."""
+    policy = load(config)
+    metrics = []
+    for step in range(steps):
+        updates = [random_sequences(12, seed=step + 10 * i) for i in range(config.minibatches)]
+        metrics.append(policy.train_step(distribute(updates, 1, budget)[0], policy_version=12 + step))
+    return metrics, {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "offload", "both"])
+def test_checkpointing_and_offload_change_no_bit_of_the_loss_trace_nor_of_the_weights(model, name):
+    metrics, weights = trace(make_config(model, minibatches=2))
+    others, other_weights = trace(make_config(model, minibatches=2, **OPTIONS[name]))
+    assert others == metrics and metrics[0]["loss"] != metrics[-1]["loss"]
+    for parameter, tensor in weights.items():
+        assert torch.equal(other_weights[parameter], tensor), parameter
+
+
+def test_checkpointing_runs_every_layer_a_second_time(model):
+    counts = []
+    for checkpointing in (False, True):
+        policy = load(make_config(model, activation_checkpointing=checkpointing, kl_coef=0.0))
+        calls = []
+        for layer in policy.module.model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        policy.train_step([[random_sequences(3)]], policy_version=12)
+        counts.append(len(calls))
+    assert counts == [2, 4]
+
+
+def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_float32(model):
+    policy = load(make_config(model, optimizer_offload=True))
+    policy.train_step([[random_sequences(3)]], policy_version=12)
+    assert policy.module._get_fsdp_state()._fsdp_param_group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
+    for parameter in policy.module.parameters():
+        state = policy.optimizer.state[parameter]
+        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+            assert tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model, tmp_path_factory):
+    """What two real gloo ranks found with a head in chunks of 7 rows, for each of OPTIONS."""
+    folder = str(tmp_path_factory.mktemp("two_ranks"))
+    cases = {name: (make_config(model, **options), CHUNK_ROWS) for name, options in OPTIONS.items()}
+    mp.spawn(train_on_two_ranks, args=(folder, cases), nprocs=2)
+    return torch.load(os.path.join(folder, "found.pt"))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_sharded_ranks_with_the_head_in_chunks_give_the_gradient_of_one_at_once(two_ranks, model, name):
+    metrics, gradient = two_ranks[name]
+    policy = load(make_config(model))
+    expected = policy.train_step(distribute([grouped_sequences(5, 3)], 1, 100_000)[0], policy_version=12)
+    assert (metrics.pop("tokens/saved_share") > 0.1) == ("share_prefix" in name)
+    assert (metrics.pop("tokens/forward") < expected.pop("tokens/forward")) == ("share_prefix" in name)
+    expected.pop("tokens/saved_share")
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert_same_gradient(gradient, first_gradient(policy))
+
+
+# Compilation
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU: g++ is missing")
+@pytest.mark.timeout(900)  # a compilation takes a minute on a busy core
+def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_layers):
+    """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = {"activation_checkpointing": True, "kl_coef": 0.0}
+    metrics, weights = trace(make_config(five_layers, **options), steps=3, budget=1000)
+    compiled, compiled_weights = trace(make_config(five_layers, **options, compile=True), steps=3, budget=1000)
+    for mine, expected in zip(compiled, metrics, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(compiled_weights[name], tensor, rtol=1e-3, atol=1e-4)
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # for five layers, of which each ran
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+# Precision
+
+
+def test_bfloat16_compute_leaves_weights_gradients_and_logprobs_in_float32(model):
+    """What a GPU rank does, on the CPU."""
+    inner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    module, seen = TokenLogprobs(inner, CHUNK_ROWS), []
+    shard([*inner.model.layers, module], init_device_mesh("cpu", (1,)), torch.bfloat16, offload=False)
+    for part in (inner.model.layers[0].mlp.up_proj, inner.lm_head):
+        part.register_forward_hook(lambda part, _, output: seen.append((part.weight.dtype, output.dtype)))
+    batch = pack(random_sequences(12), one_row=False)
+    logprobs, entropy = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    logprobs.sum().backward()
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)} and len(seen) > 20
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    for parameter in module.parameters():
+        assert isinstance(parameter, DTensor) and parameter.dtype == parameter.grad.dtype == torch.float32

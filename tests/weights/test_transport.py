@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from weights.transport import (
+    NO_CHECKSUM,
+    ParameterSpec,
+    ShmTransport,
+    chunks_of,
+    open_shared_buffer,
+    parameter_views,
+    payload_offsets,
+)
+
+SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
+
+
+def parameters(value):
+    return [("a", torch.full((3, 5), value)), ("b", torch.full((7,), value))]
+
+
+def reader(transport, staged):
+    path = transport.init_info()["paths"][staged.buffer]
+    return open_shared_buffer(path, SPECS)
+
+
+def test_what_is_staged_is_read_in_the_dtype_that_is_sent():
+    transport = ShmTransport(SPECS)
+    staged = transport.stage(4, parameters(2.5))
+    buffer = reader(transport, staged)
+    buffer.check(4, staged.messages[0]["checksum"])
+    read = dict(buffer.parameters())
+    assert read["a"].equal(torch.full((3, 5), 2.5))
+    assert read["b"].equal(torch.full((7,), 2.5, dtype=torch.bfloat16))
+
+
+def test_a_buffer_that_was_overwritten_or_is_half_written_is_refused():
+    transport = ShmTransport(SPECS)
+    staged = transport.stage(4, parameters(2.5))
+    buffer = reader(transport, staged)
+    with pytest.raises(RuntimeError, match="holds version 4, expected 3"):
+        buffer.check(3, NO_CHECKSUM)
+    buffer.views[0][1, 1] = 0.0
+    with pytest.raises(RuntimeError, match="version 4 arrived broken: checksum"):
+        buffer.check(4, staged.messages[0]["checksum"])
+
+
+def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read():
+    transport = ShmTransport(SPECS)
+    first = transport.stage(0, parameters(0.0))
+    transport.announce(first)
+    transport.acquire(first)
+    second = transport.stage(1, parameters(1.0))
+    assert second.buffer != first.buffer
+    transport.announce(second)
+    assert transport.free_buffer() is None, "one is being read, the other is announced"
+    with pytest.raises(RuntimeError, match="no weight buffer is free"):
+        transport.stage(2, parameters(2.0))
+    transport.release(first)
+    assert transport.stage(2, parameters(2.0)).buffer == first.buffer
+
+
+def test_another_order_or_number_of_parameters_is_refused():
+    transport = ShmTransport(SPECS)
+    with pytest.raises(RuntimeError, match="parameter 'b' arrived where 'a' was expected"):
+        transport.stage(0, parameters(0.0)[::-1])
+    with pytest.raises(ValueError, match="argument"):
+        transport.stage(0, parameters(0.0)[:1])
+
+
+def test_a_reader_with_another_layout_is_refused():
+    transport = ShmTransport(SPECS)
+    with pytest.raises(RuntimeError, match="1 parameters need"):
+        open_shared_buffer(transport.init_info()["paths"][0], SPECS[:1])
+
+
+def test_parameters_are_aligned_and_do_not_overlap():
+    offsets, size = payload_offsets(SPECS)
+    assert offsets == [0, 64] and size == 128
+    views = parameter_views(torch.zeros(size, dtype=torch.uint8), SPECS)
+    views[0].fill_(1.0)
+    assert not views[1].any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([3, 3, 3], [[0, 1], [2]]), ([9, 1, 1], [[0], [1, 2]]), ([1, 9], [[0], [1]]), ([6], [[0]])],
+)
+def test_chunks_are_neighbours_within_the_limit_and_cover_all(sizes, expected):
+    assert [list(chunk) for chunk in chunks_of(sizes, 6)] == expected

@@ -1,0 +1,90 @@
+"""From a causal LM to the log-probs of the trained tokens, without logits of all tokens: the head runs in chunks.
+
+A chunk is the head, the engine's sampling transform, a float32 log-softmax and the pick of the target; only the hidden
+states are kept, and the backward pass computes the chunk again. The head is called inside `TokenLogprobs.forward`, the
+module that FSDP2 shards last: outside of it the head's weight would be a shard in float32, inside it is whole and in
+the compute dtype, and is the embedding where the two are tied.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from trainer.attention import ONE_ROW, attention_inputs
+
+CHUNK_ROWS = 1024
+"""Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
+
+
+def sampling_logits(logits: Tensor, targets: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Apply the engine's sampling transform to logits [N, V] float32: temperature, then top-p of what remains.
+
+    The nucleus is the current policy's own and is treated as a constant; outside of it logits are −inf. The sampled
+    token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
+    `processed_logprobs` does it: cut the least likely tokens while their total mass is at most 1 − top_p.
+    """
+    logits = logits / temperature
+    return logits if top_p == 1.0 else logits.masked_fill(_outside_nucleus(logits, targets, top_p), -math.inf)
+
+
+@torch.no_grad()
+def _outside_nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
+    ascending, order = logits.sort(dim=-1)
+    cut_sorted = ascending.softmax(dim=-1).cumsum_(dim=-1) <= 1 - top_p
+    cut_sorted[:, -1] = False
+    return torch.zeros_like(cut_sorted).scatter_(1, order, cut_sorted).scatter_(1, targets[:, None], False)
+
+
+class TokenLogprobs(nn.Module):
+    """A causal LM that returns the log-probs of trained tokens only, and never [tokens, vocabulary] as a whole."""
+
+    def __init__(self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_rows = chunk_rows
+
+    @property
+    def one_row(self) -> bool:
+        """Whether its attention wants a micro-batch packed into one row."""
+        return self.model.config._attn_implementation in ONE_ROW
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        sources: Tensor,
+        targets: Tensor,
+        temperature: float,
+        top_p: float,
+        segment_ids: Tensor | None = None,
+        prefix_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs of the targets and the entropy (no gradient) under the sampling transform, [N] float32 nats.
+
+        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside
+        the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
+        (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
+        int64 order). With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, for any number of tokens.
+        """
+        seen = attention_inputs(self.model.config._attn_implementation, position_ids, segment_ids, prefix_ids)
+        outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
+        rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
+        head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
+        parts = [
+            checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
+            for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        # In float32 from the logits on: a bfloat16 log-prob is known to 3 digits, too few for a ratio of probabilities.
+        # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
+        logprobs = sampling_logits(head(hidden).float(), targets, temperature, top_p).log_softmax(dim=-1)
+        with torch.no_grad():
+            entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
+        return logprobs.gather(1, targets[:, None]).squeeze(1), entropy

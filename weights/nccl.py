@@ -1,0 +1,203 @@
+"""Weights to rollout workers on other GPUs, by NCCL: vLLM's own weight-transfer engine and its packed broadcast.
+
+Rank 0 of the trainer gathers into a staging buffer first, together with all other ranks, and sends afterwards: a
+broadcast that waits for a worker between two gathers would make the other ranks wait too, and the worker may be waiting
+for them. Sending then needs nobody but the worker: a thread does it while the trainer goes on with its next step, and
+only when the worker has said that it is about to receive, so that no kernel occupies the GPU in vain.
+
+There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine behind it. So each
+loads at its own time, and one that dies, and joins a new group when it has been started again, concerns no other.
+"""
+
+import functools
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, parameter_views, payload_offsets
+
+ADDRESS = "127.0.0.1"
+CHUNK_BYTES = 1 << 29
+NUM_CHUNK_BUFFERS = 2
+"""Chunks on the way at the same time, on either side."""
+
+
+class Link(Protocol):
+    """The sending end of a group with the ranks of one worker."""
+
+    def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send all parameters; returns when they have arrived."""
+
+    def abort(self) -> None:
+        """Give the group up, even in the middle of sending."""
+
+
+class NcclLink:
+    """Rank 0 of an NCCL group, by vLLM's communicator; its other ranks are vLLM's engine."""
+
+    def __init__(self, port: int, num_ranks: int, device: torch.device, timeout_s: float):
+        """Meet the others.
+
+        Raises RuntimeError where NCCL's library is not found.
+        """
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        self._device = device
+        torch.cuda.set_device(device)  # of this thread
+        group = StatelessProcessGroup.create(ADDRESS, port, 0, num_ranks, store_timeout=int(timeout_s) + 1)
+        self._communicator = PyNcclCommunicator(group, device=device)
+        if self._communicator.disabled:
+            raise RuntimeError("vLLM finds no NCCL library; use --weight-sync shm")
+
+    def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send all parameters, in the chunks that the receiving end expects; returns when they have arrived."""
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(
+            iterator=iter(parameters),
+            group=self._communicator,
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=CHUNK_BYTES,
+            num_buffers=NUM_CHUNK_BUFFERS,
+        )
+        torch.cuda.synchronize(self._device)  # vLLM 0.26 returns with the last chunks still on their way
+
+    def abort(self) -> None:
+        """Give the group up; a broadcast that waits for a dead worker ends."""
+        self._communicator.destroy()
+
+
+class _Sender:
+    """A thread that opens the link to one worker and then sends what it is asked to."""
+
+    def __init__(self, worker: int, open_link: Callable[[], Link], join_timeout_s: float, send_timeout_s: float):
+        self._worker, self._send_timeout_s = worker, send_timeout_s
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._link: Link | None = None
+        self._error: Exception | None = None
+        self._dropped = False
+        self._deadline: float | None = time.monotonic() + join_timeout_s
+        self._doing = f"joining rollout worker {worker}'s NCCL group"
+        # A daemon thread: one that waits for a dead worker inside NCCL must not keep the process alive.
+        name = f"send-to-worker-{worker}"
+        threading.Thread(target=self._run, args=(open_link,), name=name, daemon=True).start()
+
+    def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._jobs.put(parameters)
+
+    def _run(self, open_link: Callable[[], Link]) -> None:
+        try:
+            self._link = open_link()
+            while not self._dropped:
+                self._deadline = None
+                parameters = self._jobs.get()
+                if parameters is None:
+                    return
+                self._doing = f"sending weights to rollout worker {self._worker} by NCCL"
+                self._deadline = time.monotonic() + self._send_timeout_s
+                self._link.send(parameters)
+        except (RuntimeError, OSError, ImportError) as error:  # what torch, NCCL and their sockets raise
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None and not self._dropped:
+            raise RuntimeError(f"{self._doing} failed: {self._error}") from self._error
+        deadline = self._deadline
+        if deadline is not None and time.monotonic() > deadline and not self._dropped:
+            raise TimeoutError(f"{self._doing} takes too long")
+
+    def drop(self) -> None:
+        self._dropped = True
+        self._jobs.put(None)
+        if self._link is not None:
+            self._link.abort()
+
+
+class NcclTransport(TwoBuffers):
+    """Weights from rank 0's GPU to those of the workers: two staging buffers there, and a link to each worker."""
+
+    def __init__(
+        self,
+        specs: list[ParameterSpec],
+        device: torch.device,
+        ranks_per_worker: int,
+        join_timeout_s: float,
+        send_timeout_s: float,
+        open_link: Callable[..., Link] = NcclLink,
+    ):
+        """`ranks_per_worker`: GPUs of one worker's engine."""
+        super().__init__()
+        if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
+            import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
+        self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
+        self._join_timeout_s, self._send_timeout_s, self._open_link = join_timeout_s, send_timeout_s, open_link
+        _, size = payload_offsets(specs)
+        payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._views = [parameter_views(payload, specs) for payload in payloads]
+        self._senders: dict[int, _Sender] = {}
+
+    def init_info(self, worker: int = 0) -> dict:
+        """Begin a group with a worker that has just started, and return what its engine needs to join it."""
+        self.drop(worker)
+        port, num_ranks = free_port(), 1 + self.ranks_per_worker
+        open_link = functools.partial(self._open_link, port, num_ranks, self.device, self._join_timeout_s)
+        self._senders[worker] = _Sender(worker, open_link, self._join_timeout_s, self._send_timeout_s)
+        return {
+            "master_address": ADDRESS,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": num_ranks,
+            "packed": True,
+            "packed_buffer_size_bytes": CHUNK_BYTES,
+            "packed_num_buffers": NUM_CHUNK_BUFFERS,
+        }
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
+
+        This is all that the trainer waits for. Raises RuntimeError if no buffer is free.
+        """
+        index = self.take_buffer()
+        copy_parameters(parameters, self.specs, self._views[index])
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the sending threads have streams of their own
+        message = {
+            "names": [spec.name for spec in self.specs],
+            "dtype_names": [spec.dtype_name for spec in self.specs],
+            "shapes": [list(spec.shape) for spec in self.specs],
+        }
+        return Staged(index, [message])
+
+    def send(self, worker: int, staged: Staged) -> None:
+        """Send to a worker that is about to receive; returns at once."""
+        names = [spec.name for spec in self.specs]
+        self._senders[worker].send(list(zip(names, self._views[staged.buffer], strict=True)))
+
+    def drop(self, worker: int) -> None:
+        """Give up the group of a worker that has died."""
+        if (sender := self._senders.pop(worker, None)) is not None:
+            sender.drop()
+
+    def check(self) -> None:
+        """Raise RuntimeError for a group or a transfer that failed, TimeoutError for one that takes too long."""
+        for sender in list(self._senders.values()):
+            sender.check()
+
+    def close(self) -> None:
+        """Give up all groups."""
+        for worker in list(self._senders):
+            self.drop(worker)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((ADDRESS, 0))
+        return probe.getsockname()[1]
