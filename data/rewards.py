@@ -8,8 +8,10 @@ import asyncio
 import importlib
 import json
 import math
+import reprlib
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -234,8 +236,18 @@ def _score_items(score_function: ScoreFunction, task: str, items: list[tuple[str
 def _score_item(score_function: ScoreFunction, task: str, answer: str, response: str) -> float | str:
     try:
         reward = score_function(task, answer, response)
-    except (Exception, SystemExit) as error:  # foreign code may raise anything, and all of it becomes a RewardError
-        return f"{type(error).__name__}: {error}".replace("\n", " ")[:_MAX_REASON]
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        return f"the reward is {reward!r}, not a finite number"
-    return float(reward)
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            return f"the reward is {brief(reward)}, not a finite number"
+        return float(reward)
+    except BaseException as error:  # foreign code may raise anything, and all of it becomes a RewardError
+        return one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of what foreign code raised, on one line, even where its `__str__` raises too."""
+    return " ".join("".join(traceback.format_exception_only(error))[:_MAX_REASON].split())
+
+
+def brief(value: object) -> str:
+    """What foreign code returned, in a few words on one line."""
+    return " ".join(reprlib.repr(value).split())

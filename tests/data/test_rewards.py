@@ -18,6 +18,11 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.5
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
 def misbehave(task: str, answer: str, response: str) -> float:
     """Does what the response says."""
     match response.split():
@@ -35,6 +40,14 @@ def misbehave(task: str, answer: str, response: str) -> float:
         case ["hang", "deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(3600)
+        case ["interrupt"]:
+            raise KeyboardInterrupt
+        case ["cancel"]:
+            raise asyncio.CancelledError
+        case ["unspeakable"]:
+            raise Unspeakable
+        case ["huge"]:
+            return 10**400
         case ["text"]:
             return "1.0"
         case ["pid"]:
@@ -80,6 +93,10 @@ def test_rewards_come_back_to_their_own_callers():
     [
         ("raise", r"KeyError: 'no\nsuch key'"),
         ("exit 0", "SystemExit: 0"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("cancel", "CancelledError"),
+        ("unspeakable", "Unspeakable: <exception str() failed>"),
+        ("huge", "OverflowError: int too large to convert to float"),
         ("nan", "the reward is nan, not a finite number"),
         ("inf", "the reward is inf, not a finite number"),
         ("text", "the reward is '1.0', not a finite number"),
