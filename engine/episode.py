@@ -7,6 +7,7 @@ environments of one step.
 
 import asyncio
 import functools
+import math
 import queue
 import random
 import threading
@@ -21,15 +22,15 @@ from config import Config
 from data.conversation import Conversation
 from data.latency import LatencyLaw
 from data.records import FinishReason, Ticket, Trajectory, check_trajectory
-from data.rewards import RewardError, RewardPool
+from data.rewards import RewardError, RewardPool, brief, one_line
 from engine.proxy import Completion
 
-_MAX_REASON = 500  # characters
+_MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
 
 
 class EnvironmentFailed(Exception):
-    """An environment or reward raised, hung or died; the message is one line."""
+    """An environment or reward raised, hung, died or gave what it must not; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -72,36 +73,74 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """A gymnasium environment of text, called off the event loop and with a timeout."""
+    """A gymnasium environment of text, called off the event loop and with a timeout.
+
+    What it returns is checked and tokenised in the same call: a fault of its own is no fault of ours, and a long
+    observation keeps nobody waiting.
+    """
 
     def __init__(self, pool: "EnvironmentPool", seed: int):
         self.pool, self.seed = pool, seed
-        self.environment = pool.take()
+        self.environment: Any = None
 
     async def reset(self) -> list[int]:
-        observation, _ = await self._call(self._reset)
-        return self.pool.conversation.first(observation)
+        return await self.pool.threads.call(self._reset, timeout_s=self.pool.timeout_s)
 
-    def _reset(self) -> tuple[str, dict]:
-        return self.environment.reset(seed=self.seed)
+    def _reset(self) -> list[int]:
+        self.environment = self.pool.take()
+        observation, _ = _items(self.environment.reset(seed=self.seed), "reset", "observation, info")
+        return self.pool.conversation.first(_text(observation))
 
     async def step(self, tokens: list[int]) -> Step:
         response = self.pool.tokenizer.decode(tokens, skip_special_tokens=True)
-        observation, reward, terminated, truncated, _ = await self._call(self.environment.step, response)
-        if terminated or truncated:
+        ended_turn = tokens[-1:] == [self.pool.conversation.end_of_turn]
+        step = await self.pool.threads.call(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
+        if step.ended:
             self.pool.give_back(self.environment)
-            return Step([], float(reward), ended=True)
-        conversation = self.pool.conversation
-        ended_turn = tokens[-1:] == [conversation.end_of_turn]
-        return Step(conversation.reply(observation, ended_turn), float(reward), ended=False)
+        return step
 
-    async def _call(self, function: Callable, *arguments) -> Any:
-        try:
-            return await self.pool.threads.call(function, *arguments, timeout_s=self.pool.timeout_s)
-        except TimeoutError:
-            raise EnvironmentFailed(f"timed out after {self.pool.timeout_s:g} s") from None
-        except Exception as error:  # foreign code may raise anything, and all of it becomes an EnvironmentFailed
-            raise EnvironmentFailed(_one_line(error)) from error
+    def _step(self, response: str, ended_turn: bool) -> Step:
+        names = "observation, reward, terminated, truncated, info"
+        observation, reward, terminated, truncated, _ = _items(self.environment.step(response), "step", names)
+        reward = _finite(reward)
+        if _flag(terminated, "terminated") | _flag(truncated, "truncated"):
+            return Step([], reward, ended=True)  # nobody reads the last observation
+        return Step(self.pool.conversation.reply(_text(observation), ended_turn), reward, ended=False)
+
+
+def _items(returned: Any, method: str, names: str) -> tuple | list:
+    if isinstance(returned, tuple | list) and len(returned) == names.count(",") + 1:
+        return returned
+    raise EnvironmentFailed(f"{method} returned {brief(returned)}, expected ({names})")
+
+
+def _text(observation: Any) -> str:
+    if not isinstance(observation, str):
+        raise EnvironmentFailed(f"the observation is {brief(observation)}, expected a str")
+    if len(observation) > _MAX_OBSERVATION:
+        raise EnvironmentFailed(f"the observation has {len(observation)} characters, at most {_MAX_OBSERVATION} fit")
+    try:
+        observation.encode()
+    except UnicodeEncodeError as error:
+        where = f"{observation[error.start]!r} at character {error.start}"
+        raise EnvironmentFailed(f"the observation has {where}, expected text without lone surrogates") from None
+    return observation
+
+
+def _finite(reward: Any) -> float:
+    try:
+        is_number = getattr(reward, "ndim", 0) == 0 and math.isfinite(reward)
+    except (TypeError, OverflowError):
+        is_number = False
+    if not is_number:
+        raise EnvironmentFailed(f"the reward is {brief(reward)}, expected one finite number")
+    return float(reward)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise EnvironmentFailed(f"{name} is {brief(value)}, expected True or False")
+    return bool(value)
 
 
 class EnvironmentPool:
@@ -116,8 +155,11 @@ class EnvironmentPool:
         self._idle: list = []
 
     def take(self):
-        """An environment that nobody else uses."""
-        return self._idle.pop() if self._idle else self._make()
+        """An environment that nobody else uses; may be called in any thread, as making one is foreign code too."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._make()
 
     def give_back(self, environment) -> None:
         """Leave an environment to the next episode."""
@@ -161,13 +203,16 @@ class CallThreads:
         return len(self._idle)
 
     async def call(self, function: Callable, *arguments, timeout_s: float) -> Any:
-        """The function's result. Raises TimeoutError, and whatever the function raises."""
+        """The function's result. Raises EnvironmentFailed if it raises anything at all, or takes too long."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         inbox = self._idle.pop() if self._idle else self._start()
         inbox.put((loop, future, functools.partial(function, *arguments)))
-        async with asyncio.timeout(timeout_s):
-            return await future
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise EnvironmentFailed(f"timed out after {timeout_s:g} s") from None
 
     def _start(self) -> queue.SimpleQueue:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -179,8 +224,10 @@ class CallThreads:
             loop, future, call = inbox.get()
             try:
                 result, error = call(), None
-            except Exception as raised:
-                result, error = None, raised
+            except EnvironmentFailed as failed:
+                result, error = None, failed
+            except BaseException as raised:  # foreign code may raise anything, and this thread must go on
+                result, error = None, EnvironmentFailed(one_line(raised))
             if loop.is_closed():
                 return
             loop.call_soon_threadsafe(self._settle, inbox, future, result, error)
@@ -315,7 +362,3 @@ class EnvManager:
             worker=worker,
             turns=tuple(self._times),
         )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:_MAX_REASON]

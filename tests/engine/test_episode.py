@@ -1,6 +1,7 @@
 """Trajectories of one and of several turns with scripted policies: real environments, no engine."""
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -133,6 +134,117 @@ def test_an_environment_that_hangs_or_crashes_fails_its_trajectory_and_stops_nob
     assert sound.finish_reason == "stop" and sound.reward == 1.0
 
 
+class Returning(TextEnvironment):
+    """Returns what it is told to, or raises it."""
+
+    max_turns, seed_shows = 3, False
+
+    def __init__(self, reset=("higher", {}), step=("higher", 0.0, False, False, {})):
+        self.answers = {"reset": reset, "step": step}
+
+    def reset(self, *, seed=None, options=None):
+        return self._answer("reset")
+
+    def step(self, action):
+        return self._answer("step")
+
+    def _answer(self, method):
+        answer = self.answers[method]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def stepped(observation="higher", reward=0.0, terminated=False, truncated=False):
+    return {"step": (observation, reward, terminated, truncated, {})}
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"step": ("higher", 0.0)}, "step returned ('higher', 0.0), expected (observation, reward, terminated"),
+        ({"step": None}, "step returned None, expected (observation, reward"),
+        ({"reset": "hi"}, "reset returned 'hi', expected (observation, info)"),
+        ({"reset": ("higher", {}, 0)}, "reset returned ('higher', {}, 0), expected (observation, info)"),
+        ({"reset": (None, {})}, "the observation is None, expected a str"),
+        (stepped(observation=5), "the observation is 5, expected a str"),
+        (stepped(observation="up\ud800"), r"the observation has '\ud800' at character 2, expected text without"),
+        (
+            stepped(observation="higher" * 2_000_000),
+            "the observation has 12000000 characters, at most 1000000",
+        ),
+        ({"reset": ("higher" * 2_000_000, {})}, "the observation has 12000000 characters, at most 1000000"),
+        (stepped(reward="1.0"), "the reward is '1.0', expected one finite number"),
+        (stepped(reward=None), "the reward is None, expected one finite number"),
+        (stepped(reward=np.ones(1)), "the reward is array([1.]), expected one finite number"),
+        (stepped(reward=np.ones((2, 1))), "the reward is array([[1.], [1.]]), expected one finite number"),
+        (stepped(reward=float("nan")), "the reward is nan, expected one finite number"),
+        (stepped(reward=float("inf"), terminated=True), "the reward is inf, expected one finite number"),
+        (stepped(reward=10**400), "the reward is 1000"),
+        (stepped(terminated="False"), "terminated is 'False', expected True or False"),
+        (stepped(truncated=None), "truncated is None, expected True or False"),
+        ({"step": KeyboardInterrupt()}, "KeyboardInterrupt"),
+        ({"reset": SystemExit(3)}, "SystemExit: 3"),
+        ({"step": asyncio.CancelledError()}, "CancelledError"),
+        ({"step": StopIteration()}, "StopIteration"),
+        ({"step": TimeoutError("of its own")}, "TimeoutError: of its own"),
+        ({"step": Unspeakable()}, "Unspeakable: <exception str() failed>"),
+    ],
+)
+def test_an_environment_that_returns_or_raises_what_it_must_not_fails_its_trajectory_alone(answers, reason):
+    async def run_both():
+        broken = make_manager(MultiTurn(make_pool(lambda: Returning(**answers), 60.0), 0), policy("1"))
+        sound = make_manager(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
+        return await asyncio.wait_for(asyncio.gather(broken.run(0), sound.run(0)), 10)
+
+    failed, sound = asyncio.run(run_both())
+    assert failed.finish_reason == "failed" and np.isnan(failed.reward)
+    assert reason in failed.failure and "\n" not in failed.failure and len(failed.failure) <= 500
+    assert sound.finish_reason == "stop" and sound.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "total"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.array(3.0), 3.0)]
+)
+def test_numpys_scalars_are_rewards_and_its_bools_end_an_episode_whatever_is_observed_then(reward, total):
+    pool = make_pool(lambda: Returning(**stepped(None, reward, np.bool_(False), np.bool_(True))))
+    trajectory = asyncio.run(make_manager(MultiTurn(pool, 0), policy("1")).run(0))
+    assert (trajectory.finish_reason, trajectory.reward, trajectory.num_turns) == ("stop", total, 1)
+    assert type(trajectory.reward) is float
+
+
+def test_an_environment_that_cannot_be_made_fails_its_trajectory():
+    def make():
+        raise OSError("no server")
+
+    trajectory = asyncio.run(make_manager(MultiTurn(make_pool(make), 0), policy("1")).run(0))
+    assert (trajectory.finish_reason, trajectory.failure) == ("failed", "OSError: no server")
+
+
+def test_a_long_observation_is_tokenised_off_the_loop_under_the_time_limit():
+    class Slow:
+        """A conversation that takes long to tokenise what is observed."""
+
+        end_of_turn = EOS
+
+        def first(self, observation):
+            threading.Event().wait()
+
+    async def run():
+        pool, ticks = make_pool(timeout_s=0.2), asyncio.create_task(asyncio.sleep(0.05))
+        pool.conversation = Slow()
+        trajectory = await make_manager(MultiTurn(pool, 0), policy("1")).run(0)
+        assert ticks.done(), "the loop went on meanwhile"
+        return trajectory
+
+    assert asyncio.run(asyncio.wait_for(run(), 10)).failure == "timed out after 0.2 s"
+
+
 def test_an_abort_ends_a_trajectory_in_the_middle_of_a_step_before_its_next_turn():
     async def abort_soon():
         generate = policy("1", "2")
@@ -166,7 +278,7 @@ def test_an_environment_that_ended_is_used_again_and_one_that_failed_is_not():
     pool = make_pool()
     first = MultiTurn(pool, 11)
     asyncio.run(make_manager(first, policy(str(secret_of(11)))).run(0))
-    assert MultiTurn(pool, 12).environment is first.environment
+    assert pool.take() is first.environment
 
 
 class Rewards:
@@ -217,9 +329,9 @@ def test_a_call_returns_raises_or_times_out_off_the_loop():
         threads, ticks = CallThreads("test"), asyncio.create_task(asyncio.sleep(0.01))
         assert await threads.call(time.sleep, 0.1, timeout_s=5) is None
         assert ticks.done(), "the loop went on meanwhile"
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EnvironmentFailed, match="ZeroDivisionError: division by zero"):
             await threads.call(lambda: 1 / 0, timeout_s=5)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.05 s"):
             await threads.call(threading.Event().wait, timeout_s=0.05)
 
     asyncio.run(calls())
@@ -229,8 +341,10 @@ def test_a_thread_is_used_again_but_not_while_it_hangs():
     async def calls():
         threads, gate = CallThreads("test"), threading.Event()
         first = await threads.call(threading.get_ident, timeout_s=5)
+        with pytest.raises(EnvironmentFailed, match="SystemExit: 0"):
+            await threads.call(sys.exit, 0, timeout_s=5)
         assert await threads.call(threading.get_ident, timeout_s=5) == first
-        with pytest.raises(TimeoutError):
+        with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.05 s"):
             await threads.call(gate.wait, timeout_s=0.05)
         second = await threads.call(threading.get_ident, timeout_s=5)
         assert second != first
