@@ -25,8 +25,9 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Mean reward of the responses that could be scored."""
-        return float(np.mean([t.reward for t in self.trajectories])) if self.trajectories else float("nan")
+        """Mean reward over all problems asked; a response that failed counts 0, so hanging the scorer never pays."""
+        rewards = [t.reward for t in self.trajectories] + [0.0] * self.num_failed
+        return float(np.mean(rewards)) if rewards else float("nan")
 
     @property
     def has_ended(self) -> bool:

@@ -214,12 +214,12 @@ def test_an_evaluation_that_was_held_back_is_made_up_for_at_the_next_version(tmp
         assert [e.version for e in s.controller.evaluations.take_ended()] == [0, 2]
 
 
-def test_a_failed_evaluation_response_is_counted_and_not_scored_as_0(tmp_path):
+def test_a_failed_evaluation_response_is_counted_and_scored_as_0(tmp_path):
     with session(tmp_path, eval_answers=["ok", "fail", "ok"]) as s:
         s.publish(0, evaluate=True)
         s.controller.finish_evaluations()
         (done,) = s.controller.evaluations.take_ended()
-    assert (done.accuracy, done.num_failed) == (1.0, 1)
+    assert (done.accuracy, done.num_failed) == (2 / 3, 1)
 
 
 def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_path):

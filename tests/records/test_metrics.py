@@ -48,6 +48,13 @@ def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
     assert evaluation_metrics([Evaluation(1, set()), ended])["eval/policy_version"] == 3
 
 
+def test_accuracy_is_over_all_problems_asked_and_a_failed_response_counts_0():
+    right, wrong = (dataclasses.replace(make_trajectory(-1, i), reward=1.0 - i) for i in (0, 1))
+    metrics = evaluation_metrics([Evaluation(3, set(), [right, wrong, right], num_failed=1)])
+    assert (metrics["eval/accuracy"], metrics["eval/problems"], metrics["eval/failed"]) == (0.5, 3, 1)
+    assert Evaluation(3, set(), [], num_failed=2).accuracy == 0.0
+
+
 def test_tokens_per_second_are_those_of_this_step():
     sampled = SampledTokens(new=40, resumed=10, discarded=5)
     report = RolloutReport([0.1, 0.3], sampled, Counter(), Counter(tokens_generated=500), 0)

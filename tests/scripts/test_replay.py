@@ -199,7 +199,7 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
         controller.stop()
         directory.close()
     assert evaluated == {
-        "eval/accuracy": 1 / 3,
+        "eval/accuracy": 1 / 4,
         "eval/policy_version": NUM_STEPS,
         "eval/problems": 3,
         "eval/failed": 1,
