@@ -9,6 +9,7 @@ import multiprocessing
 import queue
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -189,6 +190,8 @@ class Workers:
         """Whether any trajectory has come back."""
         self._main = main
         self._workers: list[Worker] = []
+        # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
+        sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         self._threads = ThreadPoolExecutor(2 * (len(placement.workers) + config.max_worker_restarts))
 

@@ -273,6 +273,7 @@ def test_a_killed_worker_is_replaced_and_the_run_finishes(tmp_path, monkeypatch)
     assert max(line["staleness/max"] for line in metrics) <= 1
     assert_ledger_balances(metrics)
     assert_nothing_is_left(before, shared_memory)
+    assert "leaked semaphore" not in job.output(), "the last word of a good run"
     assert [name for name in os.listdir(temporary) if not name.startswith("torchelastic_")] == []
     shutil.rmtree(temporary)
 
