@@ -17,6 +17,8 @@ Algo = Literal[
 ]  # fmt: skip
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline"]
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
+MAX_RESUMES = 4
+"""Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
 MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
 """Tasks that are environments: the keys of ENVIRONMENTS in data/environments.py."""
 
@@ -48,19 +50,19 @@ class Config:
     """Responses sampled per prompt (G)."""
     async_ratio: float = 1.0
     """At most ⌊(1 + async_ratio)·groups_per_step⌋ groups are outstanding (α, may be fractional; 0 is synchronous)."""
-    stale_policy: Literal["wait", "drop"] = "wait"
-    """How the bound is kept: block for the groups that expire first, or drop and re-issue what expired."""
+    stale_policy: Literal["wait", "drop", "gate"] = "wait"
+    """How the bound is kept: block for the groups that expire first, or drop and re-issue what expired; `gate` only
+    counts submissions (AReaL), which bounds the mean."""
     publish_delay: int = 0
     """Publish weights this many steps late (K): with async_ratio 0 every token is exactly K steps stale."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
     """Running requests at a weight update: go on with the old KV cache, go on and rebuild it, abort and go on from
     what was written, abort and start over (the group counts as old as its first start all the same), or drain first."""
-    admission: Literal["ledger", "gate"] = "ledger"
-    """`ledger` keeps the bound on every sample; `gate` only counts submissions (AReaL): it bounds the mean."""
 
     # How rollout is arranged
-    scheduling: Literal["queue", "batch"] = "queue"
-    """Every response to whichever worker is free, or prompts split in advance, all waited for, then all rewarded."""
+    scheduling: Literal["queue", "batch", "lockstep"] = "queue"
+    """Every response to whichever worker is free; or prompts split in advance, all waited for, then all rewarded; or a
+    queue in which all environments take a turn before any takes the next. The last two are baselines."""
     replicate_prompts: bool = True
     """One request per response, on any workers; otherwise one request of group_size responses on one worker."""
     drop_zero_variance: bool = False
@@ -71,8 +73,6 @@ class Config:
     """Responses started beyond group_size; the first group_size to finish make the group, the others are aborted."""
     over_sampling: float = 1.0
     """Groups started per group trained (APRIL's R); above 1 a full batch suspends the others until the next step."""
-    max_resumes: int = 4
-    """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
 
     # Sampling
     max_prompt_tokens: int = 40
@@ -85,13 +85,6 @@ class Config:
     """Nucleus mass of sampling and of the trainer's log-probs."""
     max_running_requests: int = 256
     """Trajectories that one rollout worker samples at the same time."""
-    env_latency: str | None = None
-    """Simulated latency of an environment's step, seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA`, `constant:S`,
-    and `fail:P` for the share of steps that hang or crash; two laws are separated by a space."""
-    env_latency_scale: float = 1.0
-    """Factor on env_latency."""
-    env_barrier: bool = False
-    """All environments take a turn before any takes the next: the baseline of environment-level asynchrony."""
 
     # Optimisation
     lr: float = 1e-3
@@ -120,14 +113,12 @@ class Config:
     share_prefix: bool = False
     """Read a group's prompt once for all its responses in the trainer: G·(P + R) tokens become P + G·R; never the
     gradient."""
-    activation_checkpointing: bool = False
-    """Keep only the input of each layer for the backward pass and compute the rest again: memory for about 1/3 more
-    computation, never the gradient."""
+    save_memory: tuple[Literal["activations", "optimizer"], ...] = ()
+    """`activations` keeps only the input of each layer for the backward pass and computes the rest again, 1/3 more
+    computation; `optimizer` keeps float32 weights, gradients and AdamW state in host memory and steps there, 16 bytes
+    per parameter less on the GPUs. Neither changes the gradient."""
     compile: bool = False
     """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs."""
-    optimizer_offload: bool = False
-    """Keep float32 weights, gradients and AdamW state in host memory and step there, 16 bytes per parameter less on
-    the GPUs; the update is the same."""
 
     # Placement
     node_roles: tuple[Literal["trainer", "rollout"], ...] = ("trainer", "rollout")
@@ -164,14 +155,11 @@ class Config:
     """Mirror the metrics to Weights & Biases."""
 
     # Timeouts and failures
-    startup_timeout_s: float = 600.0
-    """Longest start of a rollout worker, seconds."""
-    rollout_timeout_s: float = 300.0
-    """Longest wait for a batch, an evaluation or a weight update, seconds; past it all stacks are dumped."""
+    timeout_s: float = 600.0
+    """Longest start of a rollout worker, and longest wait for a batch, an evaluation, a weight update or another node,
+    seconds; past it all stacks are dumped and the run ends."""
     env_timeout_s: float = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed."""
-    max_worker_restarts: int = 3
-    """Restarts of rollout workers in one run, on each node; one more death ends it."""
 
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was got, what is allowed and what to change.
@@ -195,7 +183,6 @@ class Config:
             publish_delay=self.publish_delay,
             stale_policy=self.stale_policy,
             extra_members=self.extra_members,
-            admission=self.admission,
         )
 
     @property
@@ -207,9 +194,9 @@ class Config:
 
     @property
     def max_staleness(self) -> int:
-        """Oldest version a trained token may have, in steps behind the trainer: ⌈α⌉ + publish_delay, and max_resumes
+        """Oldest version a trained token may have, in steps behind the trainer: ⌈α⌉ + publish_delay, and MAX_RESUMES
         where responses are suspended."""
-        resumes = self.max_resumes if self.over_sampling > 1 else 0
+        resumes = MAX_RESUMES if self.over_sampling > 1 else 0
         return math.ceil(self.async_ratio - 1e-9) + self.publish_delay + resumes
 
     @property
@@ -250,29 +237,28 @@ class Bounds:
     """Oldest version that a consumed token may have, steps behind the trainer."""
     publish_delay: int = 0
     """Steps that publication is late (K)."""
-    stale_policy: Literal["wait", "drop"] = "wait"
+    stale_policy: Literal["wait", "drop", "gate"] = "wait"
     extra_groups: int = 0
     """Groups of max_outstanding that may be given up when a batch is full."""
     extra_members: int = 0
     """Members started beyond group_size."""
-    admission: Literal["ledger", "gate"] = "ledger"
 
 
 _AT_LEAST = {
     "steps": 1, "groups_per_step": 1, "group_size": 1, "async_ratio": 0, "publish_delay": 0, "max_prompt_tokens": 1,
     "max_response_tokens": 1, "max_running_requests": 1, "warmup": 0, "weight_decay": 0, "minibatches": 1,
-    "kl_coef": 0, "eval_every": 0, "eval_problems": 1, "save_every": 0, "max_worker_restarts": 0, "seed": 0,
-    "extra_groups": 0, "extra_members": 0, "over_sampling": 1, "max_resumes": 1, "env_latency_scale": 0,
+    "kl_coef": 0, "eval_every": 0, "eval_problems": 1, "save_every": 0, "seed": 0,
+    "extra_groups": 0, "extra_members": 0, "over_sampling": 1,
     "replicas": 1, "rollout_tp": 1, "lora_rank": 0,
 }  # fmt: skip
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
-    "startup_timeout_s": 10**6, "rollout_timeout_s": 10**6, "env_timeout_s": 10**6, "seed": 2**63 - 1,
+    "timeout_s": 10**6, "env_timeout_s": 10**6, "seed": 2**63 - 1,
 }  # fmt: skip
 _AT_MOST_ELSE = 10**9
 """Of every other number: beyond what anybody means, and small enough to be counted, waited for and multiplied."""
 _ABOVE_ZERO = (
-    "lr", "max_grad_norm", "startup_timeout_s", "rollout_timeout_s", "env_timeout_s",
+    "lr", "max_grad_norm", "timeout_s", "env_timeout_s",
 )  # fmt: skip
 _SHARES = ("top_p", "gpu_memory_utilization")
 _OF_WORKERS = ("num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization")
@@ -365,13 +351,6 @@ def _check_rollout(config: Config) -> None:
             f"--extra-members {config.extra_members} gives up the slowest responses, --scheduling batch waits for all; "
             "change one of the two"
         )
-    if config.env_latency is not None:
-        from data.latency import LatencyLaw
-
-        try:
-            LatencyLaw.parse(config.env_latency)
-        except ValueError as error:
-            raise ValueError(f"--env-latency: {error}") from None
 
 
 def _conflicts_of_one_request(config: Config) -> Iterator[tuple[str, str]]:
@@ -400,15 +379,15 @@ def _conflicts_of_over_sampling(config: Config) -> Iterator[tuple[str, str]]:
         yield one, "--on-update wait, which leaves nothing to resume"
     if config.scheduling == "batch":
         yield one, "--scheduling batch, which leaves nothing running"
-    if config.admission == "gate":
-        yield one, "--admission gate, under which max_resumes would not hold"
+    if config.stale_policy == "gate":
+        yield one, f"--stale-policy gate, under which no response is resumed at most {MAX_RESUMES} times"
     groups, batch = config.max_outstanding_groups - config.extra_groups, config.groups_per_step
     num_waits = math.ceil(groups / batch) - 1
-    if config.stale_policy == "wait" and num_waits > config.max_resumes:
+    if config.stale_policy == "wait" and num_waits > MAX_RESUMES:
         yield (
             one,
-            f"--max-resumes {config.max_resumes}: {groups} groups are started for batches of {batch}, so the last are "
-            f"suspended ⌈{groups} / {batch}⌉ − 1 = {num_waits} times",
+            f"at most {MAX_RESUMES} resumes of a response: {groups} groups are started for batches of {batch}, "
+            f"so the last are suspended ⌈{groups} / {batch}⌉ − 1 = {num_waits} times",
         )
 
 

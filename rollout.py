@@ -22,7 +22,6 @@ from setproctitle import setproctitle
 from cluster.placement import WorkerPlacement, WorkerSpec
 from cluster.processes import exit_with_parent, freeze_garbage, without_torchrun
 from data.environments import make_environment
-from data.latency import LatencyLaw
 from data.messages import (
     Abort,
     Asleep,
@@ -44,9 +43,10 @@ from data.messages import (
 )
 from data.models import load_tokenizer, stop_token_ids
 from data.records import Ticket, Trajectory
-from data.rewards import RewardPool
-from engine.episode import Delayed, Environment, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
+from engine.environments import Environment, EnvironmentPool, MultiTurn, SingleTurn
+from engine.episode import EnvManager
 from engine.proxy import LLMProxy
+from engine.reward_pool import RewardPool
 
 
 class Barrier:
@@ -74,7 +74,6 @@ class RolloutWorker:
     def __init__(self, spec: WorkerSpec, connection: Connection):
         self.spec, self.config, self.connection = spec, spec.config, connection
         self.tokenizer = load_tokenizer(spec.model_path)
-        self.latency = LatencyLaw.parse(self.config.env_latency) if self.config.env_latency else None
         self._finished: list[Trajectory] = []
         self._waiting: list[int] = []
         self._barrier = Barrier(self._report_waiting)
@@ -205,7 +204,7 @@ class RolloutWorker:
                 self.config,
                 ticket,
                 member,
-                self._make_environment(ticket, member),
+                self.make_environment(ticket, member),
                 generate,
                 wait_before_turn,
                 wait_before_step,
@@ -229,7 +228,7 @@ class RolloutWorker:
         barrier = functools.partial(self._wait_at_barrier, ticket.ticket_id)
         is_evaluation = ticket.is_evaluation
         return (
-            barrier if self.config.env_barrier and not is_evaluation else _go_on,
+            barrier if self.config.scheduling == "lockstep" and not is_evaluation else _go_on,
             barrier if self.config.scheduling == "batch" and not is_evaluation else _go_on,
         )
 
@@ -240,15 +239,11 @@ class RolloutWorker:
         finally:
             self.proxy.activity.add(at_barrier=-1)
 
-    def _make_environment(self, ticket: Ticket, member: int) -> Environment:
+    def make_environment(self, ticket: Ticket, member: int) -> Environment:
+        """What answers the policy in a trajectory."""
         if ticket.environment_seed is None:
-            environment = SingleTurn(ticket, self.tokenizer, self.rewards)
-        else:
-            environment = MultiTurn(self.environments, ticket.environment_seed)
-        if self.latency is None or ticket.is_evaluation:
-            return environment
-        seed = ticket.seed + member
-        return Delayed(environment, self.latency, self.config.env_latency_scale, self.config.env_timeout_s, seed)
+            return SingleTurn(ticket, self.tokenizer, self.rewards)
+        return MultiTurn(self.environments, ticket.environment_seed)
 
     async def abort(self, ticket_ids: list[int]) -> None:
         """End these tickets' trajectories; they come back as `aborted`. Those that have ended are passed over."""

@@ -196,7 +196,7 @@ def join(config: Config, device_type: str) -> Cluster:
     Without torchrun this is the only one. Raises ValueError, on every one, if nodes differ in code, options or kind of
     device, or if nobody trains or samples, and RuntimeError if processes are missing.
     """
-    timeout = datetime.timedelta(seconds=config.startup_timeout_s + config.rollout_timeout_s)
+    timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ:
         peers = [Peer(0, "localhost", config.node_roles)]

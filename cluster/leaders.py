@@ -81,8 +81,7 @@ class Leaders:
             raise error
         self.dump_stacks()
         raise RuntimeError(
-            f"waited {self.timeout_s:g} s for {what}; if a step or a checkpoint only takes that long, raise "
-            "--rollout-timeout-s"
+            f"waited {self.timeout_s:g} s for {what}; if a step or a checkpoint only takes that long, raise --timeout-s"
         ) from error
 
 

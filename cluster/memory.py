@@ -69,7 +69,7 @@ def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_we
     share = f"{million} parameters / {num_shards} ranks"
     gathered = _item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
     items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
-    if not config.optimizer_offload:
+    if "optimizer" not in config.save_memory:
         of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
         items.append(_item("weights and AdamW", 12 * trained / num_shards, of_trained))
         if config.lora_rank:
@@ -89,7 +89,7 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: in
     """
     backward = [*_gradients(config, shape, num_shards), *_pass_items(config, shape, num_ranks)]
     optimizer = _gradients(config, shape, num_shards)
-    if not config.optimizer_offload:
+    if "optimizer" not in config.save_memory:
         optimizer.append(
             _item("AdamW's temporary", 4 * trained_parameters(config, shape) / num_shards, "4 B per weight")
         )
@@ -97,7 +97,7 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: in
 
 
 def _gradients(config: Config, shape: ModelShape, num_shards: int) -> list[Item]:
-    if config.optimizer_offload:
+    if "optimizer" in config.save_memory:
         return []
     trained = trained_parameters(config, shape)
     return [_item("gradients", 4 * trained / num_shards, "4 B per trained weight, over the ranks")]
@@ -109,7 +109,7 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
     gathered = 2 * (shape.root_parameters + 2 * shape.layer_parameters)
     reduced = 6 * max(shape.root_parameters, shape.layer_parameters)
     per_layer = saved_bytes_per_token(shape)
-    if config.activation_checkpointing:
+    if "activations" in config.save_memory:
         kept = tokens * (2 * shape.hidden_size * shape.num_layers + 2 * per_layer)
         how = (
             f"{tokens} tokens × (2 B × {shape.hidden_size} × {shape.num_layers} layers + 2 × {per_layer} B), estimated"
@@ -304,8 +304,8 @@ def _refusal(config: Config, gpu: Gpu, lines: list[str], short: int) -> str:
 
 
 def _ways_out(config: Config) -> str:
-    ways = [] if config.optimizer_offload else ["--optimizer-offload"]
-    if not config.activation_checkpointing:
+    ways = [] if "optimizer" in config.save_memory else ["--optimizer-offload"]
+    if "activations" not in config.save_memory:
         ways.append("--activation-checkpointing")
     ways += ["a lower --max-tokens-per-microbatch", "a lower --max-running-requests", "a smaller model"]
     if config.colocate == "share" and config.async_ratio == 0:

@@ -39,7 +39,7 @@ class SampleBuffer:
     an update started over still counts as old as its first start: that may cost tokens, never the bound.
 
     `extra_groups` of max_outstanding are there to be given up when a batch is full; `extra_members` of a group run so
-    that the first group_size to finish make it. With `admission` "gate" the places are all there is, as in AReaL
+    that the first group_size to finish make it. With `gate` the places are all there is, as in AReaL
     (arXiv 2505.24298, its rule ⌊(N − 1)/B⌋ ≤ version + η): groups are consumed as they finish, however old.
     """
 
@@ -62,7 +62,7 @@ class SampleBuffer:
     def num_free_places(self) -> int:
         """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
         if (
-            self.bounds.admission == "ledger"
+            self.bounds.stale_policy != "gate"
             and self.published_version + self.bounds.max_staleness < self.trainer_version
         ):
             return 0
@@ -184,7 +184,7 @@ class SampleBuffer:
         return too_late if len(too_late) <= self.bounds.extra_groups else []
 
     def _next_batch(self) -> list[int] | None:
-        is_gate = self.bounds.admission == "gate"
+        is_gate = self.bounds.stale_policy == "gate"
         finished = sorted(
             (resident.rank if is_gate else resident.version, group_id)
             for group_id, resident in self._residents.items()
@@ -196,7 +196,7 @@ class SampleBuffer:
 
     def _are_left_in_time(self, batch: list[int]) -> bool:
         """Whether all groups outside `batch` can be consumed in time, B a step."""
-        if self.bounds.stale_policy != "wait" or self.bounds.admission == "gate":
+        if self.bounds.stale_policy != "wait":
             return True
         versions = Counter(self._residents[group_id].version for group_id in self._residents.keys() - batch)
         num_due = 0
@@ -223,7 +223,7 @@ class SampleBuffer:
 
     def _check_fresh(self, group: Group) -> None:
         staleness = self.trainer_version - group.min_version
-        is_bounded = self.bounds.admission == "ledger"
+        is_bounded = self.bounds.stale_policy != "gate"
         if staleness < 0 or (is_bounded and staleness > self.bounds.max_staleness):
             raise RuntimeError(
                 f"group {group.group_id} has tokens of version {group.min_version} at trainer version "
@@ -242,7 +242,7 @@ class SampleBuffer:
 
     def expired(self) -> list[int]:
         """Groups that no later batch can hold under `drop`: their oldest token would be beyond the bound."""
-        if self.bounds.stale_policy == "wait" or self.bounds.admission == "gate":
+        if self.bounds.stale_policy != "drop":
             return []
         oldest = self.trainer_version - self.bounds.max_staleness
         return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]

@@ -82,7 +82,7 @@ class Controller:
         Raises WorkerDied, with the worker's last log lines, if one ends or is not ready within the startup timeout.
         """
         with self._changed:
-            self._wait(lambda: not self.workers.starting, self.config.startup_timeout_s, "workers to start")
+            self._wait(lambda: not self.workers.starting, self.config.timeout_s, "workers to start")
 
     def connect(self, transport) -> None:
         """Give the engines the weight transport, when all are up."""
@@ -206,7 +206,7 @@ class Controller:
         """
         what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
-            return self._wait(self.take_batch_if_ready, self.config.rollout_timeout_s, what, self._can_get_batch)
+            return self._wait(self.take_batch_if_ready, self.config.timeout_s, what, self._can_get_batch)
 
     def take_batch_if_ready(self) -> list[Group] | None:
         """Take the next batch of groups, or return None while it must be waited for.
@@ -218,6 +218,7 @@ class Controller:
             batch = self.gatherer.take()
             if batch is None:
                 return None
+            self.workers.restarts_since_batch = 0
             self.gatherer.drop_expired()
             self._suspend_rest()
             self._fill()
@@ -247,7 +248,7 @@ class Controller:
 
     def _put_to_sleep(self) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""
-        timeout_s = self.config.rollout_timeout_s
+        timeout_s = self.config.timeout_s
         if self.evaluations.running is not None:
             self.clock.enter("evaluate")
             self._wait(lambda: self.evaluations.running is None, timeout_s, "an evaluation")
@@ -309,7 +310,7 @@ class Controller:
     def wait_for_buffer(self) -> None:
         """Wait until weights can be staged: until no worker reads one of the transport's buffers."""
         with self._changed:
-            timeout_s = self.config.rollout_timeout_s
+            timeout_s = self.config.timeout_s
             self._wait(lambda: self.transport.free_buffer() is not None, timeout_s, "a free weight buffer")
 
     def withdraw(self) -> bool:
@@ -367,7 +368,7 @@ class Controller:
         """Wait until no evaluation is running or to come."""
         self.clock.enter("evaluate")
         with self._changed:
-            self._wait(lambda: self.evaluations.is_idle, self.config.rollout_timeout_s, "an evaluation")
+            self._wait(lambda: self.evaluations.is_idle, self.config.timeout_s, "an evaluation")
 
     # Records
 

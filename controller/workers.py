@@ -25,13 +25,15 @@ from data.records import Ticket
 from weights.transport import Staged
 
 LOG_LINES_SHOWN = 15
+MAX_RESTARTS = 3
+"""Restarts of a node's workers between two batches; one more death ends the run."""
 JOIN_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
 
 
 class WorkerDied(RuntimeError):
-    """A rollout worker could not be started, or died once more than `max_worker_restarts` allows."""
+    """A rollout worker could not be started, or died more often than MAX_RESTARTS allows."""
 
 
 class WorkerProcess:
@@ -186,6 +188,7 @@ class Workers:
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
         self.num_restarts = 0
+        self.restarts_since_batch = 0
         self.have_worked = False
         """Whether any trajectory has come back."""
         self._main = main
@@ -193,7 +196,7 @@ class Workers:
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
-        self._threads = ThreadPoolExecutor(2 * (len(placement.workers) + config.max_worker_restarts))
+        self._threads = ThreadPoolExecutor(4 * len(placement.workers))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
@@ -244,11 +247,10 @@ class Workers:
         if not self.have_worked and (not worker.ready or worker.process.exit_code > 0):
             what = "was up, and died before any response came back" if worker.ready else "could not start"
             raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
-        if self.num_restarts >= self.config.max_worker_restarts:
-            raise WorkerDied(
-                f"{report}\nall {self.config.max_worker_restarts} restarts (--max-worker-restarts) are used"
-            )
+        if self.restarts_since_batch == MAX_RESTARTS:
+            raise WorkerDied(f"{report}\nthat was the last of {MAX_RESTARTS} restarts without a batch between them")
         self.num_restarts += 1
+        self.restarts_since_batch += 1
         print(f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
         self._workers[worker.index] = self._start(worker.index)
 
@@ -258,11 +260,11 @@ class Workers:
             if worker.process.reading.done():
                 worker.process.reading.result()
         for worker in self.starting:
-            if time.monotonic() > worker.process.started_at + self.config.startup_timeout_s:
+            if time.monotonic() > worker.process.started_at + self.config.timeout_s:
                 self.dump_stacks()
                 raise WorkerDied(
-                    f"rollout worker {worker.index} was not ready {self.config.startup_timeout_s:.0f} s after its "
-                    f"start (--startup-timeout-s): {worker.process.death_report()}"
+                    f"rollout worker {worker.index} was not ready {self.config.timeout_s:.0f} s after its "
+                    f"start (--timeout-s): {worker.process.death_report()}"
                 )
 
     def dump_stacks(self) -> None:

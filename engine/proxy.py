@@ -122,7 +122,7 @@ class LLMProxy:
         from weights.transport import split_wire_options
 
         init_info, self._wire_options = split_wire_options(init_info)
-        async with _limited(self.config.startup_timeout_s, "connecting the engine to the trainer"):
+        async with _limited(self.config.timeout_s, "connecting the engine to the trainer"):
             await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     # Sampling
@@ -289,7 +289,7 @@ class LLMProxy:
         No request may be running in the engine, as its keys and values would be lost. Raises TimeoutError if it takes
         longer than the rollout timeout.
         """
-        async with _limited(self.config.rollout_timeout_s, "falling asleep"):
+        async with _limited(self.config.timeout_s, "falling asleep"):
             await self.suspend()
             await self.engine.sleep(level=2, mode="keep")
         self._asleep = True
@@ -309,7 +309,7 @@ class LLMProxy:
         rollout timeout.
         """
         was_running = self._resumed.is_set()
-        async with _limited(self.config.rollout_timeout_s, f"loading version {version}"):
+        async with _limited(self.config.timeout_s, f"loading version {version}"):
             if self.config.on_update == "wait":
                 await self.suspend()
             start = time.monotonic()

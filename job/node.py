@@ -78,7 +78,7 @@ class Node:
             case "ipc":
                 return IpcTransport(specs)
             case "nccl":
-                timeouts_s = config.startup_timeout_s, config.rollout_timeout_s
+                timeouts_s = config.timeout_s, config.timeout_s
                 return NcclTransport(specs, self.device, config.rollout_tp, *timeouts_s)
 
     def take_batch(self) -> list[Group] | None:

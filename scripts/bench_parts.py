@@ -31,12 +31,13 @@ from scripts import bench_parts_job, bench_parts_rollout, bench_parts_trainer
 from scripts import bench_parts_report as report
 from scripts.bench_rollout_report import append, provenance
 from scripts.bench_work import WORKS
+from scripts.latency import run_latency_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LATENCY = {"env_latency": "lognormal:2,0.8", "env_latency_scale": 0.01}
+LATENCY = "lognormal:2,0.8 scale:0.01"
 """Of a turn, as in bench_rollout.py: 0.1 s in the mean."""
-FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64, **LATENCY}
+FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64}
 SLOTS = 1024
 """Of the worker where the environment is slow, so that they are never what is short."""
 SIZES = {
@@ -116,7 +117,7 @@ def measure_frozen_lake(size: dict, repeats: int, folder: Path) -> Iterator[dict
     """Speed-up where environments are slow."""
     common = {**FROZEN_LAKE, "max_running_requests": SLOTS}
     configs = {f"lake-a{ratio}": Config(**common, async_ratio=float(ratio)).checked() for ratio in (0, 1, 2)}
-    with bench_parts_job.started(configs, folder) as jobs:
+    with bench_parts_job.started(configs, folder, run_latency_worker(LATENCY)) as jobs:
         for repeat in range(repeats):
             found = {name: job.measure(size["steps"]) for name, job in jobs.items()}
             baseline = found["lake-a0"]["step_s"]

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from job.step_log import StepLog
 from probe import Probe
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
-from rollout import RolloutWorker, run_worker
+from rollout import run_worker
 from scripts.bench_parts_echo import run_echo_worker
 from scripts.bench_work import NO_LEARNING, WorkRolloutWorker
 from trainer import batch
@@ -60,10 +60,9 @@ def make_node(config: Config, worker_main) -> Node:
 class Job:
     """A run of train_async.py's loop, one step at a time."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, worker_main: Callable):
         self.config = replace(config, lr=NO_LEARNING, steps=10**9, eval_every=0)
-        kind = RolloutWorker if config.is_multi_turn else WorkRolloutWorker
-        self.node = make_node(self.config, functools.partial(run_worker, kind=kind))
+        self.node = make_node(self.config, worker_main)
         self.step = 0
         self.batches: list[list[Group]] = []
         """The newest ones."""
@@ -161,13 +160,20 @@ def quiet() -> Iterator[None]:
         yield
 
 
+_run_work_worker = functools.partial(run_worker, kind=WorkRolloutWorker)
+
+
 @contextlib.contextmanager
-def started(configs: dict[str, Config], folder: Path) -> Iterator[dict[str, Job]]:
+def started(
+    configs: dict[str, Config],
+    folder: Path,
+    worker_main: Callable = _run_work_worker,
+) -> Iterator[dict[str, Job]]:
     """A job of each config, with its engines up and idle; none is left afterwards."""
     jobs = {}
     try:
         for name, config in configs.items():
-            jobs[name] = Job(replace(config, runs_dir=str(folder), run_name=name))
+            jobs[name] = Job(replace(config, runs_dir=str(folder), run_name=name), worker_main)
         for job in jobs.values():
             job.node.controller.launch()
         for job in jobs.values():

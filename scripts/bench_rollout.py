@@ -41,6 +41,7 @@ from data.tasks import Problem, load_task
 from rollout import run_worker
 from scripts import bench_rollout_report as report
 from scripts.bench_rollout_worker import BenchWorker
+from scripts.latency import LatencyLaw
 from weights.transport import Announcement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +69,8 @@ class Comparison:
     """Options that all arms share; see Config."""
     arms: dict[str, dict]
     """Name of each arm -> the options in which it differs."""
+    latency: str = "constant:0"
+    """Law of the environment's latency, see latency.py."""
     num_workers: int = NUM_WORKERS
     """Rollout workers of each arm."""
     counts_sampled: bool = False
@@ -87,17 +90,16 @@ COMMON = {
     "groups_per_step": 8, "group_size": 8, "async_ratio": 0.0, "max_response_tokens": 192,
     # 64 slots on two workers: as many as a batch of 8 groups of 8 has responses.
     "max_running_requests": 32,
-    "rollout_timeout_s": 120.0,
+    "timeout_s": 120.0,
 }  # fmt: skip
 _GUESSING = {"task": "guess_number", "max_response_tokens": 64, "max_running_requests": 128}
-_LONG_TAIL = {**_GUESSING, "env_latency": "lognormal:2,0.8", "env_latency_scale": 0.01}
-_FAILING = {**_LONG_TAIL, "env_latency": "lognormal:2,0.8 fail:0.01", "env_timeout_s": 2.0}
+_LONG_TAIL = "lognormal:2,0.8 scale:0.01"
 _REDUNDANT = {
     "none": {}, "+1 member": {"extra_members": 1}, "+2 members": {"extra_members": 2},
     "+2 groups": {"extra_groups": 2}, "+4 groups": {"extra_groups": 4},
 }  # fmt: skip
 _REPLICATION = {"one request": {"replicate_prompts": False}, "replicated": {"replicate_prompts": True}}
-_BARRIER = {"barrier": {"env_barrier": True}, "asynchronous": {"env_barrier": False}}
+_BARRIER = {"barrier": {"scheduling": "lockstep"}, "asynchronous": {"scheduling": "queue"}}
 
 COMPARISONS = (
     Comparison(
@@ -117,13 +119,16 @@ COMPARISONS = (
         Comparison(
             f"environments normal(10,{sigma})",
             2,
-            {**_GUESSING, "env_latency": f"normal:10,{sigma}", "env_latency_scale": 0.01},
+            _GUESSING,
             _BARRIER,
+            latency=f"normal:10,{sigma} scale:0.01",
         )
         for sigma in (1, 5, 10)
     ),
-    Comparison("redundancy", 2, _LONG_TAIL, _REDUNDANT),
-    Comparison("redundancy failing", 2, _FAILING, _REDUNDANT),
+    Comparison("redundancy", 2, _GUESSING, _REDUNDANT, latency=_LONG_TAIL),
+    Comparison(
+        "redundancy failing", 2, {**_GUESSING, "env_timeout_s": 2.0}, _REDUNDANT, latency=_LONG_TAIL + " fail:0.01"
+    ),
     Comparison(
         "over-sampling",
         3,
@@ -154,7 +159,7 @@ def tiny(comparison: Comparison) -> Comparison:
 class Session:
     """One arm that has been started, and the trainer's part of its protocol."""
 
-    def __init__(self, config: Config, num_workers: int, run_path: Path):
+    def __init__(self, config: Config, latency: LatencyLaw, num_workers: int, run_path: Path):
         run_path.mkdir()
         self.config = config
         self.version = 0
@@ -166,9 +171,10 @@ class Session:
         self._weights = _weights(model_path)
         workers = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers))
         placement = Placement((None,), 1, workers, "shm")
+        kind = functools.partial(BenchWorker, law=latency)
         self.controller = Controller(
             config,
-            Workers(config, placement, model_path, run_path, functools.partial(run_worker, kind=BenchWorker)),
+            Workers(config, placement, model_path, run_path, functools.partial(run_worker, kind=kind)),
             TicketSource(config, _prompts(config, load_tokenizer(model_path))),
             self._record,
         )
@@ -311,7 +317,10 @@ def started(comparison: Comparison) -> Iterator[dict[str, Session]]:
     logs = Path(tempfile.mkdtemp(prefix="bench-rollout-"))
     num_workers = comparison.num_workers
     print(f"{comparison.name}: starting {num_workers * len(comparison.arms)} engines, logs in {logs}", flush=True)
-    sessions = {arm: Session(comparison.config(arm), num_workers, logs / arm) for arm in comparison.arms}
+    sessions = {
+        arm: Session(comparison.config(arm), LatencyLaw.parse(comparison.latency), num_workers, logs / arm)
+        for arm in comparison.arms
+    }
     try:
         for session in sessions.values():
             session.start()

@@ -9,9 +9,9 @@ from config import Config
 from controller.tickets import PromptSource, TicketSource
 from data.records import Ticket
 from data.tasks import Problem
-from engine.episode import Environment, SingleTurn
+from engine.environments import Environment, SingleTurn
 from engine.proxy import Completion, LLMProxy
-from rollout import RolloutWorker
+from scripts.latency import LatencyWorker
 
 MEDIAN_TOKENS, SIGMA = 15.0, 1.0
 """Lengths of single turns: lognormal, cut at max_response_tokens. Cut at 192 their mean is 24, an eighth of the longest
@@ -67,8 +67,8 @@ class SimulatedReward:
         return float(answer == "varies" and self.member % 2)
 
 
-class BenchWorker(RolloutWorker):
-    """A rollout worker with forced lengths and simulated rewards."""
+class BenchWorker(LatencyWorker):
+    """A rollout worker with forced lengths and simulated rewards and latencies."""
 
     def start_rewards(self) -> None:
         """No processes: rewards are simulated."""
@@ -80,9 +80,9 @@ class BenchWorker(RolloutWorker):
         force_member_lengths(self._member_lengths)
         return await ForcedLengths.start(self.spec, [])
 
-    def _make_environment(self, ticket: Ticket, member: int) -> Environment:
+    def make_environment(self, ticket: Ticket, member: int) -> Environment:
         if self.config.is_multi_turn:
-            return super()._make_environment(ticket, member)
+            return super().make_environment(ticket, member)
         return SingleTurn(ticket, self.tokenizer, SimulatedReward(self._reward_process, member))
 
     def _share_request(self, ticket: Ticket) -> list[Callable]:

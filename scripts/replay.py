@@ -36,13 +36,13 @@ from train_async import run_job
 OF_TRAINING = (
     "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "algo_args",
     "minibatches", "proximal", "loss_aggregation", "kl_coef", "kl_estimator", "max_tokens_per_microbatch",
-    "activation_checkpointing", "compile", "optimizer_offload", "share_prefix", "lora_rank", "replicas",
+    "save_memory", "compile", "share_prefix", "lora_rank", "replicas",
 )  # fmt: skip
 """Options that a replay may change; those of sampling are part of the data."""
-OF_THE_REPLAY = ("model", "save_every", "run_name", "runs_dir", "wandb", "startup_timeout_s", "rollout_timeout_s")
+OF_THE_REPLAY = ("model", "save_every", "run_name", "runs_dir", "wandb", "timeout_s")
 OF_EVALUATION = (
     "eval_problems", "num_rollout_workers", "gpu_memory_utilization", "max_running_requests", "env_timeout_s",
-    "max_worker_restarts", "rollout_tp", "weight_sync",
+    "rollout_tp", "weight_sync",
 )  # fmt: skip
 """Options that mean something with --evaluate only."""
 

@@ -20,8 +20,7 @@ SMALL = {
     "max-response-tokens": 40,
     "eval-every": 0,
     "eval-problems": 32,
-    "startup-timeout-s": 150,
-    "rollout-timeout-s": 90,
+    "timeout-s": 150,
 }
 
 
@@ -105,12 +104,14 @@ def start_nodes(tmp_path: Path, num_nodes: int, roles: Sequence[str] = (), **opt
 
 def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict) -> Job:
     options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
+    law = options.pop("latency", None)
+    script = ["train_async.py"] if law is None else ["scripts/latency.py", law]
     switches = [f"--{'' if value else 'no-'}{name}" for name, value in options.items() if isinstance(value, bool)]
     arguments = [f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)] + switches
     command = [sys.executable, "-m", "torch.distributed.run", *agent]
     with open(output_path, "w") as output:
         process = subprocess.Popen(
-            [*command, "train_async.py", f"--runs-dir={tmp_path}", "--run-name=run", *arguments],
+            [*command, *script, f"--runs-dir={tmp_path}", "--run-name=run", *arguments],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -31,7 +31,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--over-sampling", "1001", "--async-ratio", "0"], "--over-sampling must be at most 1000"),
         (["--max-grad-norm", "inf"], "--max-grad-norm must be a finite number"),
         (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be a finite number"),
-        (["--startup-timeout-s", "1e308"], "--startup-timeout-s must be at most 1000000"),
+        (["--timeout-s", "1e308"], "--timeout-s must be at most 1000000"),
         (["--eval-problems", "1000000000000"], "--eval-problems must be at most 100000, got 1000000000000"),
         (["--steps", "1000000000000"], "--steps must be at most 1000000000"),
         (["--temperature", "0"], "--temperature must be in [0.01, 2], got 0.0: vLLM samples at 0.01"),
@@ -56,13 +56,12 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
         (
             ["--over-sampling", "5.5", "--async-ratio", "0", "--groups-per-step", "32"],
-            "does not go with --max-resumes 4: 176 groups are started for batches of 32, so the last are suspended "
-            "⌈176 / 32⌉ − 1 = 5 times",
+            "does not go with at most 4 resumes of a response: 176 groups are started for batches of 32, so the last are "
+            "suspended ⌈176 / 32⌉ − 1 = 5 times",
         ),
         (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
         (["--no-replicate-prompts", "--group-size", "300"], "--max-running-requests 256 below --group-size 300"),
         (["--scheduling", "batch", "--extra-members", "1"], "--extra-members 1 gives up the slowest responses"),
-        (["--env-latency", "sometimes"], "--env-latency"),
         (["--colocate", "sleep"], "--async-ratio 1 lets it run ahead; use --async-ratio 0"),
         (
             ["--colocate", "sleep", "--async-ratio", "0", "--over-sampling", "2"],
@@ -129,7 +128,7 @@ def test_unknown_options_and_choices_are_errors(options, capsys):
 def test_every_field_has_a_docstring_and_they_are_few():
     source = (ROOT / "config.py").read_text()
     fields = dataclasses.fields(Config)
-    assert len(fields) <= 64
+    assert len(fields) <= 55
     for field in fields:
         line = next(i for i, text in enumerate(source.splitlines()) if text.startswith(f"    {field.name}: "))
         assert source.splitlines()[line + 1].startswith('    """'), field.name

@@ -34,7 +34,8 @@ from data.models import load_tokenizer
 from data.tasks import load_task
 from data.tiny_agent import tiny_agent_path
 from engine.proxy import LLMProxy
-from rollout import RolloutWorker, run_worker, worker_environment
+from rollout import RolloutWorker, worker_environment
+from scripts.latency import run_latency_worker
 from weights.transport import ParameterSpec, ShmTransport
 
 TASK = "frozen_lake"
@@ -48,9 +49,8 @@ class Driver:
         self.config = Config(
             task=TASK,
             group_size=8,
-            env_barrier=True,
+            scheduling="lockstep",
             on_update="resume",
-            env_latency="constant:0.02",
             max_prompt_tokens=64,
             max_response_tokens=128,
         )
@@ -64,7 +64,7 @@ class Driver:
         self.tickets = TicketSource(self.config, PromptSource(task.train_problem, task.eval_problems(4), encode))
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=run_worker, args=(spec, theirs))
+        self.process = context.Process(target=run_latency_worker("constant:0.02"), args=(spec, theirs))
         self.process.start()
         theirs.close()
         self.reports = []
@@ -267,7 +267,7 @@ class WorkerOfFakes(RolloutWorker):
 
     def __init__(self, lifetime_s, messages):
         model_path, self.engine, self.sent = str(tiny_agent_path(TASK)), MortalEngine(lifetime_s), []
-        self.messages, config = messages, Config(task=TASK, max_prompt_tokens=64, rollout_timeout_s=90)
+        self.messages, config = messages, Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
         super().__init__(WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), model_path, "shm", ""), self)
 
     def send(self, message):

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from config import MAX_RESUMES
 from controller.tickets import TicketSource
 from data.records import EVALUATION_GROUP
 
@@ -38,7 +39,7 @@ class Oracle:
         per_group = 1 + config.async_ratio if config.over_sampling == 1 else config.over_sampling
         self.capacity = math.floor(per_group * config.groups_per_step) + config.extra_groups
         self.bound = math.ceil(config.async_ratio) + config.publish_delay
-        self.bound += config.max_resumes if config.over_sampling > 1 else 0
+        self.bound += MAX_RESUMES if config.over_sampling > 1 else 0
         self.trainer_version = 0
         self.announced, self.announced_trainer_version = -1, -1
         self.groups, self.problems, self.problem_of = {}, {}, {}
@@ -163,11 +164,13 @@ class Oracle:
         versions = {v for t in group.trajectories for v in t.policy_versions[t.loss_mask].tolist()}
         lags = {self.trainer_version - version for version in versions}
         assert min(lags) >= 0
-        assert config.admission == "gate" or max(lags) <= self.bound, f"lags {lags} at version {self.trainer_version}"
+        assert config.stale_policy == "gate" or max(lags) <= self.bound, (
+            f"lags {lags} at version {self.trainer_version}"
+        )
         if (
             config.async_ratio == 0
             and config.over_sampling == 1
-            and (config.admission, config.extra_groups > 0)
+            and (config.stale_policy, config.extra_groups > 0)
             != (
                 "gate",
                 True,

@@ -133,7 +133,7 @@ class WalkProcess:
             self._end(episode, "failed")
         elif episode.turn + 1 < episode.num_turns:
             episode.turn, episode.turn_start = episode.turn + 1, len(episode.versions)
-            self._wait_or_go([episode], self.config.env_barrier, "ready")
+            self._wait_or_go([episode], self.config.scheduling == "lockstep", "ready")
         else:
             self._end(episode, self.rng.choice(["stop", "length"]))
 
@@ -159,7 +159,7 @@ class WalkProcess:
         turns = 1 + self.rng.randrange(3) if self.config.is_multi_turn and not evaluates else 1
         members = range(ticket.member, ticket.member + ticket.num_members)
         self.episodes[ticket.ticket_id] = [Episode(ticket, member, turns) for member in members]
-        self._wait_or_go(self.episodes[ticket.ticket_id], self.config.env_barrier, "ready")
+        self._wait_or_go(self.episodes[ticket.ticket_id], self.config.scheduling == "lockstep", "ready")
 
     def _wait_or_go(self, episodes, is_barrier, state):
         ticket = episodes[0].ticket

@@ -335,12 +335,12 @@ def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.dev
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:
         add_adapters(model, layers, config.lora_rank)
-    if config.activation_checkpointing:
+    if "activations" in config.save_memory:
         recompute_layers(model, layers)
     if config.compile:
         compile_layers(layers)
-    shard([*layers, module], mesh, compute_dtype, config.optimizer_offload)
-    module.to_empty(device="cpu" if config.optimizer_offload else device)
+    shard([*layers, module], mesh, compute_dtype, "optimizer" in config.save_memory)
+    module.to_empty(device="cpu" if "optimizer" in config.save_memory else device)
     _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, config.seed)
     return module

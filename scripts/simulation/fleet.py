@@ -115,7 +115,7 @@ class SimulatedProcess:
         episodes = self._episodes[ticket.ticket_id] = [Episode(ticket, member) for member in members]
         self._generating[ticket.ticket_id] = len(episodes)
         for episode in episodes:
-            self._wait(self.config.env_barrier, episode, self._begin_turn)
+            self._wait(self.config.scheduling == "lockstep", episode, self._begin_turn)
 
     def _wait(self, is_barrier: bool, episode: Episode, go_on: Callable[[Episode], None]) -> None:
         """Go on at once, or when all have come to the barrier."""
@@ -172,7 +172,9 @@ class SimulatedProcess:
         elif episode.num_turns == turns.num_turns:
             self.clock.after(delay.seconds, lambda: self._end(episode, "stop"))
         else:
-            self.clock.after(delay.seconds, lambda: self._wait(self.config.env_barrier, episode, self._begin_turn))
+            self.clock.after(
+                delay.seconds, lambda: self._wait(self.config.scheduling == "lockstep", episode, self._begin_turn)
+            )
 
     def _abort(self, ticket_id: int) -> None:
         for episode in self._episodes.get(ticket_id, []):

@@ -4,16 +4,15 @@ Options, lengths, rewards and latencies are those of bench_rollout.py itself. Th
 only inputs are the engine's curve, the time of an update and the number of turns, and nothing is fitted.
 """
 
-import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
 from config import Config
-from data.latency import LatencyLaw
 from scripts import bench_rollout as bench
 from scripts import bench_rollout_report as measured
 from scripts.bench_rollout_worker import MEDIAN_TOKENS, REWARD_S, SIGMA, TURN_TOKENS
+from scripts.latency import LatencyLaw
 from scripts.simulation.cluster import Case, Cluster
 from scripts.simulation.engine import EngineCurve
 from scripts.simulation.scenarios import Scenario
@@ -53,20 +52,12 @@ def _case(comparison: bench.Comparison, arm: str, curve: EngineCurve) -> Case:
     config = comparison.config(arm)
     engines = replace(curve, max_running_requests=config.max_running_requests)
     cluster = Cluster(engines, bench.NUM_WORKERS, 0.0, UPDATE_S)
-    return Case(arm, options, _workload(config), cluster, steps=40, warmup=5)
+    return Case(arm, options, _workload(config, comparison.latency), cluster, steps=40, warmup=5)
 
 
-def _workload(config: Config) -> Workload:
+def _workload(config: Config, latency: str) -> Workload:
     lengths = LengthLaw(MEDIAN_TOKENS, SIGMA, config.max_response_tokens, within_share=1.0)
     if not config.is_multi_turn:
         return Workload(lengths, None, PROMPT_TOKENS, REWARD_S, bench.VARYING_SHARE)
-    law = _scaled(LatencyLaw.parse(config.env_latency), config.env_latency_scale)
-    return Workload(lengths, Turns(NUM_TURNS, TURN_TOKENS, law, config.env_timeout_s), PROMPT_TOKENS)
-
-
-def _scaled(law: LatencyLaw, scale: float) -> LatencyLaw:
-    """The law of latencies that are so many times as long."""
-    if law.kind == "lognormal":
-        mu, sigma = law.numbers
-        return replace(law, numbers=(mu + math.log(scale), sigma))
-    return replace(law, numbers=tuple(number * scale for number in law.numbers))
+    turns = Turns(NUM_TURNS, TURN_TOKENS, LatencyLaw.parse(latency), config.env_timeout_s)
+    return Workload(lengths, turns, PROMPT_TOKENS)

@@ -7,8 +7,8 @@ set for one row. Where a paper names neither model, GPU nor limit of length: Qwe
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from data.latency import LatencyLaw
 from scripts.bench_rollout_worker import REWARD_S
+from scripts.latency import LatencyLaw
 from scripts.simulation.cluster import Case, Cluster, Outcome, train_s_per_token
 from scripts.simulation.engine import BYTES_PER_VALUE, GPUS, MODELS, EngineCurve, roofline
 from scripts.simulation.theory import best_train_share
@@ -171,7 +171,7 @@ def environments(tail: float) -> list[Scenario]:
             {
                 arm: Case(
                     arm,
-                    batch_of(32, 8, env_barrier=barrier),
+                    batch_of(32, 8, scheduling="lockstep" if barrier else "queue"),
                     Workload(setup.lengths, _turns(sigma)),
                     setup.rollout(32),
                     6,
@@ -412,7 +412,7 @@ def eta_sweep(tail: float) -> list[Scenario]:
 def _eta_row(name: str, longest: int, groups: int, gpus: int, paper: dict[int, float], tail: float) -> Scenario:
     setup = Setup(lengths_up_to(longest, tail), "R1-Distill-Qwen-1.5B")
     cluster, workload = setup.cluster(gpus * 3 // 4, gpus // 4), Workload(setup.lengths)
-    options = batch_of(groups, 16, admission="gate", on_update="recompute")
+    options = batch_of(groups, 16, stale_policy="gate", on_update="recompute")
     return Scenario(
         f"AReaL η, {name}",
         "trained_tokens_per_s",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from controller.tickets import PromptSource
-from data.latency import LatencyLaw
 from data.records import Ticket
 from data.tasks import Problem
+from scripts.latency import LatencyLaw
 
 LONGEST_TO_MEDIAN = 20.0
 """ROLL Flash: the longest response is more than 20 times the median."""

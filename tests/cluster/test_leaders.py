@@ -49,7 +49,7 @@ def test_a_wait_that_takes_too_long_names_the_node_and_the_option_and_dumps_stac
     one, _ = two_leaders(0.5)
     dumps = []
     one.dump_stacks = lambda: dumps.append(1)
-    with pytest.raises(RuntimeError, match=r"waited 0\.5 s for node 5 to send; .* raise --rollout-timeout-s"):
+    with pytest.raises(RuntimeError, match=r"waited 0\.5 s for node 5 to send; .* raise --timeout-s"):
         one.receive(5)
     assert dumps == [1]
 

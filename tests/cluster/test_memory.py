@@ -28,8 +28,8 @@ LAYER_AND_ROOT = {"0.6b": (28, 15.73e6, 155.6e6), "1.7b": (28, 50.34e6, 311.2e6)
                   "8b": (36, 192.9e6, 1244.7e6)}  # fmt: skip
 WIDTHS = {"0.6b": (1024, 3072, 16), "1.7b": (2048, 6144, 16), "4b": (2560, 9728, 32), "8b": (4096, 12288, 32)}
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
-LESS = {"activation_checkpointing": True}
-LEAST = {"activation_checkpointing": True, "optimizer_offload": True}
+LESS = {"save_memory": ("activations",)}
+LEAST = {"save_memory": ("activations", "optimizer")}
 ASLEEP = {"colocate": "sleep", "async_ratio": 0.0}
 
 
@@ -86,7 +86,7 @@ def test_the_weights_are_counted_as_the_formulas_of_their_bytes():
     assert by_name["staging buffers"] == 4 * parameters
     gradients = {item.what: item.num_bytes for item in step_items(Config(), shape("1.7b"), 4, 4)}["gradients"]
     assert gradients == round(4 * parameters / 4)
-    offloaded = resident_items(Config(optimizer_offload=True, kl_coef=0.1), shape("1.7b"), 4, False)
+    offloaded = resident_items(Config(save_memory=("optimizer",), kl_coef=0.1), shape("1.7b"), 4, False)
     assert [item.what for item in offloaded] == ["CUDA context", "gathering weights"]
 
 

@@ -110,7 +110,7 @@ def test_trainer_ranks_get_the_cores_that_workers_leave(gpus, cores, ranks, thre
 
 
 def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model():
-    config = Config(activation_checkpointing=True, max_response_tokens=2048, max_running_requests=128)
+    config = Config(save_memory=("activations",), max_response_tokens=2048, max_running_requests=128)
     placed = place(config, 1, 16, 1)
     planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], 1, 1)
     assert 0.1 < planned.workers[0].gpu_memory_utilization < 0.5

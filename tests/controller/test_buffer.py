@@ -19,7 +19,6 @@ def make_buffer(
     over_sampling=1.0,
     extra_groups=0,
     extra_members=0,
-    admission="ledger",
 ):
     config = Config(
         groups_per_step=groups_per_step,
@@ -30,7 +29,6 @@ def make_buffer(
         group_size=group_size,
         stale_policy=stale_policy,
         extra_members=extra_members,
-        admission=admission,
     )
     return SampleBuffer(config.bounds())
 
@@ -361,10 +359,10 @@ def test_tokens_of_a_response_that_was_started_over_are_counted_as_aborted():
     assert buffer.ledger()["tokens_dropped_aborted"] == buffer.ledger()["tokens_generated"] == 7
 
 
-@pytest.mark.parametrize(("admission", "worst"), [("ledger", 1), ("gate", 7)])
-def test_the_gate_bounds_the_mean_staleness_and_the_ledger_the_staleness_of_every_sample(admission, worst):
+@pytest.mark.parametrize(("stale_policy", "worst"), [("wait", 1), ("gate", 7)])
+def test_the_gate_bounds_the_mean_staleness_and_the_ledger_the_staleness_of_every_sample(stale_policy, worst):
     """α = η = 1, B = 2: group 0 straggles for six steps, all others finish at once; the gate trains on it."""
-    buffer = make_buffer(groups_per_step=2, async_ratio=1.0, admission=admission)
+    buffer = make_buffer(groups_per_step=2, async_ratio=1.0, stale_policy=stale_policy)
     staleness, next_group = [], 0
     for version in range(20):
         while buffer.num_free_places():

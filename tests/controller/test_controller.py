@@ -43,7 +43,7 @@ class Session:
 def session(
     tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1, model="fine", transport="shm", **options
 ):
-    defaults = {"groups_per_step": 2, "group_size": 2, "rollout_timeout_s": 20.0, "startup_timeout_s": 30.0}
+    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 30.0}
     config = Config(**{**defaults, **options})
     workers = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers))
     prompts = PromptSource(
@@ -136,9 +136,9 @@ def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
 
 
 def test_a_worker_that_dies_too_often_ends_the_run(tmp_path):
-    with session(tmp_path, answers=lambda i: "die always" if i > 1 else "ok", max_worker_restarts=1) as s:
+    with session(tmp_path, answers=lambda i: "die always" if i > 1 else "ok") as s:
         s.publish(0)
-        with pytest.raises(WorkerDied, match=r"exited with code 3(.|\n)*all 1 restarts"):
+        with pytest.raises(WorkerDied, match=r"exited with code 3(.|\n)*the last of 3 restarts"):
             for step in range(1, 4):
                 s.controller.take_batch()
                 s.publish(step)
@@ -163,22 +163,22 @@ def test_a_worker_that_was_up_and_died_before_any_response_is_not_said_to_have_f
 def test_a_worker_that_hangs_at_its_start_is_said_to_be_running(tmp_path):
     with (
         pytest.raises(WorkerDied, match=r"not ready 2 s after its start .* is still running and did not answer"),
-        session(tmp_path, model="mute", startup_timeout_s=2.0),
+        session(tmp_path, model="mute", timeout_s=2.0),
     ):
         pass
 
 
 def test_a_wait_that_is_too_long_ends_with_the_state_of_everything(tmp_path, capfd):
-    with session(tmp_path, answers=lambda i: "hang", rollout_timeout_s=1.0) as s:
+    with session(tmp_path, answers=lambda i: "hang", timeout_s=1.0) as s:
         s.publish(0)
         with pytest.raises(RuntimeError, match=r"waited 1 s for a batch.*worker 0 ready v0 running 8"):
             s.controller.take_batch()
     assert "Thread" in capfd.readouterr().err, "the trainer's own stacks are dumped"
 
 
-@pytest.mark.parametrize("options", [{}, {"over_sampling": 3.0, "max_resumes": 1}])
+@pytest.mark.parametrize("options", [{}, {"over_sampling": 6.0}])
 def test_a_batch_that_can_never_come_is_an_error_at_once(tmp_path, options):
-    with session(tmp_path, async_ratio=0.0, rollout_timeout_s=60.0, **options) as s:
+    with session(tmp_path, async_ratio=0.0, timeout_s=60.0, **options) as s:
         s.publish(0)
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"a batch can never come: nothing runs.*worker 0.*groups_issued"):
@@ -345,7 +345,7 @@ def test_with_batch_scheduling_a_filtered_round_is_followed_by_another(tmp_path)
 
 def test_the_barrier_opens_when_every_running_ticket_of_every_worker_waits_there(tmp_path):
     answers = lambda i: "barrier" if i < 2 else "ok"  # noqa: E731
-    with session(tmp_path, answers=answers, env_barrier=True, num_workers=2, async_ratio=1.0) as s:
+    with session(tmp_path, answers=answers, scheduling="lockstep", num_workers=2, async_ratio=1.0) as s:
         s.publish(0)
         s.controller.take_batch()
         s.publish(1)
@@ -393,7 +393,7 @@ def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_p
 @pytest.mark.parametrize("model", ["fine", "dies at version 2", "dies while it receives version 2"])
 def test_weights_are_sent_to_each_worker_when_it_is_ready_for_them(tmp_path, model):
     """A fake worker compares what it receives with the version, so one that is wrong dies for good."""
-    with session(tmp_path, num_workers=2, model=model, transport="nccl", max_worker_restarts=2) as s:
+    with session(tmp_path, num_workers=2, model=model, transport="nccl") as s:
         s.publish(0)
         for step in range(1, 5):
             s.controller.take_batch()
@@ -417,7 +417,7 @@ def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_ev
 
 @pytest.mark.parametrize("options", [{"colocate": "sleep"}, {"over_sampling": 2.0, "on_update": "resume"}])
 def test_what_stands_goes_on_although_a_late_version_is_published_again(tmp_path, options):
-    with session(tmp_path, async_ratio=0.0, publish_delay=2, rollout_timeout_s=5.0, **options) as s:
+    with session(tmp_path, async_ratio=0.0, publish_delay=2, timeout_s=5.0, **options) as s:
         for step in range(5):
             s.publish(max(0, step - 2), trainer_version=step)
             s.controller.take_batch()

@@ -16,6 +16,7 @@ from cluster.placement import Placement, WorkerPlacement
 from config import Config
 from controller.controller import Controller
 from controller.tickets import PromptSource
+from controller.workers import MAX_RESTARTS
 from data.messages import Finished, Updated
 from data.tasks import Problem
 from weights.transport import Announcement, Staged, TwoBuffers
@@ -35,22 +36,18 @@ def draw_options(rng):
         "group_size": group_size,
         "advantage": "grpo" if group_size > 1 else "reinforce",
         "async_ratio": 0.0 if over_sampling > 1 else rng.choice([0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0]),
-        "stale_policy": rng.choice(["wait", "wait", "drop"]),
+        "stale_policy": rng.choice(["wait", "wait", "wait", "drop", "gate"]),
         "publish_delay": rng.choice([0, 0, 1, 2, 3]),
         "on_update": rng.choice(["keep", "recompute", "resume", "restart", "wait"]),
-        "admission": rng.choice(["ledger", "ledger", "ledger", "gate"]),
-        "scheduling": rng.choice(["queue", "queue", "batch"]),
+        "scheduling": rng.choice(["queue", "queue", "batch", "lockstep"]),
         "replicate_prompts": rng.random() < 0.7,
         "drop_zero_variance": group_size > 1 and rng.random() < 0.25,  # of one response alone none would be left
         "extra_groups": rng.choice([0, 0, 0, 1, 3]),
         "extra_members": rng.choice([0, 0, 0, 1, 2]),
         "over_sampling": over_sampling,
-        "max_resumes": rng.randint(1, 4),
         "max_running_requests": rng.choice([1, 2, 3, 16]),
         "task": rng.choice(["addition", "guess_number"]),
-        "env_barrier": rng.random() < 0.2,
         "eval_every": rng.choice([0, 1, 2, 3]),
-        "max_worker_restarts": rng.randint(0, 3),
     }
 
 
@@ -100,7 +97,7 @@ class Walk:
         self.controller = Controller(config, WalkWorkers(self, config, placement), tickets, self._record)
         self.controller.launch()
         self.weights = {}
-        self.deaths_left = config.max_worker_restarts
+        self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.version, self.trainer, self.evaluations = 0, "connecting", []
 
     # Events
@@ -158,7 +155,7 @@ class Walk:
         elif isinstance(message, Updated):
             self.oracle.discard(message.sampled.discarded)
         self.controller.on_message(worker, message)
-        if self.config.scheduling == "queue":
+        if self.config.scheduling != "batch":
             for other in self.controller.workers:
                 assert other.process.num_given <= self.config.max_running_requests
 
@@ -230,10 +227,10 @@ def test_in_any_order_of_events_and_with_any_options_the_promises_hold(chunk):
 
 
 def test_a_worker_that_still_loads_a_version_when_it_is_announced_again_is_woken():
-    options = {"async_ratio": 0.0, "over_sampling": 2.0, "publish_delay": 1, "max_worker_restarts": 0}
+    options = {"async_ratio": 0.0, "over_sampling": 2.0, "publish_delay": 1}
     config = Config(groups_per_step=1, group_size=1, advantage="reinforce", eval_every=0, **options).checked()
     walk = Walk(config, 2, 0, random.Random(0))
-    walk.failure_share = 0.0
+    walk.failure_share, walk.deaths_left = 0.0, 0
     with ExitStack() as stack:
         stack.callback(walk.controller.stop)
         while walk.version < 1 or walk.trainer != "waiting":

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from data.latency import Delay, LatencyLaw
+from scripts.latency import Delay, LatencyLaw
 
 
 @pytest.mark.parametrize(

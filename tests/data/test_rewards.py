@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data.rewards import RewardError, RewardPool, score
+from data.rewards import score
+from engine.reward_pool import RewardError, RewardPool
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.5

@@ -10,12 +10,13 @@ import pytest
 
 from config import Config
 from data.environments import TextEnvironment, make_environment
-from data.latency import LatencyLaw
 from data.records import Ticket
-from data.rewards import RewardError
 from data.tiny_agent import build_tokenizer
-from engine.episode import CallThreads, Delayed, EnvironmentFailed, EnvironmentPool, EnvManager, MultiTurn, SingleTurn
+from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
+from engine.episode import EnvManager
 from engine.proxy import Completion
+from engine.reward_pool import RewardError
+from scripts.latency import Delayed, LatencyLaw
 
 TOKENIZER = build_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -176,7 +177,7 @@ class Unspeakable(Exception):
         (stepped(observation="up\ud800"), r"the observation has '\ud800' at character 2, expected text without"),
         (
             stepped(observation="higher" * 2_000_000),
-            "the observation has 12000000 characters, at most 1000000",
+            "the observation has 12000000 characters, at most 100000",
         ),
         ({"reset": ("higher" * 2_000_000, {})}, "the observation has 12000000 characters, at most 1000000"),
         (stepped(reward="1.0"), "the reward is '1.0', expected one finite number"),
@@ -311,7 +312,7 @@ class Instant:
 
 
 def test_simulated_latency_is_scaled_and_waited_for_before_the_step():
-    delayed = Delayed(Instant(), LatencyLaw.parse("constant:10"), 0.02, timeout_s=5.0, seed=0)
+    delayed = Delayed(Instant(), LatencyLaw.parse("constant:10 scale:0.02"), timeout_s=5.0, seed=0)
     start = time.monotonic()
     assert asyncio.run(delayed.step([1])) == "stepped"
     assert 0.2 <= time.monotonic() - start < 2
@@ -319,7 +320,7 @@ def test_simulated_latency_is_scaled_and_waited_for_before_the_step():
 
 @pytest.mark.parametrize(("law", "reason"), [("fail:1", "crash|timed out"), ("constant:9", "timed out after 0.1 s")])
 def test_simulated_failures_fail_as_real_ones_do(law, reason):
-    delayed = Delayed(Instant(), LatencyLaw.parse(law), 1.0, timeout_s=0.1, seed=0)
+    delayed = Delayed(Instant(), LatencyLaw.parse(law), timeout_s=0.1, seed=0)
     with pytest.raises(EnvironmentFailed, match=reason):
         asyncio.run(delayed.step([1]))
 

@@ -371,7 +371,7 @@ def test_an_engine_that_sleeps_is_woken_before_it_is_told_to_receive_and_only_th
 
 
 def test_an_update_that_does_not_end_is_an_error_that_names_it():
-    proxy = LLMProxy(Config(rollout_timeout_s=0.1), OlderEngine(stuck=True), [])
+    proxy = LLMProxy(Config(timeout_s=0.1), OlderEngine(stuck=True), [])
     with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
         asyncio.run(proxy.update(3, [{}]))
 

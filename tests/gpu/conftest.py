@@ -23,8 +23,7 @@ OPTIONS = {
     "eval-every": 2,
     "eval-problems": 16,
     "warmup": 0,
-    "startup-timeout-s": 300,
-    "rollout-timeout-s": 120,
+    "timeout-s": 300,
 }
 _finished: dict[str, list[dict]] = {}
 """Metrics of the jobs that ended well, by name, for the table."""

@@ -25,9 +25,9 @@ CHUNK_ROWS = 1024
 OPTIONS = {
     "plain": {},
     "large_chunks": {},
-    "activation_checkpointing": {"activation_checkpointing": True},
+    "activations": {"save_memory": ("activations",)},
     "compile": {"compile": True},
-    "optimizer_offload": {"optimizer_offload": True},
+    "optimizer": {"save_memory": ("optimizer",)},
 }
 
 
@@ -88,7 +88,7 @@ def test_three_chunks_of_logits_more_cost_three_times_their_bytes_each(found):
 
 def test_checkpointing_and_offload_lower_the_peak(found):
     plain = found["plain"]
-    assert found["activation_checkpointing"].peak_gib < plain.peak_gib
+    assert found["activations"].peak_gib < plain.peak_gib
     of_weights = 16 * plain.num_parameters / GIB  # float32 weight, gradient and two moments
     # The gradient is not yet there, or no longer, at every peak; 12 bytes are.
-    assert plain.peak_gib - found["optimizer_offload"].peak_gib > 0.6 * of_weights
+    assert plain.peak_gib - found["optimizer"].peak_gib > 0.6 * of_weights

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from data.latency import LatencyLaw
 from data.records import Ticket
 from scripts import simulate as script
+from scripts.latency import LatencyLaw
 from scripts.simulation import measure, report, scale, theory
 from scripts.simulation.clock import Clock
 from scripts.simulation.cluster import Case, Cluster, simulate
@@ -111,7 +111,9 @@ def test_a_barrier_costs_the_slowest_of_each_turn():
     workload = Workload(LAW, turns, prompt_tokens=0)
     times = {}
     for barrier in (False, True):
-        one = case({"env_barrier": barrier}, workload, 1, steady(100), steps=1, warmup=0, sync_s=0.0)
+        one = case(
+            {"scheduling": "lockstep" if barrier else "queue"}, workload, 1, steady(100), steps=1, warmup=0, sync_s=0.0
+        )
         times[barrier] = simulate(one).rollout_s
     draws = []
     for group, member in itertools.product(range(3), range(4)):
@@ -131,7 +133,7 @@ ARMS = {
     "one request": {"replicate_prompts": False, "async_ratio": 1.0},
     "redundant": {"extra_groups": 2, "extra_members": 1, "drop_zero_variance": True},
     "over-sampling": {"over_sampling": 2.0, "on_update": "resume"},
-    "gate": {"async_ratio": 2.0, "admission": "gate", "on_update": "recompute"},
+    "gate": {"async_ratio": 2.0, "stale_policy": "gate", "on_update": "recompute"},
     "late": {"publish_delay": 2},
 }
 

@@ -27,11 +27,11 @@ from trainer.policy import shard
 CHUNK_ROWS = 7
 OPTIONS = {
     "plain": {},
-    "checkpointing": {"activation_checkpointing": True},
-    "offload": {"optimizer_offload": True},
-    "both": {"activation_checkpointing": True, "optimizer_offload": True},
+    "checkpointing": {"save_memory": ("activations",)},
+    "offload": {"save_memory": ("optimizer",)},
+    "both": {"save_memory": ("activations", "optimizer")},
     "share_prefix": {"share_prefix": True},
-    "share_prefix_checkpointing": {"share_prefix": True, "activation_checkpointing": True},
+    "share_prefix_checkpointing": {"share_prefix": True, "save_memory": ("activations",)},
 }
 
 
@@ -86,8 +86,8 @@ def test_checkpointing_and_offload_change_no_bit_of_the_loss_trace_nor_of_the_we
 
 def test_checkpointing_runs_every_layer_a_second_time(model):
     counts = []
-    for checkpointing in (False, True):
-        policy = load(make_config(model, activation_checkpointing=checkpointing, kl_coef=0.0))
+    for save_memory in ((), ("activations",)):
+        policy = load(make_config(model, save_memory=save_memory, kl_coef=0.0))
         calls = []
         for layer in policy.module.model.model.layers:
             layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
@@ -97,7 +97,7 @@ def test_checkpointing_runs_every_layer_a_second_time(model):
 
 
 def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_float32(model):
-    policy = load(make_config(model, optimizer_offload=True))
+    policy = load(make_config(model, save_memory=("optimizer",)))
     policy.train_step([[random_sequences(3)]], policy_version=12)
     assert policy.module._get_fsdp_state()._fsdp_param_group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
     for parameter in policy.module.parameters():
@@ -136,7 +136,7 @@ def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_la
     """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    options = {"activation_checkpointing": True, "kl_coef": 0.0}
+    options = {"save_memory": ("activations",), "kl_coef": 0.0}
     metrics, weights = trace(make_config(five_layers, **options), steps=3, budget=1000)
     compiled, compiled_weights = trace(make_config(five_layers, **options, compile=True), steps=3, budget=1000)
     for mine, expected in zip(compiled, metrics, strict=True):
