@@ -56,8 +56,8 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
         (
             ["--over-sampling", "5.5", "--async-ratio", "0", "--groups-per-step", "32"],
-            "does not go with at most 4 resumes of a response: 176 groups are started for batches of 32, so the last are "
-            "suspended ⌈176 / 32⌉ − 1 = 5 times",
+            "does not go with at most 4 resumes of a response: 176 groups are started for batches of 32, so the last "
+            "are suspended ⌈176 / 32⌉ − 1 = 5 times",
         ),
         (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
         (["--no-replicate-prompts", "--group-size", "300"], "--max-running-requests 256 below --group-size 300"),
