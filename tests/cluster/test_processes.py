@@ -23,7 +23,7 @@ def test_torchruns_variables_are_taken_out_and_nothing_else():
 
 def test_a_process_ends_with_its_parent():
     child = (
-        "import os, time; from processes import exit_with_parent\n"
+        "import os, time; from cluster.processes import exit_with_parent\n"
         "exit_with_parent(0.05); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = start(f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)")
@@ -61,7 +61,7 @@ def test_nobody_waits_for_a_process_that_has_ended_and_is_not_missed_yet():
 
 def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
     code = (
-        "import gc, weakref; from processes import freeze_garbage\n"
+        "import gc, weakref; from cluster.processes import freeze_garbage\n"
         "class Ring:\n"
         "    def __init__(self): self.itself = self\n"
         "old, before = Ring(), len(gc.get_objects()); freeze_garbage()\n"

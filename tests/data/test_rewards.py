@@ -178,7 +178,7 @@ def test_close_ends_the_processes_whatever_they_are_doing():
 PARENT = """
 import asyncio, multiprocessing, sys, turtledemo
 sys.path.insert(0, {here!r})
-from data.rewards import RewardPool
+from engine.reward_pool import RewardPool
 from test_rewards import misbehave
 
 async def ask(end):

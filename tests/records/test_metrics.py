@@ -130,7 +130,6 @@ def test_a_step_in_which_no_worker_reported_says_nothing_of_them():
 def test_what_the_advisor_is_told_of_a_step():
     quick, slow = (dataclasses.replace(make_trajectory(0, i), started_at=1.0, ended_at=2.0 + 2 * i) for i in (0, 1))
     metrics = {"time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 50}
-    measured = {"worker_time": Counter(decoding=1_500_000_000), "sampled": SampledTokens(new=40)}
-    step = step_times([Group(0, (quick, slow))], metrics, measured, previous_tokens=20)
+    step = step_times([Group(0, (quick, slow))], metrics, decoding_s=1.5, sampled=40, previous_tokens=20)
     assert (step.busy_s, step.decoding_s, step.sampled, step.generated) == (1.5, 1.5, 40, 30)
     assert (step.response_mean_s, step.response_max_s) == (2.0, 3.0)

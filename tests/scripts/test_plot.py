@@ -1,6 +1,7 @@
 """The summary and the figure of runs, from records as a run writes them."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from controller.evaluation import evaluation_metrics
 from data.messages import SampledTokens
 from data.records import Group, Trajectory
-from records.metrics import batch_metrics, rollout_metrics
+from records.metrics import RolloutReport, batch_metrics, rollout_metrics
 from scripts import plot
 
 
@@ -41,18 +42,13 @@ class Evaluated:
 def step_line(step, reward, evaluation=None):
     """One line of metrics.jsonl: 4 samples, 2 s of which 0.5 s waiting, 100 tokens, one step stale after the first."""
     groups = [Group(0, tuple(trajectory(reward, max(0, step - 2)) for _ in range(4)))]
-    measured = {
-        "ledger": {"tokens_generated": 100 * step},
-        "pause_s": [0.1],
-        "num_restarts": 0,
-        "sampled": SampledTokens(new=100),
-    }
+    report = RolloutReport([0.1], SampledTokens(new=100), Counter(), Counter(tokens_generated=100 * step), 0)
     return {
         "step": step,
         "samples": 4 * step,
         **batch_metrics(groups, policy_version=step - 1),
         **evaluation_metrics([evaluation] if evaluation else []),
-        **rollout_metrics(measured, 100 * (step - 1), 2.0),
+        **rollout_metrics(report, 100 * (step - 1), 2.0),
         "time/wait_s": 0.5,
         "time/train_s": 1.0,
         "time/publish_s": 0.5,

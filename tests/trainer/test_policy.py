@@ -478,7 +478,7 @@ import resource, signal, sys
 import torch, torch.distributed as dist
 from algos import KL_ESTIMATORS, LOSSES
 from config import Config
-from policy import load_policy
+from trainer.policy import load_policy
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 policy = load_policy(Config(model=sys.argv[1]), sys.argv[1], torch.device("cpu"))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -522,7 +522,7 @@ def test_an_argument_that_the_loss_does_not_take_ends_the_job_before_it_makes_an
 
     with (
         pytest.raises(ValueError, match=r"^--algo-args cap=2: --algo grpo takes clip_low, clip_high, dual_clip$"),
-        start_node(Config(model="/no/such/folder", algo_args=("cap=2",), runs_dir=str(tmp_path / "runs"))),
+        start_node(Config(model="/no/such/folder", algo_args=("cap=2",), runs_dir=str(tmp_path / "runs")), None),
     ):
         pass
     assert not (tmp_path / "runs").exists()
