@@ -223,26 +223,26 @@ class Session:
         """Time `steps` rollout steps and say what was done in them."""
         for _ in range(math.ceil(self.config.async_ratio)):
             self.step()  # it waits already
-        start, first_version, earlier = time.monotonic(), self.version, self.controller.drain()
+        start, first_version, earlier = time.monotonic(), self.version, self.controller.take_report()
         self.update_s.clear()
         batches = [self.step()]
-        first = self.controller.drain()
+        first = self.controller.take_report()
         batches += [self.step() for _ in range(steps - 1)]
         seconds = time.monotonic() - start
         if counts_sampled:
             self.step()  # workers say at an update what they have sampled since the one before
         self.wait_until_idle()
-        rest = self.controller.drain()
+        rest = self.controller.take_report()
         return {
             "seconds": seconds,
             "seconds_per_step": seconds / steps,
             **trained(batches, first_version, seconds),
-            "pause_s": statistics.fmean(first["pause_s"] + rest["pause_s"]),
+            "pause_s": statistics.fmean(first.pauses_s + rest.pauses_s),
             "update_s": statistics.fmean(self.update_s),
-            "discarded_per_step": (first["sampled"].discarded + rest["sampled"].discarded) / steps,
+            "discarded_per_step": (first.sampled.discarded + rest.sampled.discarded) / steps,
             "recomputed_per_step": self._recomputed(batches) / steps,
-            "ledger": _increase(earlier["ledger"], rest["ledger"]),
-            **(_sampled(rest["sampled"], seconds) if counts_sampled else {}),
+            "ledger": _increase(earlier.ledger, rest.ledger),
+            **(_sampled(rest.sampled, seconds) if counts_sampled else {}),
         }
 
     def _recomputed(self, batches: list[list[Group]]) -> int:

@@ -228,7 +228,7 @@ class Simulation:
             generated_tokens=last.generated - first.generated,
             resumed_tokens=last.resumed - first.resumed,
             num_trajectories=last.trajectories - first.trajectories,
-            ledger=self.controller.drain()["ledger"],
+            ledger=dict(self.controller.take_report().ledger),
         )
 
     def _busy(self) -> tuple[float, float]:
@@ -269,7 +269,7 @@ class Simulation:
 
     def _end_step(self) -> None:
         self._version += 1
-        self.controller.drain()  # checks the ledger
+        self.controller.take_report()  # checks the ledger
         self._publish()
 
     def _step(self, batch: list[Group]) -> Step:

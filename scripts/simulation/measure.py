@@ -85,7 +85,7 @@ class TimedSimulation(Simulation):
     def __init__(self, case: Case, run: RunDirectory):
         self.controller_s = 0.0
         super().__init__(case, run.record)
-        self.workers.connect(self._timed_message, self._on_handled)
+        self.workers.launch(self._timed_message, None)
 
     def _timed(self, function: Callable, *arguments):
         start = time.thread_time()

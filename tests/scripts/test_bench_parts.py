@@ -79,7 +79,7 @@ def test_the_queue_alone_consumes_all_groups_of_all_steps(tmp_path, model_path):
     )
     with bench_parts_job.echoing(config, per_message=3) as loop:
         measured = loop.measure(steps=5)
-        ledger = loop.node.controller.drain()["ledger"]
+        ledger = loop.node.controller.take_report().ledger
     assert ledger["groups_consumed"] == 10 and loop.version == 5
     assert measured["cpu_us"] > 0 and measured["wall_us"] > 0
 
