@@ -3,8 +3,9 @@
 import numpy as np
 
 from config import Config
-from controller.buffer import DropReason, SampleBuffer
+from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
+from controller.ledger import DropReason
 from controller.tickets import TicketSource
 from data.records import Group, Trajectory
 

@@ -14,7 +14,7 @@ import pytest
 from real_job import ROOT, Job, assert_nothing_is_left, run_job, start_job
 from tiny_policy import save_byte_llama, save_unservable_model
 
-from controller.buffer import DROP_REASONS
+from controller.ledger import DROP_REASONS
 from data.models import resolve_model
 from records.batches import weights_sha256
 
