@@ -16,7 +16,6 @@ from config import Config
 from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
 from controller.evaluation import Evaluations, evaluation_metrics
-from controller.gathering import Gatherer
 from controller.journal import RolloutRecords
 from controller.tickets import TicketSource
 from controller.workers import Worker, Workers
@@ -61,7 +60,6 @@ class Controller:
         self.buffer = SampleBuffer(config.bounds(num_nodes))
         self._changed = threading.Condition()
         self.dispatcher = Dispatcher(config, self.workers, self.buffer, tickets)
-        self.gatherer = Gatherer(config, self.buffer, self.dispatcher, tickets)
         self.evaluations = Evaluations()
         self.records = RolloutRecords(record)
         self._announced: Announcement | None = None
@@ -124,7 +122,7 @@ class Controller:
                     worker.take_back(ticket_id)
                 for trajectory in trajectories:
                     self._on_trajectory(trajectory)
-                self.gatherer.drop_expired()
+                self.dispatcher.drop_expired()
             case Waiting(ticket_ids):
                 self.dispatcher.arrive_at_barrier(ticket_ids)
             case Receiving():
@@ -185,7 +183,7 @@ class Controller:
         if trajectory.is_evaluation:
             self._on_evaluated(trajectory)
         else:
-            self.gatherer.add(trajectory)
+            self.dispatcher.add(trajectory)
 
     def _on_evaluated(self, trajectory: Trajectory) -> None:
         ended = self.evaluations.add(trajectory)
@@ -215,11 +213,11 @@ class Controller:
         """
         with self._changed:
             self.clock.enter("wait" if self.evaluations.deferred is None else "evaluate")
-            batch = self.gatherer.take()
+            batch = self.dispatcher.take_batch()
             if batch is None:
                 return None
             self.workers.restarts_since_batch = 0
-            self.gatherer.drop_expired()
+            self.dispatcher.drop_expired()
             self._suspend_rest()
             self._fill()
             if self.config.colocate == "sleep":
@@ -344,7 +342,7 @@ class Controller:
             if worker.ready and worker.updating is None and worker.owed:
                 self._send_update(worker)
         self.buffer.publish(announcement.trainer_version)
-        self.gatherer.drop_expired()
+        self.dispatcher.drop_expired()
         if announcement.evaluate:
             self._start_evaluation(announcement.version)
         self._fill()

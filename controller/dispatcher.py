@@ -1,134 +1,116 @@
-"""Which groups start, and which ticket goes to which rollout worker, and when.
+"""Which groups start and which are given up, and which rollout worker gets each ticket, and when.
 
 `queue` hands each ticket to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345,
 queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, in rounds.
 """
 
-import heapq
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections import defaultdict
+
+import numpy as np
 
 from config import Config
 from controller.buffer import SampleBuffer
-from controller.tickets import TicketSource
-from controller.workers import Worker, Workers
+from controller.ledger import DropReason
+from controller.tickets import TicketQueue, TicketSource
+from controller.workers import Workers
 from data.messages import Abort, Hold, HoldReason, Proceed, Tickets
-from data.records import Ticket
+from data.records import Group, Ticket, Trajectory
 
-
-class TicketQueue:
-    """Tickets that no worker has yet, in order."""
-
-    def __init__(
-        self,
-        scheduling: Literal["queue", "batch"],
-        max_running_requests: int,
-        min_version: Callable[[Ticket], int] = lambda ticket: ticket.min_version,
-    ):
-        """`min_version(ticket)`: version that a worker must have been sent to start it."""
-        self.scheduling, self.max_running_requests = scheduling, max_running_requests
-        self.min_version = min_version
-        self._tickets: deque[Ticket] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    @property
-    def has_training_tickets(self) -> bool:
-        """Whether a ticket waits that is not of an evaluation."""
-        return any(not ticket.is_evaluation for ticket in self._tickets)
-
-    def append(self, tickets: list[Ticket]) -> None:
-        """Put tickets at the end."""
-        self._tickets.extend(tickets)
-
-    def put_first(self, tickets: list[Ticket]) -> None:
-        """Put tickets before all others, in their order."""
-        self._tickets.extendleft(reversed(tickets))
-
-    def remove_group(self, group_id: int) -> None:
-        """Take out the tickets of a group."""
-        self._tickets = deque(ticket for ticket in self._tickets if ticket.group_id != group_id)
-
-    def assign(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load."""
-        if self.scheduling == "batch":
-            yield from self._assign_in_advance(workers)
-        else:
-            yield from self._assign_to_free(workers)
-
-    def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Each ticket to the least loaded worker that may start it; a heap, as workers and tickets can be thousands."""
-        if not self._tickets:
-            return
-        most = self.max_running_requests
-        loads = [(worker.num_running, place) for place, worker in enumerate(workers) if worker.num_running < most]
-        heapq.heapify(loads)
-        while self._tickets:
-            ticket, passed_over = self._tickets[0], []
-            while loads and not workers[loads[0][1]].can_start(self.min_version(ticket)):
-                passed_over.append(heapq.heappop(loads))
-            if not loads or loads[0][0] + ticket.num_members > most:
-                return
-            worker = workers[loads[0][1]]
-            yield worker, self._tickets.popleft()
-            heapq.heapreplace(loads, (worker.num_running, loads[0][1]))
-            for load in passed_over:
-                heapq.heappush(loads, load)
-
-    def _assign_in_advance(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Free slots do not count: the engine keeps what it cannot run yet."""
-        waiting, self._tickets = self._tickets, deque()
-        for ticket in waiting:
-            index = ticket.member if ticket.is_evaluation else ticket.group_id
-            worker = workers[index % len(workers)]
-            if worker.can_start(self.min_version(ticket)):
-                yield worker, ticket
-            else:
-                self._tickets.append(ticket)
+MIN_FAILED_IN_A_ROW = 20
+"""Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
 
 
 class Dispatcher:
-    """Admits groups while there are places for them, sends their tickets out, and opens the barrier between turns."""
+    """Admits groups while there are places for them, sends their tickets out, takes their trajectories in, and drops
+    groups: failed, without variance, stale or not needed."""
 
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
         self.queue = TicketQueue(config.scheduling, config.max_running_requests, self._min_version)
         self._at_barrier: set[int] = set()
+        self._failed_in_a_row = 0
 
-    def _min_version(self, ticket: Ticket) -> int:
-        """That of its group may have risen: with several workers one has newer weights before another."""
-        if ticket.is_evaluation:
-            return ticket.min_version
-        return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
+    # Groups
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Take in a trajectory of a training group. Raises RuntimeError if nothing succeeds any more."""
+        if trajectory.finish_reason == "failed":
+            if not self.buffer.add_failed(trajectory):
+                self._on_failed_group(trajectory)
+        elif group := self.buffer.add(trajectory):
+            self._failed_in_a_row = 0
+            if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
+                self._drop(group.group_id, "filtered")
+            elif self.config.extra_members:
+                self._abort(group.group_id)
+
+    def _on_failed_group(self, trajectory: Trajectory) -> None:
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.bounds.max_outstanding):
+            raise RuntimeError(
+                f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
+                "mend the environment or reward, or raise --env-timeout-s if it is only slow"
+            )
+        self._drop(trajectory.group_id, "failed")
+
+    def drop_expired(self) -> None:
+        """Drop, under `drop`, the groups that are too old for every later batch."""
+        for group_id in self.buffer.expired():
+            self._drop(group_id, "stale")
+
+    def take_batch(self) -> list[Group] | None:
+        """Take the next batch, having dropped what it need not wait for; or return None while it must be waited for."""
+        for group_id in self.buffer.surplus():
+            self._drop(group_id, "aborted")
+        batch = self.buffer.take()
+        for group in batch or ():
+            self.tickets.forget(group.group_id)
+        return batch
+
+    def _drop(self, group_id: int, reason: DropReason) -> None:
+        """Drop a group; a problem that only came late is issued again, so that slow problems are not starved."""
+        self.buffer.drop(group_id, reason)
+        self._abort(group_id)
+        if reason in ("stale", "aborted"):
+            self.tickets.put_back(group_id)
+        else:
+            self.tickets.forget(group_id)
+
+    def _abort(self, group_id: int) -> None:
+        """End what still runs or waits for a group."""
+        self.queue.remove_group(group_id)
+        for worker in self.workers:
+            running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
+            if running:
+                worker.process.send(Abort(running))
+
+    # Tickets
 
     def fill(self) -> None:
         """Admit groups, unless the round of a batch is still running, and send out what can start."""
         while self.buffer.num_free_places() > 0 and not self._round_is_running():
-            self._admit_all()
-        self.send_out()
+            for _ in range(self.buffer.num_free_places()):
+                group_id = self.tickets.next_group_id()
+                self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
+        self._send_out()
         self._open_barrier()
 
-    def _admit_all(self) -> None:
-        for _ in range(self.buffer.num_free_places()):
-            group_id = self.tickets.next_group_id()
-            self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
+    def _min_version(self, ticket: Ticket) -> int:
+        """Version a worker needs before it may start this ticket: with several workers one has newer weights before
+        another, and the first to start a member of a group sets the version for the other members."""
+        if ticket.is_evaluation:
+            return ticket.min_version
+        return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
 
     def _round_is_running(self) -> bool:
         return self.config.scheduling == "batch" and bool(self.queue.has_training_tickets or self._running_tickets())
 
     def _running_tickets(self) -> set[int]:
-        """Tickets of training groups that workers have."""
-        return {
-            ticket.ticket_id
-            for worker in self.workers
-            for ticket in worker.running.values()
-            if not ticket.is_evaluation
-        }
+        """Ids of the tickets of training groups that workers have."""
+        running = (ticket for worker in self.workers for ticket in worker.running.values())
+        return {ticket.ticket_id for ticket in running if not ticket.is_evaluation}
 
-    def send_out(self) -> None:
-        """Send the tickets that can start to their workers."""
+    def _send_out(self) -> None:
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
         for worker, ticket in self.queue.assign(list(self.workers)):
             worker.give(ticket)
@@ -152,20 +134,12 @@ class Dispatcher:
             return "round"
         return "version" if len(self.queue) else why_full
 
-    def abort(self, group_id: int) -> None:
-        """End what still runs or waits for a group."""
-        self.queue.remove_group(group_id)
-        for worker in self.workers:
-            running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
-            if running:
-                worker.process.send(Abort(running))
-
     def arrive_at_barrier(self, ticket_ids: list[int]) -> None:
         """Note that these tickets wait for all others."""
         self._at_barrier.update(ticket_ids)
 
     def _open_barrier(self) -> None:
-        """If every running trajectory waits at the barrier, on whichever worker, let all go on."""
+        """Let all go on if every running trajectory, on whichever worker, waits at the barrier."""
         if not self._at_barrier:
             return
         still_to_come = self.config.scheduling == "batch" and self.queue.has_training_tickets

@@ -1,12 +1,15 @@
-"""Tickets: which problem comes next, as tokens, with which sampling seed."""
+"""Tickets: which problem comes next, as tokens, with which sampling seed; and the queue in which tickets wait."""
 
+import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from config import Config
+from controller.workers import Worker
 from data.records import EVALUATION_GROUP, Ticket
 from data.tasks import Problem
 
@@ -123,3 +126,71 @@ class TicketSource:
                 f"The prompt begins {problem.prompt[:60]!r}"
             )
         return tokens
+
+
+class TicketQueue:
+    """Tickets that no worker has yet, in order."""
+
+    def __init__(
+        self,
+        scheduling: Literal["queue", "batch"],
+        max_running_requests: int,
+        min_version: Callable[[Ticket], int] = lambda ticket: ticket.min_version,
+    ):
+        """`min_version(ticket)` is the version that a worker must have been sent to start the ticket."""
+        self.scheduling, self.max_running_requests, self.min_version = scheduling, max_running_requests, min_version
+        self._tickets: deque[Ticket] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def has_training_tickets(self) -> bool:
+        """Whether a ticket of a training group waits."""
+        return any(not ticket.is_evaluation for ticket in self._tickets)
+
+    def append(self, tickets: list[Ticket]) -> None:
+        """Put tickets at the end."""
+        self._tickets.extend(tickets)
+
+    def put_first(self, tickets: list[Ticket]) -> None:
+        """Put tickets before all others, in their order."""
+        self._tickets.extendleft(reversed(tickets))
+
+    def remove_group(self, group_id: int) -> None:
+        """Take out the tickets of a group."""
+        self._tickets = deque(ticket for ticket in self._tickets if ticket.group_id != group_id)
+
+    def assign(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load."""
+        return self._assign_in_advance(workers) if self.scheduling == "batch" else self._assign_to_free(workers)
+
+    def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Give each ticket to the least loaded worker that may start it; a heap, as there can be thousands of both."""
+        if not self._tickets:
+            return
+        most = self.max_running_requests
+        loads = [(worker.num_running, place) for place, worker in enumerate(workers) if worker.num_running < most]
+        heapq.heapify(loads)
+        while self._tickets:
+            ticket, passed_over = self._tickets[0], []
+            while loads and not workers[loads[0][1]].can_start(self.min_version(ticket)):
+                passed_over.append(heapq.heappop(loads))
+            if not loads or loads[0][0] + ticket.num_members > most:
+                return
+            worker = workers[loads[0][1]]
+            yield worker, self._tickets.popleft()
+            heapq.heapreplace(loads, (worker.num_running, loads[0][1]))
+            for load in passed_over:
+                heapq.heappush(loads, load)
+
+    def _assign_in_advance(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Split tickets evenly whatever slots are free: the engine keeps what it cannot run yet."""
+        waiting, self._tickets = self._tickets, deque()
+        for ticket in waiting:
+            index = ticket.member if ticket.is_evaluation else ticket.group_id
+            worker = workers[index % len(workers)]
+            if worker.can_start(self.min_version(ticket)):
+                yield worker, ticket
+            else:
+                self._tickets.append(ticket)

@@ -6,7 +6,8 @@ from test_tickets import make_source
 
 from config import Bounds, Config
 from controller.buffer import SampleBuffer
-from controller.dispatcher import Dispatcher, TicketQueue
+from controller.dispatcher import Dispatcher
+from controller.tickets import TicketQueue
 from controller.workers import Worker
 from data.records import Ticket
 
