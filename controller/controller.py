@@ -1,39 +1,24 @@
-"""The controller: hands tickets to rollout workers, gathers groups, announces weights, and keeps the workers alive.
+"""The controller: hands tickets to rollout workers, takes groups in, announces weights, and keeps the workers alive.
 
 It lives in the process of local trainer rank 0, and the ticket queue with it. The workers' reading threads and the
 trainer's thread meet at one condition, which guards all state.
 """
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from config import Config
+from controller.announcements import Announcements
 from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
 from controller.evaluation import Evaluations, evaluation_metrics
 from controller.journal import RolloutRecords
 from controller.tickets import TicketSource
+from controller.waiting import Changes
 from controller.workers import Worker, Workers
-from data.messages import (
-    Asleep,
-    Connect,
-    Finished,
-    HoldReason,
-    Probed,
-    Ready,
-    Receiving,
-    Sleep,
-    Stopped,
-    Suspend,
-    Update,
-    Updated,
-    Waiting,
-)
+from data.messages import Asleep, Finished, HoldReason, Probed, Ready, Receiving, Stopped, Updated, Waiting
 from data.records import Group, Ticket, Trajectory
 from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
@@ -56,13 +41,12 @@ class Controller:
         the groups of a step."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
-        self.transport = None
         self.buffer = SampleBuffer(config.bounds(num_nodes))
-        self._changed = threading.Condition()
-        self.dispatcher = Dispatcher(config, self.workers, self.buffer, tickets)
+        self.dispatcher = Dispatcher(config, workers, self.buffer, tickets)
+        self.announcements = Announcements(workers)
         self.evaluations = Evaluations()
         self.records = RolloutRecords(record)
-        self._announced: Announcement | None = None
+        self._changed = Changes(config.timeout_s, workers, self.announcements, self.describe)
         self._stopping = False
 
     # Life of the workers
@@ -72,7 +56,7 @@ class Controller:
         with self._changed:
             for index in range(self.workers.num_workers):
                 self.records.started(index)
-            self.workers.launch(self.on_message, self._on_thread_ended)
+            self.workers.launch(self.on_message, self._changed.on_thread_ended)
 
     def wait_until_ready(self) -> None:
         """Wait until all engines are up.
@@ -80,19 +64,13 @@ class Controller:
         Raises WorkerDied, with the worker's last log lines, if one ends or is not ready within the startup timeout.
         """
         with self._changed:
-            self._wait(lambda: not self.workers.starting, self.config.timeout_s, "workers to start")
+            self._changed.wait_until(lambda: not self.workers.starting, "workers to start")
 
     def connect(self, transport) -> None:
         """Give the engines the weight transport, when all are up."""
         self.wait_until_ready()
         with self._changed:
-            self.transport = transport
-            for worker in self.workers:
-                worker.process.send(Connect(transport.init_info(worker.index)))
-
-    def _on_thread_ended(self, _) -> None:
-        with self._changed:
-            self._changed.notify_all()
+            self.announcements.connect(transport)
 
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or on its death; called by the worker's reading thread."""
@@ -109,15 +87,11 @@ class Controller:
     def _act_on(self, worker: Worker, message) -> None:
         match message:
             case Ready(startup_s):
-                worker.ready = True
+                worker.start_up()
                 self.records.ready(worker.index, startup_s)
-                if self.transport is not None:  # a restart: the first ones are connected all together
-                    worker.process.send(Connect(self.transport.init_info(worker.index)))
-                if self._announced is not None:
-                    self._send_update(worker)
+                self.announcements.on_ready(worker)
             case Finished(trajectories, activity):
-                if activity is not None:
-                    self.records.active(worker.index, activity)
+                self.records.active(worker.index, activity)
                 for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
                     worker.take_back(ticket_id)
                 for trajectory in trajectories:
@@ -126,73 +100,56 @@ class Controller:
             case Waiting(ticket_ids):
                 self.dispatcher.arrive_at_barrier(ticket_ids)
             case Receiving():
-                self.transport.send(worker.index, worker.updating)
+                self.announcements.on_receiving(worker)
+            case Updated():
+                self.records.updated(worker.index, message)
+                self.buffer.count_discarded(message.sampled.discarded)
+                self.announcements.on_updated(worker)
             case Asleep():
-                worker.asleep = True
+                worker.fell_asleep()
             case Probed(version, logprobs):
                 self.records.probed(version, logprobs)
-            case Updated():
-                self._on_updated(worker, message)
             case Stopped(activity):
                 self.records.active(worker.index, activity)
-
-    def _on_updated(self, worker: Worker, message: Updated) -> None:
-        if message.activity is not None:
-            self.records.active(worker.index, message.activity)
-        self.records.updated(worker.index, message)
-        self.buffer.count_discarded(message.sampled.discarded)
-        self.transport.release(worker.updating)
-        worker.updating = None
-        if worker.owed:
-            self._send_update(worker)
 
     def _on_death(self, worker: Worker) -> None:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
         if self._stopping:
             return
         self.records.lost(worker.index)
-        if self.transport is not None:
-            self.transport.drop(worker.index)
-        if worker.updating is not None:
-            self.transport.release(worker.updating)
+        self.announcements.on_death(worker)
         self.workers.replace(worker)
         self.records.died(worker.index, worker.process.exit_code, len(worker.running))
         self.records.started(worker.index)
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
 
-    def _fill(self) -> None:
-        """Start what can start, nothing before the first weights are announced, and tell idle workers why they are."""
-        why_full: HoldReason = "weights"
-        if self._announced is not None:
-            self.dispatcher.fill()
-            why_full = "bound" if self.evaluations.deferred is None else "evaluation"
-        self.dispatcher.hold_idle(why_full)
-
     def _issue_again(self, ticket: Ticket) -> None:
+        """Issue a lost ticket again, unless its group was dropped or finished without it."""
         again = self.tickets.again(ticket)
         if ticket.is_evaluation:
             self.evaluations.running.issue_again(ticket, again)
         elif not self.buffer.is_running(ticket.group_id):
-            return  # its group was dropped or finished without it
+            return
         self.dispatcher.queue.put_first([again])
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
         self.records.trajectory(trajectory)
-        if trajectory.is_evaluation:
-            self._on_evaluated(trajectory)
-        else:
+        if not trajectory.is_evaluation:
             self.dispatcher.add(trajectory)
+        elif ended := self.evaluations.add(trajectory):
+            self.records.evaluated(ended)
+            if deferred := self.announcements.take_deferred():
+                self._announce(deferred)
 
-    def _on_evaluated(self, trajectory: Trajectory) -> None:
-        ended = self.evaluations.add(trajectory)
-        if ended is None:
-            return
-        self.records.evaluated(ended)
-        deferred = self.evaluations.take_deferred()
-        if deferred is not None:
-            self._announce(deferred)
+    def _fill(self) -> None:
+        """Start what can start, nothing before the first weights are announced, and tell idle workers why they are."""
+        why_full: HoldReason = "weights"
+        if self.announcements.newest is not None:
+            self.dispatcher.fill()
+            why_full = "bound" if self.announcements.deferred is None else "evaluation"
+        self.dispatcher.hold_idle(why_full)
 
     # Batches
 
@@ -204,7 +161,7 @@ class Controller:
         """
         what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
-            return self._wait(self.take_batch_if_ready, self.config.timeout_s, what, self._can_get_batch)
+            return self._changed.wait_until(self.take_batch_if_ready, what, self._can_get_batch)
 
     def take_batch_if_ready(self) -> list[Group] | None:
         """Take the next batch of groups, or return None while it must be waited for.
@@ -212,13 +169,16 @@ class Controller:
         An evaluation that holds back weights which were published keeps places taken, and is what is waited for.
         """
         with self._changed:
-            self.clock.enter("wait" if self.evaluations.deferred is None else "evaluate")
+            self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
             batch = self.dispatcher.take_batch()
             if batch is None:
                 return None
             self.workers.restarts_since_batch = 0
             self.dispatcher.drop_expired()
-            self._suspend_rest()
+            if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
+                for worker in self.workers:
+                    if worker.is_up:
+                        worker.suspend()
             self._fill()
             if self.config.colocate == "sleep":
                 self._put_to_sleep()
@@ -229,74 +189,27 @@ class Controller:
 
         What a worker holds that was told to stand does not count: only weights yet to be published wake it.
         """
-        if self._announced is None or self.evaluations.deferred is not None or self.buffer.num_free_places() > 0:
+        weights = self.announcements
+        if weights.newest is None or weights.deferred is not None or self.buffer.num_free_places() > 0:
             return True
-        active = [w for w in self.workers if not w.ready or w.updating is not None or not w.stands]
+        active = [worker for worker in self.workers if worker.loading is not None or not worker.stands]
         if active and self.dispatcher.queue.has_training_tickets:
             return True
-        return any(not ticket.is_evaluation for w in active for ticket in w.running.values())
-
-    def _suspend_rest(self) -> None:
-        """With over-sampling, stop what runs until the next update; not in an evaluation, which no update may end."""
-        if self.config.over_sampling > 1 and self.evaluations.running is None:
-            for worker in self.workers:
-                if worker.ready:
-                    worker.stands = True
-                    worker.process.send(Suspend())
+        return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
 
     def _put_to_sleep(self) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""
-        timeout_s = self.config.timeout_s
         if self.evaluations.running is not None:
-            self.clock.enter("evaluate")
-            self._wait(lambda: self.evaluations.running is None, timeout_s, "an evaluation")
+            self.finish_evaluations()
             self.clock.enter("wait")
 
-        def asleep() -> bool:
+        def are_asleep() -> bool:
             for worker in self.workers:  # one that was started again in between is told when it is up
-                if worker.ready and not worker.told_to_sleep:
-                    worker.stands = worker.told_to_sleep = True
-                    worker.process.send(Sleep())
-            return all(worker.asleep for worker in self.workers)
+                if worker.state in ("sampling", "suspended"):
+                    worker.fall_asleep()
+            return all(worker.state == "asleep" for worker in self.workers)
 
-        self._wait(asleep, timeout_s, "engines to fall asleep")
-
-    def _wait(
-        self, done: Callable[[], Any], timeout_s: float, what: str, can_come: Callable[[], bool] = lambda: True
-    ) -> Any:
-        """Wait until `done()`, which is asked after every change, and return what it gives; the caller holds the lock.
-
-        The start of a worker has a timeout of its own and does not count. Raises RuntimeError after the timeout, and
-        without it once `can_come()` says that the wait is in vain.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self.workers.check()
-            self._check_transport()
-            if result := done():
-                return result
-            is_in_vain = not can_come()
-            if not self._changed.wait(timeout=1.0) and is_in_vain:  # else a thread that failed has just said why
-                raise RuntimeError(
-                    f"{what} can never come: nothing runs, and nothing may start before the next weights are "
-                    f"published; state: {self.describe()}"
-                )
-            if time.monotonic() > deadline and not self.workers.starting:
-                self.workers.dump_stacks()
-                raise RuntimeError(
-                    f"waited {timeout_s:.0f} s for {what}; stacks of the workers are in their logs, worker_*.log; "
-                    f"state: {self.describe()}"
-                )
-
-    def _check_transport(self) -> None:
-        """Raise what went wrong in the background; with all stacks dumped if something takes too long."""
-        if self.transport is None:
-            return
-        try:
-            self.transport.check()
-        except TimeoutError as error:
-            self.workers.dump_stacks()
-            raise RuntimeError(f"{error}; stacks of the workers are in their logs; state: {self.describe()}") from None
+        self._changed.wait_until(are_asleep, "engines to fall asleep")
 
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
@@ -308,8 +221,9 @@ class Controller:
     def wait_for_buffer(self) -> None:
         """Wait until weights can be staged: until no worker reads one of the transport's buffers."""
         with self._changed:
-            timeout_s = self.config.timeout_s
-            self._wait(lambda: self.transport.free_buffer() is not None, timeout_s, "a free weight buffer")
+            self._changed.wait_until(
+                lambda: self.announcements.transport.free_buffer() is not None, "a free weight buffer"
+            )
 
     def withdraw(self) -> bool:
         """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.
@@ -317,7 +231,7 @@ class Controller:
         Returns whether an evaluation was to follow it: the next announcement must ask for it again.
         """
         with self._changed:
-            deferred = self.evaluations.take_deferred()
+            deferred = self.announcements.take_deferred()
             return deferred is not None and deferred.evaluate
 
     def publish(self, announcement: Announcement) -> None:
@@ -328,45 +242,26 @@ class Controller:
         """
         with self._changed:
             if self.evaluations.running is not None:
-                self.evaluations.deferred = announcement
+                self.announcements.deferred = announcement
             else:
                 self._announce(announcement)
             self._changed.notify_all()
 
     def _announce(self, announcement: Announcement) -> None:
-        self._announced = announcement
-        self.transport.announce(announcement.staged)
-        for worker in self.workers:
-            # A late version may come twice, and must wake also a worker that was told to stand while it loads it.
-            worker.owed = worker.sent_version < announcement.version or worker.stands
-            if worker.ready and worker.updating is None and worker.owed:
-                self._send_update(worker)
+        self.announcements.announce(announcement)
         self.buffer.publish(announcement.trainer_version)
         self.dispatcher.drop_expired()
-        if announcement.evaluate:
-            self._start_evaluation(announcement.version)
+        tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
+        if tickets:  # of several nodes the first alone evaluates
+            self.evaluations.start(announcement.version, tickets)
+            self.dispatcher.queue.put_first(tickets)
         self._fill()
 
-    def _start_evaluation(self, version: int) -> None:
-        tickets = self.tickets.for_evaluation(version)
-        if tickets:  # of several nodes the first alone evaluates
-            self.evaluations.start(version, tickets)
-            self.dispatcher.queue.put_first(tickets)
-
-    def _send_update(self, worker: Worker) -> None:
-        """Send the announced weights. Only worker 0 scores the probe: all load the same bytes."""
-        probe = self._announced.probe if worker.index == 0 else ()
-        worker.updating = self._announced.staged
-        worker.sent_version = self._announced.version
-        worker.owed = worker.stands = worker.told_to_sleep = worker.asleep = False
-        self.transport.acquire(worker.updating)
-        worker.process.send(Update(worker.sent_version, worker.updating.messages, probe))
-
     def finish_evaluations(self) -> None:
-        """Wait until no evaluation is running or to come."""
+        """Wait until no evaluation runs, nor weights wait for one."""
         self.clock.enter("evaluate")
         with self._changed:
-            self._wait(lambda: self.evaluations.is_idle, self.config.timeout_s, "an evaluation")
+            self._changed.wait_until(lambda: self.evaluations.running is None, "an evaluation")
 
     # Records
 
@@ -399,5 +294,4 @@ class Controller:
             self.workers.stop()
         finally:
             self.records.close()
-            if self.transport is not None:
-                self.transport.close()
+            self.announcements.close()

@@ -122,17 +122,16 @@ class Dispatcher:
 
     def hold_idle(self, why_full: HoldReason) -> None:
         """Tell workers without a ticket why, once for each reason; `why_full` says why no group may be admitted."""
-        idle = [worker for worker in self.workers if worker.ready and not worker.running]
-        reason = self._reason(why_full) if idle else why_full
+        idle = [worker for worker in self.workers if worker.is_up and not worker.running]
+        reason = why_full
+        if idle and why_full != "weights" and self._round_is_running():
+            reason = "round"
+        elif len(self.queue):
+            reason = "version"
         for worker in idle:
             if worker.held != reason:
                 worker.held = reason
                 worker.process.send(Hold(reason))
-
-    def _reason(self, why_full: HoldReason) -> HoldReason:
-        if why_full != "weights" and self._round_is_running():
-            return "round"
-        return "version" if len(self.queue) else why_full
 
     def arrive_at_barrier(self, ticket_ids: list[int]) -> None:
         """Note that these tickets wait for all others."""

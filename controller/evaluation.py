@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data.records import Ticket, Trajectory
-from weights.transport import Announcement
 
 
 @dataclass
@@ -64,21 +63,11 @@ def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
 
 
 class Evaluations:
-    """One evaluation at a time, and the weights that wait for it to end.
-
-    An evaluation is pinned to its version, so no worker may move on before its last response.
-    """
+    """One evaluation at a time, and those that have ended."""
 
     def __init__(self) -> None:
         self.running: Evaluation | None = None
-        self.deferred: Announcement | None = None
-        """Weights that wait; newer ones take their place."""
         self._ended: list[Evaluation] = []
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether none is running or to come."""
-        return self.running is None and self.deferred is None
 
     def start(self, version: int, tickets: list[Ticket]) -> None:
         """Wait for these tickets' trajectories."""
@@ -93,11 +82,6 @@ class Evaluations:
         self._ended.append(evaluation)
         self.running = None
         return evaluation
-
-    def take_deferred(self) -> Announcement | None:
-        """The weights that wait, if any; they wait no longer."""
-        deferred, self.deferred = self.deferred, None
-        return deferred
 
     def take_ended(self) -> list[Evaluation]:
         """Those that have ended since the last call."""

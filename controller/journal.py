@@ -45,8 +45,10 @@ class RolloutRecords:
         """How a worker that was lost died, with how many tickets."""
         self._record("worker_died", worker=worker, exit_code=exit_code, tickets=num_tickets)
 
-    def active(self, worker: int, report: ActivityReport) -> None:
-        """A worker said what it was doing."""
+    def active(self, worker: int, report: ActivityReport | None) -> None:
+        """A worker said what it was doing, or had nothing new to say."""
+        if report is None:
+            return
         self._ledgers.add(worker, report)
         if report.changes:
             changes = [(ns / 1e9, state, reason) for ns, state, reason in report.changes]
@@ -60,6 +62,7 @@ class RolloutRecords:
 
     def updated(self, worker: int, message: Updated) -> None:
         """A worker has loaded new weights."""
+        self.active(worker, message.activity)
         self._pause_s.append(message.pause_s)
         self._sampled += message.sampled
         self._record("update", worker=worker, version=message.version, pause_s=message.pause_s)

@@ -49,12 +49,12 @@ class TicketSource:
             self._encode(self.prompts.train_problem(index))
 
     def next_group_id(self) -> int:
-        """Id for a new group."""
+        """Give out an id for a new group."""
         self._next_group += 1
         return self._next_group - 1
 
     def for_group(self, group_id: int, min_version: int) -> list[Ticket]:
-        """Tickets of a new group, of a problem that was put back or of the next: one per member, or one for all."""
+        """Make the tickets of a new group, one per member or one for all: of a problem put back, or of the next."""
         if self._put_back:
             index = self._put_back.popleft()
         else:
@@ -62,30 +62,27 @@ class TicketSource:
         self._problems[group_id] = index
         problem = self.prompts.train_problem(index)
         tokens = self._prompt_tokens(problem)
-        if not self.config.replicate_prompts:
-            return [self._ticket(group_id, 0, self.config.group_size, problem, tokens, min_version)]
-        return [
-            self._ticket(group_id, member, 1, problem, tokens, min_version)
-            for member in range(self.config.members_per_group)
-        ]
+        replicate, size = self.config.replicate_prompts, self.config.group_size
+        num_members, members = (1, range(self.config.members_per_group)) if replicate else (size, [0])
+        return [self._ticket(group_id, member, num_members, problem, tokens, min_version) for member in members]
 
     def put_back(self, group_id: int) -> None:
         """Issue the group's problem again: it was not the problem's fault that the group is gone."""
         self._put_back.append(self._problems.pop(group_id))
 
     def forget(self, group_id: int) -> None:
-        """The group's problem need not be issued again."""
+        """Note that the group's problem need not be issued again."""
         del self._problems[group_id]
 
     def for_evaluation(self, version: int) -> list[Ticket]:
-        """One ticket for each held-out problem, to be sampled at `version`."""
+        """Make one ticket for each held-out problem, to be sampled at `version`."""
         return [
             self._ticket(EVALUATION_GROUP, member, 1, problem, self._prompt_tokens(problem), version)
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
 
     def again(self, ticket: Ticket) -> Ticket:
-        """The same ticket for another attempt, with an id and a sampling seed of its own."""
+        """Make the same ticket for another attempt, with an id and a sampling seed of its own."""
         self._next_ticket += 1
         attempt = ticket.attempt + 1
         seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
@@ -109,7 +106,7 @@ class TicketSource:
         )
 
     def _prompt_tokens(self, problem: Problem) -> tuple[int, ...]:
-        """The prompt; an environment makes its own where it runs."""
+        """Encode the prompt, unless an environment makes its own where it runs."""
         return self._encode(problem) if problem.environment_seed is None else ()
 
     def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:

@@ -1,33 +1,26 @@
-"""Rollout workers as processes: start them, talk to them, say why one died, replace it, end them.
-
-Each has one duplex pipe, read by one thread and written by another, so that neither a slow nor a dead worker makes the
-trainer wait. Processes share no queue: one that is killed while it holds a shared queue's lock blocks all the others.
-"""
+"""The rollout workers of a node: start them, know what each of them does, replace those that died, end them."""
 
 import functools
 import multiprocessing
-import queue
-import re
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from cluster.placement import Placement, WorkerSpec
-from cluster.processes import dump_stacks, dump_trainer_stacks, kill_session
+from cluster.processes import dump_trainer_stacks, kill_session
 from config import Config
-from data.messages import HoldReason, Stop
+from controller.worker_process import WorkerProcess
+from data.messages import HoldReason, Sleep, Stop, Suspend, Update
 from data.records import Ticket
 from weights.transport import Staged
 
-LOG_LINES_SHOWN = 15
 MAX_RESTARTS = 3
 """Restarts of a node's workers between two batches; one more death ends the run."""
-JOIN_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
 
@@ -36,113 +29,25 @@ class WorkerDied(RuntimeError):
     """A rollout worker could not be started, or died more often than MAX_RESTARTS allows."""
 
 
-class WorkerProcess:
-    """A worker's process, its pipe and its log."""
-
-    def __init__(self, spec: WorkerSpec, main: Callable, on_message: Callable, threads: ThreadPoolExecutor):
-        """Start `main(spec, connection)` in a process of its own.
-
-        `on_message` is called with each message, in a thread, and with None when the process has gone.
-        """
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._log_path = Path(spec.log_path)
-        self._log_path.touch()
-        self._log_start = self._log_path.stat().st_size  # a restarted worker appends
-        # Not a daemon process: those may have no children, and the engine is one.
-        self.process = context.Process(target=main, args=(spec, theirs), name=f"rollout-worker-{spec.placement.worker}")
-        self.started_at = time.monotonic()
-        self.process.start()
-        theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
-        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        threads.submit(self._write, ours)
-        self.reading: Future = threads.submit(self._read, ours, on_message)
-        """Ends with the process; holds the error if `on_message` raised one."""
-
-    def send(self, message) -> None:
-        """Queue a message; never waits."""
-        self._outbox.put(message)
-
-    def _write(self, connection) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                connection.send(message)
-            except OSError:
-                return  # the reading thread sees the same end and acts on it
-
-    def _read(self, connection, on_message: Callable) -> None:
-        with connection:
-            try:
-                while True:
-                    on_message(_receive(connection))
-            except EOFError:
-                self._outbox.put(None)
-        on_message(None)
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit status; minus the signal's number if one killed it; None while it runs."""
-        return self.process.exitcode
-
-    def reap(self) -> None:
-        """After its pipe has closed: wait for its end, and end the engine and reward processes it may have left."""
-        self.process.join(timeout=JOIN_TIMEOUT_S)
-        kill_session(self.process.pid)
-        self.process.join()
-
-    def stop(self, timeout_s: float) -> None:
-        """End the process and all that it started, after at most `timeout_s` seconds to end by itself."""
-        self.process.join(timeout=timeout_s)
-        kill_session(self.process.pid)
-        self.process.join()
-        self.send(None)
-
-    def dump_stacks(self) -> None:
-        """Have the process and its children write their stacks to the log."""
-        dump_stacks(self.process.pid)
-
-    def death_report(self) -> str:
-        """Who died and how, then the first error and the last lines of the log."""
-        code = self.exit_code
-        if code is None:
-            how = "is still running and did not answer"
-        else:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
-        # The engine's own error comes first; then everybody who waited for it says so, at length.
-        causes = [line for line in log[:-LOG_LINES_SHOWN] if re.search(r"\w+(Error|Exception): ", line)]
-        shown = "\n".join(f"  | {line}" for line in causes[:1] + log[-LOG_LINES_SHOWN:])
-        who = f"{self.process.name.replace('-', ' ')} (pid {self.process.pid})"
-        return f"{who} {how}; its first error and last log lines, from {self._log_path}:\n{shown}"
-
-
-def _receive(connection):
-    """The next message. Raises EOFError when the other end is gone, however the system says so."""
-    try:
-        return connection.recv()
-    except OSError as error:
-        raise EOFError from error
-
-
 @dataclass
 class Worker:
-    """One rollout worker as the controller sees it."""
+    """One rollout worker as the controller sees it.
+
+    Messages are acted on in order, so `state` and `sent_version` are what it will be once it has acted on all that it
+    was sent: one that was told to suspend while it is `loading` is suspended, and loads these weights before.
+    """
 
     index: int
     process: WorkerProcess | None = None
     """Set as soon as it has been started."""
-    ready: bool = False
+    state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
+    """Only new weights make one that is suspended or asleep sample again; it is asleep when it has said so."""
     sent_version: int = -1
-    """Newest version sent; messages are acted on in order, so tickets sent now are sampled under it."""
-    updating: Staged | None = None
-    """Weights that it is loading now."""
+    """Newest version sent."""
+    loading: Staged | None = None
+    """Weights that it has been sent and has not loaded yet."""
     owed: bool = False
     """Whether it is to be sent the announced weights when it has loaded those."""
-    stands: bool = False
-    """Whether it was told to stand still, suspended or asleep, until the next update."""
-    told_to_sleep: bool = False
-    """Whether it was, since the last update; `asleep` when it has said that it is."""
-    asleep: bool = False
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
     num_running: int = 0
@@ -150,9 +55,47 @@ class Worker:
     held: HoldReason | None = None
     """Why it has no ticket, as it was told."""
 
+    @property
+    def is_up(self) -> bool:
+        """Whether its engine has started."""
+        return self.state != "starting"
+
+    @property
+    def stands(self) -> bool:
+        """Whether it was told to stand still until the next update."""
+        return self.state in ("suspended", "falling_asleep", "asleep")
+
+    def start_up(self) -> None:
+        """Note that its engine has started."""
+        self.state = "sampling"
+
+    def load(self, version: int, staged: Staged, probe: tuple[tuple[int, ...], ...]) -> None:
+        """Have it load staged weights, score the probe, and sample."""
+        self.state, self.sent_version, self.loading, self.owed = "sampling", version, staged, False
+        self.process.send(Update(version, staged.messages, probe))
+
+    def loaded(self) -> Staged:
+        """Note that it reads no weights any more. Returns those that it read."""
+        staged, self.loading = self.loading, None
+        return staged
+
+    def suspend(self) -> None:
+        """Have it stop sampling until the next update."""
+        self.state = "suspended"
+        self.process.send(Suspend())
+
+    def fall_asleep(self) -> None:
+        """Have it stop sampling, and give up its memory, until the next update."""
+        self.state = "falling_asleep"
+        self.process.send(Sleep())
+
+    def fell_asleep(self) -> None:
+        """Note that it has given up its memory."""
+        self.state = "asleep"
+
     def can_start(self, min_version: int) -> bool:
         """Whether it is up and has been sent weights that are new enough."""
-        return self.ready and self.sent_version >= min_version
+        return self.is_up and self.sent_version >= min_version
 
     def give(self, ticket: Ticket) -> None:
         """Note that it has a ticket."""
@@ -168,22 +111,14 @@ class Worker:
 
     def describe(self) -> str:
         """Its state in a few words."""
-        awake = "standing" if self.stands else "ready"
-        state = "starting" if not self.ready else "updating" if self.updating else awake
+        state = "updating" if self.loading else self.state.replace("_", " ")
         return f"worker {self.index} {state} v{self.sent_version} running {self.num_running}"
 
 
 class Workers:
     """The rollout workers of this node, replaced when they die, a bounded number of times."""
 
-    def __init__(
-        self,
-        config: Config,
-        placement: Placement,
-        model_path: str,
-        run_path: Path,
-        main: Callable,
-    ):
+    def __init__(self, config: Config, placement: Placement, model_path: str, run_path: Path, main: Callable):
         """`main(spec, connection)` is what each process runs."""
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
@@ -212,7 +147,7 @@ class Workers:
     @property
     def starting(self) -> list[Worker]:
         """Those whose engines are not up yet."""
-        return [worker for worker in self._workers if not worker.ready]
+        return [worker for worker in self._workers if not worker.is_up]
 
     def launch(self, on_message: Callable, on_ended: Callable) -> None:
         """Start all; returns at once.
@@ -224,14 +159,9 @@ class Workers:
             self._workers.append(self._start(index))  # one by one, so that stop() knows of each at once
 
     def _start(self, index: int) -> Worker:
-        spec = WorkerSpec(
-            self.config,
-            self.placement.workers[index],
-            self.model_path,
-            self.placement.transport,
-            str(self.run_path / f"worker_{index}.log"),
-            self._sockets.name,
-        )
+        log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
+        of_worker = placement.workers[index], self.model_path, placement.transport
+        spec = WorkerSpec(self.config, *of_worker, log, self._sockets.name)
         worker = Worker(index)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
         worker.process.reading.add_done_callback(self._on_ended)
@@ -244,8 +174,8 @@ class Workers:
         """
         worker.process.reap()
         report = worker.process.death_report()
-        if not self.have_worked and (not worker.ready or worker.process.exit_code > 0):
-            what = "was up, and died before any response came back" if worker.ready else "could not start"
+        if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
+            what = "was up, and died before any response came back" if worker.is_up else "could not start"
             raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
         if self.restarts_since_batch == MAX_RESTARTS:
             raise WorkerDied(f"{report}\nthat was the last of {MAX_RESTARTS} restarts without a batch between them")
@@ -280,7 +210,7 @@ class Workers:
             worker.process.send(Stop())
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for worker in self._workers:
-            worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.ready else 0.0)
+            worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.is_up else 0.0)
         for child in multiprocessing.active_children():  # one whose start was interrupted
             kill_session(child.pid)
         self._threads.shutdown()

@@ -79,7 +79,7 @@ def stage_and_announce(controller: Controller, notice: Notice, parameters: Itera
     """Copy weights to where a node's workers read them, when there is room, and have the workers load them."""
     evaluate = controller.withdraw() or notice.evaluate
     controller.wait_for_buffer()
-    staged = controller.transport.stage(notice.version, parameters)
+    staged = controller.announcements.transport.stage(notice.version, parameters)
     if controller.config.colocate == "sleep":
         torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
     controller.publish(Announcement(notice.version, notice.trainer_version, staged, notice.probe, evaluate))

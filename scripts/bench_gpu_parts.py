@@ -165,7 +165,7 @@ def rollout(setup: Setup) -> dict:
 
 def _rollout_step(controller, transport, weights: list, version: int) -> tuple[float, int]:
     """Publish and take a batch. Returns seconds, and tokens generated."""
-    from controller.controller import Announcement
+    from weights.transport import Announcement
 
     start = time.perf_counter()
     controller.wait_for_buffer()

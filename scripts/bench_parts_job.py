@@ -134,7 +134,7 @@ class Job:
     def wait_until_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no worker does anything. Raises RuntimeError if one still does after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while any(worker.updating or worker.running for worker in self.node.controller.workers):
+        while any(worker.loading or worker.running for worker in self.node.controller.workers):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not idle after {timeout_s:g} s: {self.node.controller.describe()}")
             time.sleep(0.01)

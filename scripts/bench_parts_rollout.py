@@ -15,7 +15,7 @@ from cluster.placement import WorkerPlacement, WorkerSpec
 from cluster.processes import freeze_garbage
 from config import Config
 from controller.tickets import PromptSource, TicketSource
-from controller.workers import WorkerProcess
+from controller.worker_process import WorkerProcess
 from data.messages import Connect, Finished, Ready, Stop, Tickets, Update, Updated
 from data.models import load_tokenizer, resolve_model, stop_token_ids
 from data.records import Ticket

@@ -217,7 +217,7 @@ class Session:
 
     def _is_busy(self) -> bool:
         suspended = self.config.over_sampling > 1
-        return any(worker.updating or (worker.running and not suspended) for worker in self.controller.workers)
+        return any(worker.loading or (worker.running and not suspended) for worker in self.controller.workers)
 
     def measure(self, steps: int, counts_sampled: bool = False) -> dict:
         """Time `steps` rollout steps and say what was done in them."""

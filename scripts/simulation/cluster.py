@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from config import Config
-from controller.controller import Announcement, Controller
+from controller.controller import Controller
 from controller.tickets import TicketSource
 from data.messages import Finished
 from data.records import Group
@@ -17,7 +17,7 @@ from scripts.simulation.clock import Clock
 from scripts.simulation.engine import FLOPS_EFFICIENCY, EngineCurve, Gpu, Model
 from scripts.simulation.fleet import SimulatedTrajectory, SimulatedWorkers
 from scripts.simulation.workload import Workload
-from weights.transport import Staged
+from weights.transport import Announcement, Staged
 
 FLOPS_PER_PARAMETER = 8
 """Of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""
@@ -159,6 +159,9 @@ class Outcome:
 class _Transport:
     """Stands where a weight transport does; the workers know how long loading takes."""
 
+    def init_info(self, worker: int) -> dict:
+        return {}
+
     def announce(self, staged: Staged) -> None: ...
 
     def acquire(self, staged: Staged) -> None: ...
@@ -204,7 +207,7 @@ class Simulation:
         )
         self.workers.on_handled = self._on_handled
         self.controller.launch()
-        self.controller.transport = _Transport()
+        self.controller.connect(_Transport())
         self.steps: list[Step] = []
         self.totals, self._at_start = _Totals(), _Totals()
         self._version = 0

@@ -244,7 +244,7 @@ class SimulatedWorkers:
             engine = SimulatedEngine(clock, curve, num_replicas)
             process = SimulatedProcess(clock, config, workload, engine, sync_s)
             process.index = index
-            self._workers.append(Worker(index, process, ready=True))
+            self._workers.append(Worker(index, process, "sampling"))
 
     @property
     def num_workers(self) -> int:

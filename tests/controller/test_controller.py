@@ -171,7 +171,7 @@ def test_a_worker_that_hangs_at_its_start_is_said_to_be_running(tmp_path):
 def test_a_wait_that_is_too_long_ends_with_the_state_of_everything(tmp_path, capfd):
     with session(tmp_path, answers=lambda i: "hang", timeout_s=1.0) as s:
         s.publish(0)
-        with pytest.raises(RuntimeError, match=r"waited 1 s for a batch.*worker 0 ready v0 running 8"):
+        with pytest.raises(RuntimeError, match=r"waited 1 s for a batch.*worker 0 sampling v0 running 8"):
             s.controller.take_batch()
     assert "Thread" in capfd.readouterr().err, "the trainer's own stacks are dumped"
 
@@ -398,7 +398,7 @@ def test_weights_are_sent_to_each_worker_when_it_is_ready_for_them(tmp_path, mod
         for step in range(1, 5):
             s.controller.take_batch()
             s.publish(step)
-        wait_until(lambda: all(worker.ready and not worker.updating for worker in s.controller.workers))
+        wait_until(lambda: all(worker.is_up and not worker.loading for worker in s.controller.workers))
         s.transport.check()
         restarts = s.controller.take_report().num_restarts
     assert restarts == (0 if model == "fine" else 2)
@@ -409,7 +409,7 @@ def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_ev
         s.publish(0, evaluate=True)
         s.controller.take_batch()
         assert s.controller.evaluations.take_ended(), "it ended before the engine slept"
-        assert s.controller.workers[0].asleep
+        assert s.controller.workers[0].state == "asleep"
         s.publish(1)
         s.controller.take_batch()
     assert (tmp_path / "worker_0.log.slept").read_text().split() == ["0", "1"]

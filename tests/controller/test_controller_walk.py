@@ -105,7 +105,7 @@ class Walk:
     def run(self):
         """Until all steps are made and the last evaluation has ended."""
         for _ in range(MAX_EVENTS):
-            if self.trainer == "finishing" and self.controller.evaluations.is_idle:
+            if self.trainer == "finishing" and self.controller.evaluations.running is None:
                 return self._check_end()
             events = [*self._events_of_workers()]
             if self.trainer == "waiting" and not events:
@@ -144,7 +144,7 @@ class Walk:
             case "publishing" if self.transport.free_buffer() is not None:
                 yield ("publish", -1), self._publish
         for worker in self.controller.workers if self.deaths_left else ():
-            if worker.ready and worker.process.exit_code is None:
+            if worker.is_up and worker.process.exit_code is None:
                 yield ("die", worker.index), lambda worker=worker: self._kill(worker)
 
     def _deliver(self, worker):

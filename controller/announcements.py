@@ -1,0 +1,86 @@
+"""Announcements: the newest weights, and which weights each worker has, loads and is owed."""
+
+from collections.abc import Iterable
+
+from controller.workers import Worker
+from data.messages import Connect
+from weights.transport import Announcement
+
+
+class Announcements:
+    """Brings announced weights to the workers, and keeps the transport's books on who reads them.
+
+    A worker loads one version at a time; of those announced meanwhile it is owed the newest. The controller calls all
+    of this under its lock.
+    """
+
+    def __init__(self, workers: Iterable[Worker]):
+        self.workers = workers
+        self.transport = None
+        """What brings weights to the engines; see weights/transport.py. None until they are connected."""
+        self.newest: Announcement | None = None
+        """Weights that workers are to have."""
+        self.deferred: Announcement | None = None
+        """Weights that wait for the running evaluation to end; newer ones take their place."""
+
+    def connect(self, transport) -> None:
+        """Give the engines the weight transport, when all are up."""
+        self.transport = transport
+        for worker in self.workers:
+            worker.process.send(Connect(transport.init_info(worker.index)))
+
+    def take_deferred(self) -> Announcement | None:
+        """The weights that wait, if any; they wait no longer."""
+        deferred, self.deferred = self.deferred, None
+        return deferred
+
+    def announce(self, announcement: Announcement) -> None:
+        """Have all workers load these weights: at once, or when they are up and have loaded what they are loading.
+
+        A late version may come twice, and must wake also a worker that was told to stand while it loads it.
+        """
+        self.newest = announcement
+        self.transport.announce(announcement.staged)
+        for worker in self.workers:
+            worker.owed = worker.sent_version < announcement.version or worker.stands
+            if worker.is_up and worker.loading is None:
+                self._send_owed(worker)
+
+    def _send_owed(self, worker: Worker) -> None:
+        """Send a worker the newest weights if it is owed them. Only worker 0 scores the probe: all load the same."""
+        if worker.owed:
+            self.transport.acquire(self.newest.staged)
+            worker.load(self.newest.version, self.newest.staged, self.newest.probe if worker.index == 0 else ())
+
+    def on_ready(self, worker: Worker) -> None:
+        """Connect a worker that was started again, and send it the weights; the first are connected all together."""
+        if self.transport is not None:
+            worker.process.send(Connect(self.transport.init_info(worker.index)))
+        worker.owed = self.newest is not None
+        self._send_owed(worker)
+
+    def on_receiving(self, worker: Worker) -> None:
+        """Send the weights that a worker waits for."""
+        self.transport.send(worker.index, worker.loading)
+
+    def on_updated(self, worker: Worker) -> None:
+        """Give back the buffer that a worker has loaded, and send what it is owed."""
+        self.transport.release(worker.loaded())
+        self._send_owed(worker)
+
+    def on_death(self, worker: Worker) -> None:
+        """Give back what joined a dead worker to the trainer."""
+        if self.transport is not None:
+            self.transport.drop(worker.index)
+        if worker.loading is not None:
+            self.transport.release(worker.loaded())
+
+    def check(self) -> None:
+        """Raise what went wrong in the background; TimeoutError if something takes too long."""
+        if self.transport is not None:
+            self.transport.check()
+
+    def close(self) -> None:
+        """Give up all connections."""
+        if self.transport is not None:
+            self.transport.close()

@@ -1,0 +1,108 @@
+"""A rollout worker's process, its pipe and its log.
+
+Each has one duplex pipe, read by one thread and written by another, so that neither a slow nor a dead worker makes the
+trainer wait. Processes share no queue: one that is killed while it holds a shared queue's lock blocks all the others.
+"""
+
+import multiprocessing
+import queue
+import re
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from cluster.placement import WorkerSpec
+from cluster.processes import dump_stacks, kill_session
+
+LOG_LINES_SHOWN = 15
+JOIN_TIMEOUT_S = 10.0
+
+
+class WorkerProcess:
+    """A worker's process, its pipe and its log."""
+
+    def __init__(self, spec: WorkerSpec, main: Callable, on_message: Callable, threads: ThreadPoolExecutor):
+        """Start `main(spec, connection)` in a process of its own.
+
+        `on_message` is called with each message, in a thread, and with None when the process has gone.
+        """
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._log_path = Path(spec.log_path)
+        self._log_path.touch()
+        self._log_start = self._log_path.stat().st_size  # a restarted worker appends
+        # Not a daemon process: those may have no children, and the engine is one.
+        self.process = context.Process(target=main, args=(spec, theirs), name=f"rollout-worker-{spec.placement.worker}")
+        self.started_at = time.monotonic()
+        self.process.start()
+        theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        threads.submit(self._write, ours)
+        self.reading: Future = threads.submit(self._read, ours, on_message)
+        """Ends with the process; holds the error if `on_message` raised one."""
+
+    def send(self, message) -> None:
+        """Queue a message; never waits."""
+        self._outbox.put(message)
+
+    def _write(self, connection) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                connection.send(message)
+            except OSError:
+                return  # the reading thread sees the same end and acts on it
+
+    def _read(self, connection, on_message: Callable) -> None:
+        with connection:
+            try:
+                while True:
+                    on_message(_receive(connection))
+            except EOFError:
+                self._outbox.put(None)
+        on_message(None)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit status; minus the signal's number if one killed it; None while it runs."""
+        return self.process.exitcode
+
+    def reap(self) -> None:
+        """After its pipe has closed: wait for its end, and end the engine and reward processes it may have left."""
+        self.process.join(timeout=JOIN_TIMEOUT_S)
+        kill_session(self.process.pid)
+        self.process.join()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the process and all that it started, after at most `timeout_s` seconds to end by itself."""
+        self.process.join(timeout=timeout_s)
+        kill_session(self.process.pid)
+        self.process.join()
+        self.send(None)
+
+    def dump_stacks(self) -> None:
+        """Have the process and its children write their stacks to the log."""
+        dump_stacks(self.process.pid)
+
+    def death_report(self) -> str:
+        """Who died and how, then the first error and the last lines of the log."""
+        code = self.exit_code
+        if code is None:
+            how = "is still running and did not answer"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
+        # The engine's own error comes first; then everybody who waited for it says so, at length.
+        causes = [line for line in log[:-LOG_LINES_SHOWN] if re.search(r"\w+(Error|Exception): ", line)]
+        shown = "\n".join(f"  | {line}" for line in causes[:1] + log[-LOG_LINES_SHOWN:])
+        who = f"{self.process.name.replace('-', ' ')} (pid {self.process.pid})"
+        return f"{who} {how}; its first error and last log lines, from {self._log_path}:\n{shown}"
+
+
+def _receive(connection):
+    """The next message. Raises EOFError when the other end is gone, however the system says so."""
+    try:
+        return connection.recv()
+    except OSError as error:
+        raise EOFError from error
