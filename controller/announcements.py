@@ -75,6 +75,10 @@ class Announcements:
         if worker.loading is not None:
             self.transport.release(worker.loaded())
 
+    def has_free_buffer(self) -> bool:
+        """Whether weights can be staged."""
+        return self.transport.free_buffer() is not None
+
     def check(self) -> None:
         """Raise what went wrong in the background; TimeoutError if something takes too long."""
         if self.transport is not None:

@@ -74,10 +74,7 @@ class SampleBuffer:
         return self.bounds.max_outstanding - len(self._residents) - len(self._unpublished)
 
     def admit(self, group_id: int) -> int:
-        """Give a place to a new group. Returns the version that its tokens must have at least.
-
-        Raises RuntimeError if there is no place, or if the id was used before.
-        """
+        """Give a place to a new group, whose id is new. Returns the version that its tokens must have at least."""
         if self.num_free_places() < 1:
             most = self.bounds.max_outstanding
             raise RuntimeError(f"group {group_id} has no place: all {most} are taken, {self.ledger()}")
@@ -210,10 +207,8 @@ class SampleBuffer:
             )
 
     def publish(self, trainer_version: int) -> None:
-        """Note that the step which made `trainer_version` has had its weights published (publish_delay steps late).
-
-        Frees the places of all groups consumed up to that step.
-        """
+        """Give back the places of all groups consumed up to the step that made `trainer_version`, as that is published
+        now, publish_delay steps late."""
         self.published_version = max(self.published_version, trainer_version - self.bounds.publish_delay)
         self._unpublished = [version for version in self._unpublished if version > trainer_version]
 

@@ -59,10 +59,7 @@ class Controller:
             self.workers.launch(self.on_message, self._changed.on_thread_ended)
 
     def wait_until_ready(self) -> None:
-        """Wait until all engines are up.
-
-        Raises WorkerDied, with the worker's last log lines, if one ends or is not ready within the startup timeout.
-        """
+        """Wait until all engines are up. Raises WorkerDied, with its last log lines, if one ends or takes too long."""
         with self._changed:
             self._changed.wait_until(lambda: not self.workers.starting, "workers to start")
 
@@ -73,44 +70,38 @@ class Controller:
             self.announcements.connect(transport)
 
     def on_message(self, worker: Worker, message) -> None:
-        """Act on a worker's message, or on its death; called by the worker's reading thread."""
+        """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
         with self._changed:
-            try:
-                if message is None:
+            self._changed.notify_all()  # now, as this may raise; they wait for the lock all the same
+            match message:
+                case None:
                     self._on_death(worker)
-                else:
-                    self._act_on(worker, message)
-                self._fill()
-            finally:
-                self._changed.notify_all()
-
-    def _act_on(self, worker: Worker, message) -> None:
-        match message:
-            case Ready(startup_s):
-                worker.start_up()
-                self.records.ready(worker.index, startup_s)
-                self.announcements.on_ready(worker)
-            case Finished(trajectories, activity):
-                self.records.active(worker.index, activity)
-                for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
-                    worker.take_back(ticket_id)
-                for trajectory in trajectories:
-                    self._on_trajectory(trajectory)
-                self.dispatcher.drop_expired()
-            case Waiting(ticket_ids):
-                self.dispatcher.arrive_at_barrier(ticket_ids)
-            case Receiving():
-                self.announcements.on_receiving(worker)
-            case Updated():
-                self.records.updated(worker.index, message)
-                self.buffer.count_discarded(message.sampled.discarded)
-                self.announcements.on_updated(worker)
-            case Asleep():
-                worker.fell_asleep()
-            case Probed(version, logprobs):
-                self.records.probed(version, logprobs)
-            case Stopped(activity):
-                self.records.active(worker.index, activity)
+                case Ready(startup_s):
+                    worker.start_up()
+                    self.records.ready(worker.index, startup_s)
+                    self.announcements.on_ready(worker)
+                case Finished(trajectories, activity):
+                    self.records.active(worker.index, activity)
+                    for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
+                        worker.take_back(ticket_id)
+                    for trajectory in trajectories:
+                        self._on_trajectory(trajectory)
+                    self.dispatcher.drop_expired()
+                case Waiting(ticket_ids):
+                    self.dispatcher.arrive_at_barrier(ticket_ids)
+                case Receiving():
+                    self.announcements.on_receiving(worker)
+                case Updated():
+                    self.records.updated(worker.index, message)
+                    self.buffer.count_discarded(message.sampled.discarded)
+                    self.announcements.on_updated(worker)
+                case Asleep():
+                    worker.fell_asleep()
+                case Probed(version, logprobs):
+                    self.records.probed(version, logprobs)
+                case Stopped(activity):
+                    self.records.active(worker.index, activity)
+            self._fill()
 
     def _on_death(self, worker: Worker) -> None:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
@@ -125,13 +116,11 @@ class Controller:
             self._issue_again(ticket)
 
     def _issue_again(self, ticket: Ticket) -> None:
-        """Issue a lost ticket again, unless its group was dropped or finished without it."""
         again = self.tickets.again(ticket)
         if ticket.is_evaluation:
             self.evaluations.running.issue_again(ticket, again)
-        elif not self.buffer.is_running(ticket.group_id):
-            return
-        self.dispatcher.queue.put_first([again])
+        if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):  # else dropped, or finished without it
+            self.dispatcher.queue.put_first([again])
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
@@ -164,11 +153,9 @@ class Controller:
             return self._changed.wait_until(self.take_batch_if_ready, what, self._can_get_batch)
 
     def take_batch_if_ready(self) -> list[Group] | None:
-        """Take the next batch of groups, or return None while it must be waited for.
-
-        An evaluation that holds back weights which were published keeps places taken, and is what is waited for.
-        """
+        """Take the next batch of groups, or return None while it must be waited for."""
         with self._changed:
+            # An evaluation that holds published weights back keeps places taken: it is what is waited for.
             self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
             batch = self.dispatcher.take_batch()
             if batch is None:
@@ -185,10 +172,8 @@ class Controller:
             return batch
 
     def _can_get_batch(self) -> bool:
-        """Whether something runs or may start that can give the next batch, with no more weights from its caller.
-
-        What a worker holds that was told to stand does not count: only weights yet to be published wake it.
-        """
+        """Whether something runs or may start that can give the next batch before the next weights, which alone wake a
+        worker that stands."""
         weights = self.announcements
         if weights.newest is None or weights.deferred is not None or self.buffer.num_free_places() > 0:
             return True
@@ -203,13 +188,7 @@ class Controller:
             self.finish_evaluations()
             self.clock.enter("wait")
 
-        def are_asleep() -> bool:
-            for worker in self.workers:  # one that was started again in between is told when it is up
-                if worker.state in ("sampling", "suspended"):
-                    worker.fall_asleep()
-            return all(worker.state == "asleep" for worker in self.workers)
-
-        self._changed.wait_until(are_asleep, "engines to fall asleep")
+        self._changed.wait_until(self.workers.fall_asleep, "engines to fall asleep")
 
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
@@ -221,9 +200,7 @@ class Controller:
     def wait_for_buffer(self) -> None:
         """Wait until weights can be staged: until no worker reads one of the transport's buffers."""
         with self._changed:
-            self._changed.wait_until(
-                lambda: self.announcements.transport.free_buffer() is not None, "a free weight buffer"
-            )
+            self._changed.wait_until(self.announcements.has_free_buffer, "a free weight buffer")
 
     def withdraw(self) -> bool:
         """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.
@@ -237,15 +214,14 @@ class Controller:
     def publish(self, announcement: Announcement) -> None:
         """Have all workers load these weights, at once or when the running evaluation has ended.
 
-        An evaluation is pinned to its version, so no worker may move on before its last response; training goes on
-        meanwhile with the groups there are.
+        An evaluation is pinned to its version; training goes on meanwhile with the groups there are.
         """
         with self._changed:
-            if self.evaluations.running is not None:
-                self.announcements.deferred = announcement
-            else:
-                self._announce(announcement)
             self._changed.notify_all()
+            if self.evaluations.running is None:
+                self._announce(announcement)
+            else:
+                self.announcements.deferred = announcement
 
     def _announce(self, announcement: Announcement) -> None:
         self.announcements.announce(announcement)

@@ -184,6 +184,13 @@ class Workers:
         print(f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
         self._workers[worker.index] = self._start(worker.index)
 
+    def fall_asleep(self) -> bool:
+        """Have all fall asleep, or those that have not been told to. Returns whether all are asleep."""
+        for worker in self._workers:  # one that was started again in between is told when it is up
+            if worker.state in ("sampling", "suspended"):
+                worker.fall_asleep()
+        return all(worker.state == "asleep" for worker in self._workers)
+
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start."""
         for worker in self._workers:
