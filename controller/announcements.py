@@ -30,7 +30,7 @@ class Announcements:
             worker.process.send(Connect(transport.init_info(worker.index)))
 
     def take_deferred(self) -> Announcement | None:
-        """The weights that wait, if any; they wait no longer."""
+        """Take the weights that wait, if any; they wait no longer."""
         deferred, self.deferred = self.deferred, None
         return deferred
 

@@ -125,11 +125,8 @@ class SampleBuffer:
             raise RuntimeError(f"{who}: member {trajectory.member} arrived twice")
         if trajectory.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{who} is {trajectory.finish_reason}, and its group waits for it")
-        if trajectory.min_version < resident.version:
-            raise RuntimeError(
-                f"{who} has a token of version {trajectory.min_version}, but its group was started at version "
-                f"{resident.version}"
-            )
+        if (oldest := trajectory.min_version) < (start := resident.version):
+            raise RuntimeError(f"{who} has a token of version {oldest}, but its group was started at version {start}")
 
     def add_failed(self, trajectory: Trajectory) -> bool:
         """Count a trajectory that failed. Returns whether its group can still get all the members it needs."""
@@ -147,12 +144,11 @@ class SampleBuffer:
     # Consumption
 
     def take(self) -> list[Group] | None:
-        """The next batch of B groups, oldest version first, or None while it must be waited for.
+        """Take the next batch of B groups, oldest version first, or return None while it must be waited for.
 
-        The groups leave the buffer and keep their places until `publish`. Under `wait` a batch is given only if those
-        left behind can still be consumed in time. Taking the oldest finished groups leaves the most room, so if this
-        batch does not do, none does, and a running group must be waited for. Raises RuntimeError if a group would break
-        the bound.
+        The groups leave the buffer and keep their places until `publish`. Under `wait` those left behind must still
+        come in time. Taking the oldest finished groups leaves the most room for them: if this batch does not do, none
+        does, and a running group must be waited for. Raises RuntimeError if a group would break the bound.
         """
         batch = self._next_batch() if self._may_have_batch else None
         self._may_have_batch = batch is not None and next(self._left_too_late(batch), None) is None

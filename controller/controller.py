@@ -143,11 +143,7 @@ class Controller:
     # Batches
 
     def take_batch(self) -> list[Group]:
-        """Wait for the next batch of groups and take it.
-
-        Raises the error that ended rollout, or RuntimeError after the rollout timeout, with all stacks dumped, or at
-        once if no batch can come.
-        """
+        """Wait for the next batch and take it. Raises what ended rollout, RuntimeError if none comes or can come."""
         what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
             return self._changed.wait_until(self.take_batch_if_ready, what, self._can_get_batch)
@@ -155,7 +151,7 @@ class Controller:
     def take_batch_if_ready(self) -> list[Group] | None:
         """Take the next batch of groups, or return None while it must be waited for."""
         with self._changed:
-            # An evaluation that holds published weights back keeps places taken: it is what is waited for.
+            # An evaluation that holds published weights back is what is waited for: it keeps places taken.
             self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
             batch = self.dispatcher.take_batch()
             if batch is None:
@@ -209,7 +205,7 @@ class Controller:
         """
         with self._changed:
             deferred = self.announcements.take_deferred()
-            return deferred is not None and deferred.evaluate
+        return deferred is not None and deferred.evaluate
 
     def publish(self, announcement: Announcement) -> None:
         """Have all workers load these weights, at once or when the running evaluation has ended.
@@ -242,18 +238,18 @@ class Controller:
     # Records
 
     def take_report(self) -> RolloutReport:
-        """What was measured since the last call, and the ledger."""
+        """Take what was measured since the last call, and the ledger."""
         with self._changed:
             self.workers.check()  # what ended a reading thread is the reason if the ledger does not balance
             return self.records.take_report(self.buffer.ledger(), self.workers.num_restarts)
 
     def take_probes(self) -> dict[int, tuple[np.ndarray, ...]]:
-        """The engines' log-probs of the probe by version, as far as they have come since the last call."""
+        """Take the engines' log-probs of the probe by version, as far as they have come since the last call."""
         with self._changed:
             return self.records.take_probes()
 
     def take_evaluation(self) -> dict[str, float]:
-        """Metrics of the newest evaluation that ended since the last call, or nothing."""
+        """Take the metrics of the newest evaluation that ended since the last call, if any did."""
         with self._changed:
             return evaluation_metrics(self.evaluations.take_ended())
 

@@ -84,6 +84,6 @@ class Evaluations:
         return evaluation
 
     def take_ended(self) -> list[Evaluation]:
-        """Those that have ended since the last call."""
+        """Take the evaluations that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended

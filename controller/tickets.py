@@ -4,7 +4,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -129,10 +128,7 @@ class TicketQueue:
     """Tickets that no worker has yet, in order."""
 
     def __init__(
-        self,
-        scheduling: Literal["queue", "batch"],
-        max_running_requests: int,
-        min_version: Callable[[Ticket], int] = lambda ticket: ticket.min_version,
+        self, scheduling: str, max_running_requests: int, min_version: Callable[[Ticket], int] = lambda t: t.min_version
     ):
         """`min_version(ticket)` is the version that a worker must have been sent to start the ticket."""
         self.scheduling, self.max_running_requests, self.min_version = scheduling, max_running_requests, min_version

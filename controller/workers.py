@@ -41,76 +41,76 @@ class Worker:
     process: WorkerProcess | None = None
     """Set as soon as it has been started."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
-    """Only new weights make one that is suspended or asleep sample again; it is asleep when it has said so."""
+    """What it was told last, and of sleep what it has said; only new weights end `suspended` and `asleep`."""
     sent_version: int = -1
     """Newest version sent."""
     loading: Staged | None = None
-    """Weights that it has been sent and has not loaded yet."""
+    """Weights that this worker has been sent and has not loaded yet."""
     owed: bool = False
-    """Whether it is to be sent the announced weights when it has loaded those."""
+    """Whether the announced weights are to be sent when those that are `loading` are loaded."""
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
     num_running: int = 0
-    """Trajectories that these ask for."""
+    """Trajectories that its tickets ask for."""
     held: HoldReason | None = None
-    """Why it has no ticket, as it was told."""
+    """Reason that the worker was told for having no ticket."""
 
     @property
     def is_up(self) -> bool:
-        """Whether its engine has started."""
+        """Whether the engine has started."""
         return self.state != "starting"
 
     @property
     def stands(self) -> bool:
-        """Whether it was told to stand still until the next update."""
+        """Whether the worker was told to stand still until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
     def start_up(self) -> None:
-        """Note that its engine has started."""
+        """Note that the engine has started."""
         self.state = "sampling"
 
     def load(self, version: int, staged: Staged, probe: tuple[tuple[int, ...], ...]) -> None:
-        """Have it load staged weights, score the probe, and sample."""
+        """Have the worker load staged weights, score the probe, and sample."""
         self.state, self.sent_version, self.loading, self.owed = "sampling", version, staged, False
         self.process.send(Update(version, staged.messages, probe))
 
     def loaded(self) -> Staged:
-        """Note that it reads no weights any more. Returns those that it read."""
+        """Note that the worker reads no weights any more. Returns those that it read."""
         staged, self.loading = self.loading, None
         return staged
 
     def suspend(self) -> None:
-        """Have it stop sampling until the next update."""
+        """Have the worker stop sampling until the next update."""
         self.state = "suspended"
         self.process.send(Suspend())
 
     def fall_asleep(self) -> None:
-        """Have it stop sampling, and give up its memory, until the next update."""
+        """Have the worker stop sampling, and give up its memory, until the next update."""
         self.state = "falling_asleep"
         self.process.send(Sleep())
 
     def fell_asleep(self) -> None:
-        """Note that it has given up its memory."""
+        """Note that the worker has given up its memory."""
         self.state = "asleep"
 
     def can_start(self, min_version: int) -> bool:
-        """Whether it is up and has been sent weights that are new enough."""
+        """Whether the engine is up and has been sent weights that are new enough."""
         return self.is_up and self.sent_version >= min_version
 
     def give(self, ticket: Ticket) -> None:
-        """Note that it has a ticket."""
+        """Note that the worker has a ticket."""
         self.held = None
         self.running[ticket.ticket_id] = ticket
         self.num_running += ticket.num_members
 
     def take_back(self, ticket_id: int) -> Ticket:
-        """Note that it has ended a ticket."""
+        """Note that the worker has ended a ticket. Returns the ticket."""
         ticket = self.running.pop(ticket_id)
         self.num_running -= ticket.num_members
         return ticket
 
     def describe(self) -> str:
-        """Its state in a few words."""
+        """State of the worker in a few words."""
         state = "updating" if self.loading else self.state.replace("_", " ")
         return f"worker {self.index} {state} v{self.sent_version} running {self.num_running}"
 
@@ -141,16 +141,16 @@ class Workers:
 
     @property
     def num_workers(self) -> int:
-        """How many there are, or will be."""
+        """Number of workers that there are, or will be."""
         return len(self.placement.workers)
 
     @property
     def starting(self) -> list[Worker]:
-        """Those whose engines are not up yet."""
+        """Workers whose engines are not up yet."""
         return [worker for worker in self._workers if not worker.is_up]
 
     def launch(self, on_message: Callable, on_ended: Callable) -> None:
-        """Start all; returns at once.
+        """Start all workers; returns at once.
 
         `on_message(worker, message or None)` and `on_ended(future)` are called by reading threads.
         """
@@ -185,7 +185,7 @@ class Workers:
         self._workers[worker.index] = self._start(worker.index)
 
     def fall_asleep(self) -> bool:
-        """Have all fall asleep, or those that have not been told to. Returns whether all are asleep."""
+        """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
         for worker in self._workers:  # one that was started again in between is told when it is up
             if worker.state in ("sampling", "suspended"):
                 worker.fall_asleep()
