@@ -34,7 +34,7 @@ from data.tasks import load_task
 from job.exchange import exchange_groups
 from probe import Probe
 from records.batches import batch_path, weights_sha256, write_batch
-from records.run_directory import NodeRecords, RunDirectory
+from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 from weights.nccl import NcclTransport
 from weights.transport import IpcTransport, ParameterSpec, ShmTransport
@@ -55,7 +55,7 @@ class Node:
     clock: TrainerClock
     """What this rank does; every verb of the loop enters its own state."""
     probe: Probe
-    run: RunDirectory | NodeRecords | None = None
+    run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
 
@@ -132,7 +132,7 @@ class Start:
         fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, Probe(self.config)
         return Node(*fields, **of_leader)
 
-    def keep_records(self, run: RunDirectory | NodeRecords) -> None:
+    def keep_records(self, run: RunDirectory) -> None:
         """Close the records at the end, with the reason of the end."""
         self.on_end.callback(lambda: run.close(sys.exception()))
 
@@ -241,16 +241,16 @@ def _plan_memory(start: Start, model_path: str) -> Placement:
     return placement
 
 
-def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirectory | NodeRecords:
+def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirectory:
     """Make the run directory on rank 0, and in it, or in one of the same name where no file system is shared, a folder
     for each other node; collective over leaders."""
-    run = None
+    run, num_ranks = None, cluster.num_ranks
     if cluster.is_first:
         weights = weights_sha256(model_path) if config.record else None
-        run = RunDirectory(config, weights, cluster.num_ranks)
+        run = RunDirectory(config, num_ranks, weights_sha256=weights)
         print(f"run directory: {run.path}", flush=True)
     run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
-    return run or NodeRecords(config, run_name, cluster.node, cluster.num_ranks)
+    return run or RunDirectory(config, num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
 
 
 def _check_window(config: Config, model_path: str) -> None:

@@ -1,4 +1,4 @@
-"""The directory of one run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
+"""The directory of a run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
 
 run.json        command, config, git commit and uncommitted changes, package versions, hardware
 metrics.jsonl   one line per step, flat names with a slash
@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TextIO
 
 from config import Config
 
@@ -30,14 +29,19 @@ SHOWN = (
 
 
 class RunDirectory:
-    """Writes the records of one run; every line is on disk when the call returns. Safe to use from several threads."""
+    """Writes the records of a run; every line is on disk when the call returns. Safe to use from several threads.
 
-    def __init__(self, config: Config, weights_sha256: str | None = None, num_ranks: int = 1):
+    A node other than the first writes a part of them in a folder of the run's: run.json, as options and hardware may be
+    its own, and events. Where nodes share no file system, only that is in a directory of the run's name there.
+    """
+
+    def __init__(self, config: Config, num_ranks: int = 1, *, node_folder: str = "", weights_sha256: str | None = None):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
-        Raises ValueError if the name is taken: nothing of an earlier run is ever overwritten.
+        `node_folder` is RUN/node_N, on a node other than the first. Raises ValueError if the name is taken: nothing of
+        an earlier run is ever overwritten.
         """
-        self.path = Path(config.runs_dir) / (config.run_name or _default_name(config))
+        self.path = Path(config.runs_dir) / (node_folder or config.run_name or _default_name(config))
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
@@ -45,11 +49,11 @@ class RunDirectory:
         self._lock = threading.Lock()
         self._files = {
             name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-            for name in ("metrics", "events", "samples")
+            for name in (("events",) if node_folder else ("metrics", "events", "samples"))
         }
         recorded = {"weights_sha256": weights_sha256} if weights_sha256 else {}
         (self.path / "run.json").write_text(json.dumps(_provenance(config, num_ranks) | recorded, indent=1) + "\n")
-        self._wandb = _start_wandb(config, self.path)
+        self._wandb = None if node_folder else _start_wandb(config, self.path)
         self.record("run_started")
 
     def checkpoint_path(self, step: int) -> Path:
@@ -72,7 +76,8 @@ class RunDirectory:
 
     def close(self, error: BaseException | None = None) -> None:
         """Record how the run ended, by `error` if it did, close all files and end the wandb run."""
-        self.record("run_ended", **_how_it_ended(error))
+        reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.record("run_ended", status="finished" if error is None else "ended early", reason=reason)
         with self._lock:
             for file in self._files.values():
                 file.close()
@@ -80,59 +85,20 @@ class RunDirectory:
             self._wandb.finish()
 
     def _write(self, name: str, fields: dict) -> None:
+        """Write a line and flush it. Raises OSError, with the path, if it cannot be kept: that is to end the run."""
+        line = json.dumps({key: _plain(value) for key, value in fields.items()}) + "\n"
         with self._lock:
-            _append(self._files[name], fields)
-
-
-class NodeRecords:
-    """What a node other than the first writes, in a folder of the run directory: run.json, as options and hardware may
-    be its own, events and its workers' logs.
-
-    Where nodes share no file system, this is the only thing in a directory of the run's name there.
-    """
-
-    def __init__(self, config: Config, run_name: str, node: int, num_ranks: int = 1):
-        """Make the folder. Raises ValueError if it exists."""
-        self.path = Path(config.runs_dir) / run_name / f"node_{node}"
-        try:
-            self.path.mkdir(parents=True)
-        except FileExistsError:
-            raise ValueError(f"{self.path} exists; give another --run-name, or move it away") from None
-        self._lock = threading.Lock()
-        (self.path / "run.json").write_text(json.dumps(_provenance(config, num_ranks), indent=1) + "\n")
-        self._events = open(self.path / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-
-    def record(self, event: str, **fields) -> None:
-        """Append an event, stamped with the time."""
-        with self._lock:
-            _append(self._events, {"event": event, "time": time.time(), **fields})
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Record how the run ended, and close the file."""
-        self.record("run_ended", **_how_it_ended(error))
-        with self._lock:
-            self._events.close()
-
-
-def _append(file: TextIO, fields: dict) -> None:
-    """Write a line and flush it. Raises OSError, with the path, if it cannot be kept: the run is to end by that."""
-    if file.closed:
-        return  # a worker's last words may come after the end
-    if not os.fstat(file.fileno()).st_nlink:
-        raise OSError(
-            f"{file.name} was deleted under the run that writes it; leave a run's directory alone until its end"
-        )
-    try:
-        file.write(json.dumps({key: _plain(value) for key, value in fields.items()}) + "\n")
-        file.flush()
-    except OSError as error:
-        error.filename = file.name
-        raise
-
-
-def _how_it_ended(error: BaseException | None) -> dict[str, str]:
-    reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    return {"status": "finished" if error is None else "ended early", "reason": reason}
+            file = self._files[name]
+            if file.closed:
+                return  # a worker's last words may come after the end
+            if not os.fstat(file.fileno()).st_nlink:
+                raise OSError(f"{file.name} was deleted under the run that writes it; leave a run's directory alone")
+            try:
+                file.write(line)
+                file.flush()
+            except OSError as error:
+                error.filename = file.name
+                raise
 
 
 def _plain(value):
@@ -205,13 +171,8 @@ class Progress:
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-            )
-            self._bar = Progress(*columns)
+            text = TextColumn("{task.description}")
+            self._bar = Progress(MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), text)
             self._bar.start()
             self._task = self._bar.add_task("", total=num_steps)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from config import Config
-from records.run_directory import NodeRecords, RunDirectory
+from records.run_directory import RunDirectory
 
 
 def lines(run, name):
@@ -44,16 +44,17 @@ def test_a_record_that_comes_after_the_end_is_no_error(tmp_path):
 
 def test_another_node_writes_its_events_in_a_folder_of_its_own_and_overwrites_nothing(tmp_path):
     config = Config(runs_dir=str(tmp_path))
-    records = NodeRecords(config, "one", node=1)
+    records = RunDirectory(config, node_folder="one/node_1")
     records.record("update", worker=0, pause_s=float("nan"))
     records.close()
     records.record("too late")
-    event, ended = map(json.loads, (tmp_path / "one" / "node_1" / "events.jsonl").read_text().splitlines())
+    assert {path.name for path in (tmp_path / "one" / "node_1").iterdir()} == {"events.jsonl", "run.json"}
+    _, event, ended = lines(records, "events")
     assert (event["event"], event["worker"], event["pause_s"]) == ("update", 0, None)
     assert (ended["event"], ended["status"]) == ("run_ended", "finished")
-    NodeRecords(config, "one", node=2).close()
+    RunDirectory(config, node_folder="one/node_2").close()
     with pytest.raises(ValueError, match="node_1 exists"):
-        NodeRecords(config, "one", node=1)
+        RunDirectory(config, node_folder="one/node_1")
 
 
 def test_a_run_says_how_it_ended_in_one_line(tmp_path):
@@ -67,7 +68,7 @@ def test_a_run_says_how_it_ended_in_one_line(tmp_path):
 
 def test_a_directory_that_is_deleted_under_a_run_ends_it_at_the_next_line(tmp_path):
     run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
-    node = NodeRecords(Config(runs_dir=str(tmp_path)), "two", node=1)
+    node = RunDirectory(Config(runs_dir=str(tmp_path)), node_folder="two/node_1")
     for path in tmp_path.iterdir():
         shutil.rmtree(path)
     with pytest.raises(OSError, match=r"one/metrics\.jsonl was deleted under the run that writes it"):

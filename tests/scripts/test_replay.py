@@ -50,7 +50,7 @@ def run(model, tmp_path_factory):
         model=model, steps=NUM_STEPS, groups_per_step=2, group_size=3, minibatches=2, eval_every=0, record=True,
         runs_dir=str(tmp_path_factory.mktemp("runs")), run_name="run", warmup=0,
     )  # fmt: skip
-    directory = RunDirectory(config, weights_sha256(model))
+    directory = RunDirectory(config, weights_sha256=weights_sha256(model))
     for step in range(1, NUM_STEPS + 1):
         write_batch(batch_path(directory.path, step), step, make_groups(step))
     directory.close()
