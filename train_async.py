@@ -47,7 +47,7 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
 def train_on(node: "Node", log: "StepLog") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
-    from job.publisher import Publisher, is_due
+    from job.publisher import Publisher
     from trainer import batch
     from trainer.policy import load_policy
 
@@ -57,14 +57,12 @@ def train_on(node: "Node", log: "StepLog") -> None:
     publisher.publish(0)
     log.begin()
     for step in range(1, config.steps + 1):
-        groups = node.take_batch()
-        node.record_batch(step, groups)
+        groups = node.take_batch(step)
         updates = batch.deal(groups, step, policy, node.cluster)
         stats = policy.train_step(updates, policy_version=step - 1)
         publisher.publish(step, groups)
         log.write(step, groups, stats)
-        if is_due(step, config.save_every, config.steps):
-            node.save(step, policy)
+        node.save_if_due(step, policy)
 
 
 def main() -> None:

@@ -137,13 +137,13 @@ def receive_parameters(specs: list[ParameterSpec], cluster: Cluster) -> Iterator
 
 def sample_on(node: "Node", log: "StepLog") -> None:
     """The loop of the leader of a node that only samples: its batches go to nodes that train, weights come back."""
-    from job.publisher import stage_and_announce
+    from job.publisher import connect_workers, stage_and_announce
 
     specs = receive_specs(node.cluster)
-    node.connect_workers(specs)
+    connect_workers(node, specs)
     for step in range(node.config.steps + 1):
         if step:
-            node.take_batch()
+            node.take_batch(step)
         notice = receive_notice(node.cluster)
         if notice.probe_logprobs is not None:
             node.probe.note(notice.version, notice.probe_logprobs)

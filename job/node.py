@@ -1,6 +1,6 @@
 """What surrounds the training loop on a node: process groups, device, run directory, rollout workers.
 
-With several nodes each has all of this for itself: its own share of the prompts, and workers that only it talks to.
+Each of several nodes has all of this for itself: its share of the prompts, and workers that only it talks to.
 """
 
 import faulthandler
@@ -36,8 +36,6 @@ from probe import Probe
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
-from weights.nccl import NcclTransport
-from weights.transport import IpcTransport, ParameterSpec, ShmTransport
 
 if TYPE_CHECKING:
     from trainer.policy import Policy
@@ -59,58 +57,33 @@ class Node:
     tokenizer: object = None
     controller: Controller | None = None
 
-    def connect(self, policy: "Policy") -> None:
-        """Join trainer and workers by the placement's transport, and wait until all engines of this node are up."""
-        if self.cluster.is_first:
-            print(f"attention of the trainer: {policy.attention}", flush=True)
-        if self.controller is not None:
-            self.connect_workers(policy.sent_specs())
-
-    def connect_workers(self, specs: list[ParameterSpec]) -> None:
-        """Join the workers to where weights are staged on this node, and wait until all their engines are up."""
-        self.controller.connect(self._make_transport(specs))
-
-    def _make_transport(self, specs: list[ParameterSpec]) -> ShmTransport | IpcTransport | NcclTransport:
-        config = self.config
-        match self.placement.transport:
-            case "shm":
-                return ShmTransport(specs)
-            case "ipc":
-                return IpcTransport(specs)
-            case "nccl":
-                timeouts_s = config.timeout_s, config.timeout_s
-                return NcclTransport(specs, self.device, config.rollout_tp, *timeouts_s)
-
-    def take_batch(self) -> list[Group] | None:
-        """What this node trains on in the next step, on its leader; None on the others, and where nobody trains."""
+    def take_batch(self, step: int) -> list[Group] | None:
+        """Wait for what this node trains on in a step, and with --record keep it; None but on a leader that trains."""
         self.clock.enter("wait")
         if not self.cluster.is_leader:
             return None
         sampled = self.controller.take_batch() if self.controller is not None else None
-        return exchange_groups(sampled, self.config.groups_per_step, self.cluster)
-
-    def dump_stacks(self) -> None:
-        """Have the processes on this node write their stacks: workers to their logs, trainer ranks to stderr."""
-        if self.controller is None:
-            dump_trainer_stacks()
-        else:
-            self.controller.workers.dump_stacks()
-
-    def record_batch(self, step: int, groups: list[Group] | None) -> None:
-        """Keep the batch of a step in the leader's run directory, with --record."""
-        if self.config.record and self.cluster.is_leader:
+        groups = exchange_groups(sampled, self.config.groups_per_step, self.cluster)
+        if self.config.record and groups is not None:
             self.clock.enter("save")
             write_batch(batch_path(self.run.path, step), step, groups)
+        return groups
 
-    def save(self, step: int, policy: "Policy") -> None:
-        """Write the checkpoint of a step; collective."""
-        self.clock.enter("save")
-        policy.save(str(self.run.checkpoint_path(step)) if self.cluster.is_first else "")
+    def save_if_due(self, step: int, policy: "Policy") -> None:
+        """Write the checkpoint of every `save_every`-th step and of the last; collective."""
+        if is_due(step, self.config.save_every, self.config.steps):
+            self.clock.enter("save")
+            policy.save(str(self.run.checkpoint_path(step)) if self.cluster.is_first else "")
 
     def say_where(self) -> None:
         """Say, on rank 0, where the records of the finished run are."""
         if self.cluster.is_first:
             print(f"finished: {self.run.path}", flush=True)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
+    return step == last or (every > 0 and step % every == 0)
 
 
 @dataclass(frozen=True)
@@ -132,19 +105,14 @@ class Start:
         fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, Probe(self.config)
         return Node(*fields, **of_leader)
 
-    def keep_records(self, run: RunDirectory) -> None:
-        """Close the records at the end, with the reason of the end."""
-        self.on_end.callback(lambda: run.close(sys.exception()))
-
 
 @contextmanager
 def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None) -> Iterator[Node]:
-    """Set up this rank, yield, and take everything down, whatever happened.
+    """Set up this rank, yield its node, and take everything down, whatever happened.
 
-    Rollout workers, which run `worker_main(spec, connection)`, are started first and come up while the caller loads the
-    policy; `lead` is what a leader does instead of `start_rollout`. Raises ValueError for what the user can mend: nodes
-    that differ, arguments of the loss, placement, model, dataset, a prompt or response that does not fit the model; and
-    RuntimeError, with the reason, if another node ends.
+    Rollout workers, which run `worker_main(spec, connection)`, come up while the caller loads the policy; `lead` is
+    what a leader does instead of `start_rollout`. Raises ValueError for what the user can mend, and RuntimeError, with
+    the reason, if another node ends.
     """
     config.checked()
     hyperparameters(config.algo, config.algo_args)
@@ -165,7 +133,7 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         model_path = cluster.broadcast_on_node(node and node.model_path)
         node = node or start.make_node(model_path)
         for waiting in filter(None, (watch, cluster.leaders, cluster.trainer_leaders)):
-            waiting.dump_stacks = node.dump_stacks
+            waiting.dump_stacks = node.controller.workers.dump_stacks if node.controller else dump_trainer_stacks
         yield node
         if cluster.is_leader:
             cluster.gather("finished")  # one that only samples is done long before the last checkpoint
@@ -192,16 +160,27 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 
 def start_rollout(start: Start) -> Node:
-    """Make a leader's node: resolve the model, open the records and start the rollout workers for the node's share."""
+    """Make a leader's node: resolve the model, check that it fits the GPUs, open the records and start the node's
+    rollout workers."""
     cluster, config = start.cluster, start.config
     model_path = resolve_model(config.model, config.task)
-    start = replace(start, placement=_plan_memory(start, model_path))
+    if gpus := visible_gpus():
+        num_ranks, num_shards = len(cluster.local_ranks) * len(cluster.trainers), cluster.num_ranks // config.replicas
+        shape = read_shape(model_path)
+        placement, arithmetic = plan_memory(config, start.placement, shape, gpus, num_ranks, num_shards)
+        print(arithmetic, flush=True)
+        start = replace(start, placement=placement)
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
     tickets = _make_tickets(config, cluster, model_path) if cluster.samples else None
-    run = _open_records(config, cluster, model_path)
-    start.keep_records(run)
-    controller = None
+    run, controller = None, None
+    if cluster.is_first:
+        weights = weights_sha256(model_path) if config.record else None
+        run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights)
+        print(f"run directory: {run.path}", flush=True)
+    run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
+    run = run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
+    start.on_end.callback(lambda: run.close(sys.exception()))
     if tickets is not None:
         workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
         controller = Controller(config, workers, tickets, run.record, start.clock, len(cluster.samplers))
@@ -229,36 +208,11 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
     return TicketSource(config, prompts, cluster.samplers.index(cluster.node), len(cluster.samplers))
 
 
-def _plan_memory(start: Start, model_path: str) -> Placement:
-    """On GPUs, check that all fits and give an engine that shares one its part; prints the arithmetic."""
-    gpus, config, cluster = visible_gpus(), start.config, start.cluster
-    if not gpus:
-        return start.placement
-    num_ranks, num_shards = len(cluster.local_ranks) * len(cluster.trainers), cluster.num_ranks // config.replicas
-    shape = read_shape(model_path)
-    placement, arithmetic = plan_memory(config, start.placement, shape, gpus, num_ranks, num_shards)
-    print(arithmetic, flush=True)
-    return placement
-
-
-def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirectory:
-    """Make the run directory on rank 0, and in it, or in one of the same name where no file system is shared, a folder
-    for each other node; collective over leaders."""
-    run, num_ranks = None, cluster.num_ranks
-    if cluster.is_first:
-        weights = weights_sha256(model_path) if config.record else None
-        run = RunDirectory(config, num_ranks, weights_sha256=weights)
-        print(f"run directory: {run.path}", flush=True)
-    run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
-    return run or RunDirectory(config, num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
-
-
 def _check_window(config: Config, model_path: str) -> None:
     """Raise ValueError if a whole sequence does not fit the model's positions."""
     from transformers import AutoConfig
 
-    model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    window = getattr(model_config, "max_position_embeddings", None)
+    window = getattr(AutoConfig.from_pretrained(model_path, trust_remote_code=False), "max_position_embeddings", None)
     if window is not None and config.max_sequence_tokens > window:
         raise ValueError(
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "

@@ -9,9 +9,10 @@ from torch import Tensor
 from controller.controller import Controller
 from data.records import Group
 from job.exchange import Feed, Notice
-from job.node import Node
+from job.node import Node, is_due
 from trainer.policy import Policy
-from weights.transport import Announcement
+from weights.nccl import NcclTransport
+from weights.transport import Announcement, IpcTransport, ParameterSpec, ShmTransport
 
 
 class Publisher:
@@ -21,7 +22,10 @@ class Publisher:
     def __init__(self, node: Node, policy: Policy):
         """Join trainer and workers, and wait until all engines of this node are up."""
         self.node, self.policy, self.config = node, policy, node.config
-        node.connect(policy)
+        if node.cluster.is_first:
+            print(f"attention of the trainer: {policy.attention}", flush=True)
+        if node.controller is not None:
+            connect_workers(node, policy.sent_specs())
         self._feed = Feed(policy.sent_specs(), node.cluster) if node.cluster.is_leader else None
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
 
@@ -64,15 +68,23 @@ class Publisher:
         return self._snapshots[0]
 
 
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
-    return step == last or (every > 0 and step % every == 0)
-
-
 def _gather(parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Help to gather, which is collective, and keep nothing."""
     for _ in parameters:
         pass
+
+
+def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
+    """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
+    timeout_s = node.config.timeout_s
+    match node.placement.transport:
+        case "shm":
+            transport = ShmTransport(specs)
+        case "ipc":
+            transport = IpcTransport(specs)
+        case "nccl":
+            transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s, timeout_s)
+    node.controller.connect(transport)
 
 
 def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:

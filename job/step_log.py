@@ -1,18 +1,10 @@
-"""What is written and printed about every step: rank 0 writes for all nodes, the other leaders their own events."""
+"""What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
 
 from cluster.advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure, step_times
 from cluster.processes import freeze_garbage
 from data.records import Group, Trajectory
 from job.node import Node
-from records.metrics import (
-    RolloutReport,
-    StepOfNode,
-    batch_metrics,
-    over_nodes,
-    rollout_metrics,
-    time_metrics,
-    training_metrics,
-)
+from records.metrics import StepOfNode, batch_metrics, over_nodes, rollout_metrics, time_metrics, training_metrics
 from records.run_directory import Progress
 from records.time_ledger import describe, seconds
 
@@ -21,7 +13,7 @@ class StepLog:
     """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
 
     def __init__(self, node: Node):
-        self.node = node
+        self.node, self.clock = node, node.clock
         self.progress: Progress | None = None
         self.tokens_before = 0
         self.step_times: list[StepTimes] = []
@@ -34,26 +26,26 @@ class StepLog:
     def __exit__(self, *_) -> None:
         if self.progress is not None:
             self.progress.close()
-            self.node.clock.next_step()
-            self.node.run.record("trainer_time", seconds=seconds(self.node.clock.total))
+            self.clock.next_step()
+            self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
 
     def begin(self) -> None:
         """End the account of the start: the first step begins."""
-        self.node.clock.enter("other")
+        self.clock.enter("other")
         freeze_garbage()
-        self.node.clock.next_step()
+        self.clock.next_step()
 
     def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
-        self.node.clock.enter("other")
-        account = self.node.clock.next_step()
+        self.clock.enter("other")
+        account, config = self.clock.next_step(), self.node.config
         if not self.node.cluster.is_leader:
             return
         mine = self._measure(step, groups)
-        if step == self.node.config.steps:
-            self.node.clock.enter("evaluate")  # also if it is another node that evaluates
+        if step == config.steps:
+            self.clock.enter("evaluate")  # also if it is another node that evaluates
         known = over_nodes(self.node.cluster.gather(mine))
-        self.node.clock.enter("other")
+        self.clock.enter("other")
         self.node.run.record("step", step=step, spans=account.spans_s)
         if not self.node.cluster.is_first:
             return
@@ -61,7 +53,7 @@ class StepLog:
         metrics = {
             "step": step,
             "policy_version": step,
-            "samples": step * self.node.config.groups_per_step * self.node.config.group_size,
+            "samples": step * config.groups_per_step * config.group_size,
             **known.batch,
             **known.evaluation,
             **rollout_metrics(known.rollout, self.tokens_before, times["time/step_s"]),
@@ -69,14 +61,14 @@ class StepLog:
             **known.mismatch,
             **times,
         }
-        self._advise(step, groups, metrics, known.rollout)
+        self._advise(step, groups, metrics, known)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
 
     def contribute(self, step: int) -> None:
-        """Hand over what a node that does not train has measured in a step; collective on leaders, as `write`."""
+        """Hand over what a node that does not train has measured in a step; collective over leaders, as is `write`."""
         self.node.cluster.gather(self._measure(step, None))
 
     def _measure(self, step: int, groups: list[Group] | None) -> StepOfNode:
@@ -90,16 +82,15 @@ class StepLog:
             controller.finish_evaluations()
         return StepOfNode(batch, report, controller.take_evaluation(), self.node.probe.compare(probes))
 
-    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], report: RolloutReport) -> None:
+    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], known: StepOfNode) -> None:
         """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with
         partial rollouts or an engine that sleeps, and not of several nodes."""
-        config = self.node.config
-        last = min(FIRST_STEPS, config.steps)
+        config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
         stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
         if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
             return
-        decoding_s = report.worker_time["decoding"] / 1e9
-        self.step_times.append(step_times(groups, metrics, decoding_s, report.sampled.new, self.tokens_before))
+        decoding_s, sampled = known.rollout.worker_time["decoding"] / 1e9, known.rollout.sampled.new
+        self.step_times.append(step_times(groups, metrics, decoding_s, sampled, self.tokens_before))
         if step == last:
             samples = config.groups_per_step * config.group_size
             advice = advise(measure(self.step_times, config.async_ratio, samples, self.node.placement))
@@ -109,7 +100,7 @@ class StepLog:
     def say_where_time_went(self) -> None:
         """Print, on each leader, what share of the run trainer and workers spent on what."""
         if self.node.cluster.is_leader and self.node.cluster.trains:
-            print(describe("trainer ", self.node.clock.total))
+            print(describe("trainer ", self.clock.total))
         if self.node.controller is not None:
             for worker, spent in self.node.controller.worker_time().items():
                 print(describe(f"worker {worker}", spent))

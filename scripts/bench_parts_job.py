@@ -80,7 +80,7 @@ class Job:
     def run_step(self, train: bool = True) -> None:
         """One turn of the loop; without training, the same weights are published under the next version."""
         self.step += 1
-        groups, stats = self.node.take_batch(), {}
+        groups, stats = self.node.take_batch(self.step), {}
         if train:
             stats = self.train(groups)
         self.publisher.publish(self.step, groups)

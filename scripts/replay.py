@@ -21,13 +21,13 @@ that is in the last line of metrics.jsonl.
 import argparse
 import json
 import os
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from config import Config
-from job.publisher import is_due
 from records.batches import batch_path, read_batch, weights_sha256
 from records.time_ledger import Account
 from rollout import run_worker
@@ -178,7 +178,7 @@ def lead(start, recording: Recording, evaluate: bool):
         node = start_rollout(start)
     else:
         node = start.make_node(model_path, run=RunDirectory(start.config))
-        start.keep_records(node.run)
+        start.on_end.callback(lambda: node.run.close(sys.exception()))
         print(f"run directory: {node.run.path}", flush=True)
     node.run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
     return node
@@ -201,8 +201,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
         clock.enter("other")
         if node.cluster.is_leader:
             write_metrics(node, step, groups, stats, evaluated, clock.next_step(), progress)
-        if is_due(step, config.save_every, config.steps):
-            node.save(step, policy)
+        node.save_if_due(step, policy)
 
 
 def evaluate_last(node, policy) -> dict[str, float]:
