@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config import Config, parse_config
+from config import Config
+from job.command_line import parse_config
 
 if TYPE_CHECKING:
     from job.node import Node

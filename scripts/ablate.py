@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config import Algo, Config
+from config import Algo
+from job.command_line import read_options
 from scripts.ablation_report import read_records, report
 from scripts.plot import column, evaluations, read_metrics
 
@@ -159,11 +160,9 @@ def keep(record: dict, out: Path) -> None:
 
 def check_extra(cells: list[Cell], extra: list[str]) -> None:
     """Refuse options that no run would accept, before the first of them starts."""
-    import tyro
-
     for cell in cells:
         try:
-            tyro.cli(Config, args=[*cell.options(), *extra]).checked()
+            read_options([*cell.options(), *extra]).checked()
         except ValueError as error:
             sys.exit(f"error: cell {cell.name}: {error}")
 

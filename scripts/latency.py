@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from cluster.placement import WorkerSpec
-from config import parse_config
 from data.records import Ticket
 from engine.environments import Environment, EnvironmentFailed, Step
+from job.command_line import parse_config
 from rollout import RolloutWorker, run_worker
 from train_async import fail, run_job, train
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from config import Config
+from job.command_line import read_options
 from records.batches import batch_path, read_batch, weights_sha256
 from records.time_ledger import Account
 from rollout import run_worker
@@ -120,13 +121,11 @@ def own_options(recording: Recording) -> Config:
 def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -> Config:
     """The recorded run's options, changed by `arguments`.
 
-    Raises ValueError for one that a replay cannot change, and for more steps than were recorded. Exits with status 2
-    for what train_async.py would refuse.
+    Raises ValueError for one that a replay cannot change, for more steps than were recorded, and for what
+    train_async.py would refuse.
     """
-    import tyro
-
     own = own_options(recording)
-    chosen = tyro.cli(Config, default=own, args=arguments, prog=f"replay.py {recording.path}")
+    chosen = read_options(arguments, own, f"replay.py {recording.path}")
     allowed = OF_TRAINING + OF_THE_REPLAY + OF_EVALUATION * evaluate
     for name in (field.name for field in fields(Config)):
         if name not in allowed and getattr(chosen, name) != getattr(own, name):

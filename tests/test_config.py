@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, parse_config
+from config import Config
+from job.command_line import parse_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,14 +36,28 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--timeout-s", "1e308"], "--timeout-s must be at most 1000000"),
         (["--eval-problems", "1000000000000"], "--eval-problems must be at most 100000, got 1000000000000"),
         (["--steps", "1000000000000"], "--steps must be at most 1000000000"),
-        (["--temperature", "0"], "--temperature must be in [0.01, 2], got 0.0: vLLM samples at 0.01"),
-        (["--temperature", "2.1"], "--temperature must be in [0.01, 2], got 2.1"),
+        (
+            ["--temperature", "0"],
+            "--temperature must be in [0.01, 2], as vLLM samples",
+        ),
+        (["--temperature", "2.1"], "refuses what is above, got 2.1"),
         (["--top-p", "1.5"], "--top-p must be in (0, 1]"),
         (["--groups-per-step", "10", "--minibatches", "4"], "10 / 4 = 2.50 groups per update"),
         (["--max-prompt-tokens", "9000", "--max-response-tokens", "9000"], "9000 = 18000; raise the first"),
-        (["--group-size", "1"], "--group-size 1 leaves nothing to compare"),
-        (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1 leaves nothing to compare"),
-        (["--share-prefix", "--group-size", "1", "--advantage", "reinforce"], "--group-size 1 leaves nothing to share"),
+        (["--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
+        (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
+        (
+            ["--share-prefix", "--group-size", "1", "--advantage", "reinforce"],
+            "--group-size 1, which leaves nothing to share",
+        ),
+        (["--drop-zero-variance", "--group-size", "1", "--advantage", "reinforce"], "every group would be dropped"),
+        (["--run-name", ""], "--run-name may hold letters"),
+        (["--algo", "grop"], "got 'grop'; did you mean grpo?"),
+        (["--task", "addtion"], "got 'addtion'; did you mean addition?"),
+        (["--async-ration", "2"], "--async-ration is no option; did you mean --async-ratio?"),
+        (["--steps", "many"], "--steps must be a whole number, got 'many'"),
+        (["--lr"], "--lr expected one argument"),
+        (["--save-memory", "gradients"], "--save-memory must be one of activations, optimizer, got 'gradients'"),
         (["--lora-rank", "8", "--compile"], "--lora-rank 8 does not go with --compile"),
         (["--lora-rank", "-1"], "--lora-rank must be at least 0, got -1"),
         (["--algo-args", "clip_high"], "--algo-args takes NAME=VALUE, as in clip_high=0.28, got 'clip_high'"),
@@ -56,16 +72,18 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
         (
             ["--over-sampling", "5.5", "--async-ratio", "0", "--groups-per-step", "32"],
-            "does not go with at most 4 resumes of a response: 176 groups are started for batches of 32, so the last "
-            "are suspended ⌈176 / 32⌉ − 1 = 5 times",
+            "does not go with ⌈176 groups / batches of 32⌉ − 1 = 5 suspensions of the last ones, of 4 at most",
         ),
         (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
         (["--no-replicate-prompts", "--group-size", "300"], "--max-running-requests 256 below --group-size 300"),
-        (["--scheduling", "batch", "--extra-members", "1"], "--extra-members 1 gives up the slowest responses"),
-        (["--colocate", "sleep"], "--async-ratio 1 lets it run ahead; use --async-ratio 0"),
+        (
+            ["--scheduling", "batch", "--extra-members", "1"],
+            "--extra-members 1, which gives up the slowest responses, does not go with",
+        ),
+        (["--colocate", "sleep"], "--async-ratio 1, which lets it run ahead; use 0"),
         (
             ["--colocate", "sleep", "--async-ratio", "0", "--over-sampling", "2"],
-            "loses the KV cache that --on-update keep keeps",
+            "loses the KV cache, does not go with --on-update keep",
         ),
         (["--rollout-tp", "0"], "--rollout-tp must be at least 1, got 0"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be in (0, 1], got 1.5"),
@@ -73,7 +91,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
             ["--node-roles", "trainer", "trainer"],
             "--node-roles must be trainer, rollout or both, each once",
         ),
-        (["--node-roles", "trainer", "--rollout-tp", "2"], "--rollout-tp 2 is about rollout workers, and with"),
+        (["--node-roles", "trainer", "--rollout-tp", "2"], "--rollout-tp 2, which is about rollout workers, does not"),
         (["--run-name", "a/b"], "--run-name may hold letters"),
         (["--run-name", "."], "neither . nor .., got '.'"),
         (["--run-name", ".."], "neither . nor .., got '..'"),
@@ -115,14 +133,21 @@ def test_switches_need_no_value():
     assert config.drop_zero_variance and not config.replicate_prompts
 
 
-@pytest.mark.parametrize(
-    "options", [["--algo", "gropo"], ["--stepz", "5"], ["--on-update", "maybe"], ["--proximal", "no"]]
-)
-def test_unknown_options_and_choices_are_errors(options, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        parse_config(options)
-    assert exit_.value.code == 2
-    assert options[0] in capsys.readouterr().err
+def test_an_option_may_be_written_with_underscores_and_unset():
+    assert parse_config(["--async_ratio=2", "--run-name", "None", "--num-rollout-workers", "2"]) == Config(
+        async_ratio=2.0, num_rollout_workers=2
+    )
+
+
+def test_help_shows_every_option_with_its_default_under_one_of_a_few_titles(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    shown = capsys.readouterr().out
+    options = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Config)]
+    places = [re.search(rf"^  {option}[ ,\n]", shown, re.M).start() for option in options]
+    assert places == sorted(places) and len(re.findall(r"\(default:\s", shown)) == 55
+    titles = re.findall(r"^(\w.*):$", shown, re.M)
+    assert titles[1:3] == ["What most runs choose", "Freshness"] and titles[-1] == "Devices and clusters"
 
 
 def test_every_field_has_a_docstring_and_they_are_few():
@@ -134,7 +159,7 @@ def test_every_field_has_a_docstring_and_they_are_few():
         assert source.splitlines()[line + 1].startswith('    """'), field.name
 
 
-def test_help_answers_within_three_seconds_and_without_heavy_imports():
+def test_help_answers_within_a_second_and_without_heavy_imports():
     probe = (
         "import sys, train_async\n"
         "sys.argv = ['train_async.py', '--help']\n"
@@ -144,5 +169,5 @@ def test_help_answers_within_three_seconds_and_without_heavy_imports():
     )
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 3  # about a second, on a busy machine
     assert "HEAVY []" in done.stdout and "--async-ratio" in done.stdout
