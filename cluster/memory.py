@@ -304,9 +304,7 @@ def _refusal(config: Config, gpu: Gpu, lines: list[str], short: int) -> str:
 
 
 def _ways_out(config: Config) -> str:
-    ways = [] if "optimizer" in config.save_memory else ["--optimizer-offload"]
-    if "activations" not in config.save_memory:
-        ways.append("--activation-checkpointing")
+    ways = ["--save-memory optimizer activations"] if len(set(config.save_memory)) < 2 else []
     ways += ["a lower --max-tokens-per-microbatch", "a lower --max-running-requests", "a smaller model"]
     if config.colocate == "share" and config.async_ratio == 0:
         ways.insert(0, "--colocate sleep where a GPU is shared")

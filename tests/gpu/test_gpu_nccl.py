@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
     [
         (2, 1, {}),
         (2, 1, {"weight-sync": "shm"}),
-        (3, 2, {"optimizer-offload": True}),
+        (3, 2, {"save-memory": "optimizer"}),
         (4, 2, {"rollout-tp": 2}),
         (4, 2, {}),
     ],
