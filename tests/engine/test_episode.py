@@ -179,7 +179,7 @@ class Unspeakable(Exception):
             stepped(observation="higher" * 2_000_000),
             "the observation has 12000000 characters, at most 100000",
         ),
-        ({"reset": ("higher" * 2_000_000, {})}, "the observation has 12000000 characters, at most 1000000"),
+        ({"reset": ("higher" * 2_000_000, {})}, "the observation has 12000000 characters, at most 100000 fit"),
         (stepped(reward="1.0"), "the reward is '1.0', expected one finite number"),
         (stepped(reward=None), "the reward is None, expected one finite number"),
         (stepped(reward=np.ones(1)), "the reward is array([1.]), expected one finite number"),
