@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from setproctitle import setproctitle
 
-from cluster.placement import WorkerPlacement, WorkerSpec
+from cluster.placement import WorkerSpec
 from cluster.processes import exit_with_parent, freeze_garbage, without_torchrun
 from data.environments import make_environment
 from data.messages import (
@@ -47,6 +47,7 @@ from engine.environments import Environment, EnvironmentPool, MultiTurn, SingleT
 from engine.episode import EnvManager
 from engine.proxy import LLMProxy
 from engine.reward_pool import RewardPool
+from engine.vllm_setup import worker_environment
 
 
 class Barrier:
@@ -314,26 +315,3 @@ def run_worker(spec: WorkerSpec, connection: Connection, kind: type[RolloutWorke
     asyncio.run(kind(spec, connection).serve())
     sys.stdout.flush()
     os._exit(0)  # Python takes seconds to tidy up after vLLM's modules
-
-
-def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
-    """Environment that vLLM reads at import: device, threads, no telemetry."""
-    environment = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles, from our own trainer over a local pipe
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
-    }
-    if placement.gpu is None:
-        # No binding: with the default, every engine of a machine binds to the same cores.
-        return environment | {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(placement.cpu_threads),
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled here, and one small function of vLLM's takes 0.8 s
-        }
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    end = placement.gpu + placement.num_gpus
-    devices = visible.split(",") if visible else [str(i) for i in range(end)]
-    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}

@@ -13,8 +13,8 @@ import numpy as np
 
 from config import Config
 from data.records import FinishReason, Ticket, Trajectory, check_trajectory
+from engine.completion import Completion
 from engine.environments import Environment, EnvironmentFailed
-from engine.proxy import Completion
 
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
 

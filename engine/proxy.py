@@ -6,11 +6,9 @@ response gets one response, whatever happened on the way. Imports vllm inside fu
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,39 +16,15 @@ from cluster.placement import WorkerSpec
 from cluster.processes import dump_stacks
 from config import Config
 from data.messages import SampledTokens
-from data.records import FinishReason
+from engine import vllm_setup
+from engine.completion import Completion, Request, read_completion
 from records.time_ledger import Activity
 
-CPU_KV_CACHE_BYTES = 1 << 30
-CPU_BATCHED_TOKENS = 8192  # per engine step
 ABORT_AGAIN_S = 0.02
 WATCH_S = 0.2
 """Between two looks at whether the engine is alive."""
 DUMP_S = 1.0
 """Time that the engine's processes have to write their stacks."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine sampled for one request."""
-
-    tokens: list[int]
-    logprobs: np.ndarray
-    """[R] float32, nats, under the exact sampling transform."""
-    versions: np.ndarray
-    """[R] int32."""
-    finish_reason: FinishReason
-
-
-@dataclass
-class _Request:
-    """A response on its way; one engine request, or one after the other."""
-
-    engine_id: str | None = None
-    """The engine request that samples it now."""
-    aborted: bool = False
-    """Whether its caller gave it up, and not an update."""
-    segments: list[Completion] = field(default_factory=list)
 
 
 class LLMProxy:
@@ -65,7 +39,7 @@ class LLMProxy:
         self.activity = Activity()
         """What this worker does; the proxy notes requests and updates in it, its owner the rest."""
         self._num_scores = 0
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._returned = asyncio.Event()  # an engine request ended
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -78,27 +52,7 @@ class LLMProxy:
 
         Raises ValueError if this vLLM cannot stamp versions exactly under the chosen `on_update`.
         """
-        import torch
-        from vllm import AsyncEngineArgs
-        from vllm.outputs import CompletionOutput
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        fields = {field.name for field in dataclasses.fields(CompletionOutput)}
-        if "weight_versions" not in fields and spec.config.on_update in ("keep", "recompute"):
-            raise ValueError(
-                f"--on-update {spec.config.on_update} needs token versions from the engine, and this vLLM does not "
-                "report them; use vllm 0.32 or later, or --on-update resume, restart or wait"
-            )
-        options = engine_options(spec)
-        engine_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if spec.placement.gpu is None:
-            # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It
-            # inherits torch's threads, which the environment decides only if torch was not imported before.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-            torch.set_num_threads(spec.placement.cpu_threads)
-        engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
-        return cls(spec.config, engine, stop_token_ids)
+        return cls(spec.config, vllm_setup.start_engine(spec), stop_token_ids)
 
     @property
     def death(self) -> RuntimeError | None:
@@ -115,13 +69,11 @@ class LLMProxy:
     async def connect(self, init_info: dict) -> None:
         """Connect the engine to the trainer's weight transport.
 
-        Raises TimeoutError if it takes longer than the startup timeout.
+        Raises TimeoutError if it takes longer than --timeout-s.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        from weights.transport import split_wire_options
-
-        init_info, self._wire_options = split_wire_options(init_info)
+        init_info, self._wire_options = vllm_setup.split_wire_options(init_info)
         async with _limited(self.config.timeout_s, "connecting the engine to the trainer"):
             await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
@@ -132,68 +84,55 @@ class LLMProxy:
     ) -> Completion:
         """Sample one response, of at most `max_tokens` tokens (max_response_tokens), through any updates."""
         max_tokens = max_tokens or self.config.max_response_tokens
-        request = self._requests[request_id] = _Request()
+        request = self._requests[request_id] = Request()
         try:
             while True:
                 await self._until_resumed()
                 if request.aborted:
-                    return _join(request.segments, "aborted")
+                    return request.end("aborted")
                 segment = await self._sample_segment(request, request_id, prompt_tokens, seed, max_tokens)
-                self._count(request, segment)
+                request.segments.append(segment)
                 if segment.finish_reason != "aborted" or request.aborted:
-                    return _join([*request.segments, segment], segment.finish_reason)
-                self._keep_for_resume(request, segment)
-                if sum(len(kept.tokens) for kept in request.segments) == max_tokens:
-                    return _join(request.segments, "length")
+                    return request.end(segment.finish_reason)
+                if self.config.on_update == "restart":
+                    self.sampled.discarded += len(segment.tokens)
+                    request.segments.clear()
+                elif len(request.tokens) == max_tokens:
+                    return request.end("length")
         finally:
             del self._requests[request_id]
 
     async def _until_resumed(self) -> None:
-        """Wait; else a request would be stamped and salted with the version that is going."""
+        """Wait while sampling stands; else a request would be stamped and salted with the version that is going."""
         while not self._resumed.is_set():  # an update that wakes it may be followed at once by a suspend
             await self._resumed.wait()
 
     async def _sample_segment(
-        self, request: _Request, request_id: str, prompt_tokens: tuple[int, ...], seed: int, max_tokens: int
+        self, request: Request, request_id: str, prompt_tokens: tuple[int, ...], seed: int, max_tokens: int
     ) -> Completion:
-        """Go on from what the request has so far."""
-        prefix = [token for kept in request.segments for token in kept.tokens]
-        attempt = len(request.segments)
+        """Sample the rest of a response, to its end or the next update."""
+        prefix, attempt = request.tokens, len(request.segments)
         request.engine_id = f"{request_id}-{attempt}-{self.version}"
         try:
             (segment,) = await self._sample(
                 request.engine_id, [*prompt_tokens, *prefix], seed + attempt, max_tokens - len(prefix), 1
             )
+            self.sampled.resumed += len(segment.tokens) if prefix else 0
             return segment
         finally:
             request.engine_id = None
             self._returned.set()
 
-    def _count(self, request: _Request, segment: Completion) -> None:
-        self.sampled.new += len(segment.tokens)
-        if any(len(kept.tokens) for kept in request.segments):
-            self.sampled.resumed += len(segment.tokens)
-
-    def _keep_for_resume(self, request: _Request, segment: Completion) -> None:
-        """After an update aborted it: keep what it has as a prefix, or throw it away."""
-        if self.config.on_update == "restart":
-            self.sampled.discarded += len(segment.tokens)
-        else:
-            request.segments.append(segment)
-
     async def generate_group(
         self, request_id: str, prompt_tokens: tuple[int, ...], seed: int, num_responses: int
     ) -> list[Completion]:
         """Sample several responses by one request; all are returned when the last has ended."""
-        request = self._requests[request_id] = _Request()
+        request = self._requests[request_id] = Request()
         try:
             await self._until_resumed()
             request.engine_id = request_id
-            completions = await self._sample(
-                request_id, list(prompt_tokens), seed, self.config.max_response_tokens, num_responses
-            )
-            self.sampled.new += sum(len(completion.tokens) for completion in completions)
-            return completions
+            max_tokens = self.config.max_response_tokens
+            return await self._sample(request_id, list(prompt_tokens), seed, max_tokens, num_responses)
         finally:
             del self._requests[request_id]
 
@@ -214,25 +153,12 @@ class LLMProxy:
             self.activity.add(requests=-1)
         if not final:
             raise RuntimeError(f"request {engine_id} ended without an output")
-        return [_completion(one, version) for one in sorted(final[0].outputs, key=lambda one: one.index)]
+        self.sampled.new += sum(len(output.token_ids) for output in final[0].outputs)
+        return [read_completion(one, version) for one in sorted(final[0].outputs, key=lambda one: one.index)]
 
     def sampling_params(self, seed: int, max_tokens: int, num_responses: int):
         """vLLM's parameters of one request."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        return SamplingParams(
-            n=num_responses,
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            max_tokens=max_tokens,
-            seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            stop_token_ids=self.stop_token_ids,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # nobody else has them
-        )
+        return vllm_setup.sampling_params(self.config, self.stop_token_ids, seed, max_tokens, num_responses)
 
     async def score(self, tokens: tuple[int, ...]) -> np.ndarray:
         """Log-probs of tokens 1 … T − 1 given those before, at temperature 1. Returns [T − 1] float32, nats."""
@@ -270,10 +196,7 @@ class LLMProxy:
             await self._interrupt()
         # The engine core is asked directly: AsyncLLM.pause_generation sleeps another 20 ms while all stand still.
         mode = "wait" if self.config.on_update == "wait" else "keep"
-        await self.engine.engine_core.pause_scheduler_async(
-            mode=mode,
-            clear_cache=self.config.on_update != "keep",
-        )
+        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=self.config.on_update != "keep")
 
     async def _interrupt(self) -> None:
         """Abort every engine request and wait until all have returned; their responses go on after `resume`."""
@@ -287,7 +210,7 @@ class LLMProxy:
         """Stop sampling and give up the GPU's memory, weights included: the next update wakes the engine.
 
         No request may be running in the engine, as its keys and values would be lost. Raises TimeoutError if it takes
-        longer than the rollout timeout.
+        longer than --timeout-s.
         """
         async with _limited(self.config.timeout_s, "falling asleep"):
             await self.suspend()
@@ -305,8 +228,7 @@ class LLMProxy:
     ) -> float:
         """Load new weights and go on sampling. Returns the pause seen by generation, seconds; 0 if it stood before.
 
-        `receiving` is called when the engine is ready for the weights. Raises TimeoutError if it takes longer than the
-        rollout timeout.
+        `receiving` is called when the engine is ready for the weights. Raises TimeoutError as `sleep` does.
         """
         was_running = self._resumed.is_set()
         async with _limited(self.config.timeout_s, f"loading version {version}"):
@@ -339,38 +261,12 @@ class LLMProxy:
             request = WeightTransferUpdateRequest(update_info=update_info | self._wire_options)
             calls.append(self.engine.update_weights(request))
         calls.append(self.engine.finish_weight_update())
-        if hasattr(self.engine, "update_weight_version"):  # vLLM 0.26 stamps no versions
-            calls.append(self.engine.update_weight_version(str(version)))
-        await asyncio.gather(*calls)
+        await asyncio.gather(*calls, *vllm_setup.stamp_version(self.engine, version))
         self.version = version
 
     def shutdown(self) -> None:
         """End the engine process, at once: it has nothing to hand over, and a clean end takes it seconds."""
         self.engine.shutdown(timeout=0)
-
-
-def _completion(output, version_at_start: int) -> Completion:
-    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-    if output.finish_reason not in reasons:
-        raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
-    tokens = list(output.token_ids)
-    versions = np.full(len(tokens), version_at_start, dtype=np.int32)
-    for span in getattr(output, "weight_versions", None) or []:
-        versions[span.start : span.end] = int(span.version)
-    logprobs = np.array(output.logprobs.logprobs if tokens else [], dtype=np.float32)
-    return Completion(tokens, logprobs, versions, reasons[output.finish_reason])
-
-
-def _join(segments: list[Completion], finish_reason: FinishReason) -> Completion:
-    """One response out of what was sampled between updates."""
-    if len(segments) == 1:
-        return dataclasses.replace(segments[0], finish_reason=finish_reason)
-    return Completion(
-        [token for segment in segments for token in segment.tokens],
-        np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for segment in segments)]),
-        np.concatenate([np.zeros(0, np.int32), *(segment.versions for segment in segments)]),
-        finish_reason,
-    )
 
 
 @contextlib.asynccontextmanager
@@ -383,42 +279,3 @@ async def _limited(timeout_s: float, what: str) -> AsyncIterator[None]:
         dump_stacks(os.getpid())
         await asyncio.sleep(DUMP_S)
         raise TimeoutError(f"{what} took more than {timeout_s:.0f} s") from None
-
-
-def engine_options(spec: WorkerSpec) -> dict:
-    """vLLM's engine arguments for a worker."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    config, on_cpu = spec.config, spec.placement.gpu is None
-    options = {
-        "model": spec.model_path,
-        "skip_tokenizer_init": True,
-        "trust_remote_code": False,
-        "load_format": "dummy",  # all weights come by the transport, so one that it misses is seen at once
-        "dtype": "float32" if on_cpu else "bfloat16",
-        "max_model_len": config.max_sequence_tokens,
-        "max_num_seqs": config.max_running_requests,
-        "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "weight_transfer_config": {"backend": spec.transport},
-        "worker_extension_cls": "engine.extension.EngineExtension",
-    }
-    if on_cpu:
-        return options | {
-            "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
-            "enforce_eager": True,
-            # A seeded request whose prompt is computed in parts ends the engine: it rewinds a generator's offset,
-            # which generators on the CPU do not have.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, config.max_sequence_tokens),
-            # The class, because vLLM turns the name "uni" into "mp" on the CPU, for the sake of OpenMP's environment,
-            # which worker_environment sets; a process less is a third faster.
-            "distributed_executor_backend": UniProcExecutor,
-        }
-    return options | {
-        "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
-        "tensor_parallel_size": spec.placement.num_gpus,
-        "enable_sleep_mode": config.colocate == "sleep",
-    }

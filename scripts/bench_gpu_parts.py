@@ -41,7 +41,7 @@ class Pair:
         """Start the engine first: it measures how much of the GPU is free. `options` of Config."""
         from cluster.placement import WorkerSpec
         from engine.proxy import LLMProxy
-        from rollout import worker_environment
+        from engine.vllm_setup import worker_environment
 
         self.config = setup.config(**options)
         self.placement = placement = place_here(self.config, setup.device)
@@ -201,8 +201,7 @@ def bare(setup: Setup) -> dict:
     """vLLM alone: LLM.generate of as many responses to the same prompts, without log-probs. Tokens/s."""
     from cluster.placement import WorkerSpec
     from data.models import load_tokenizer
-    from engine.proxy import engine_options
-    from rollout import worker_environment
+    from engine.vllm_setup import engine_options, worker_environment
 
     config = setup.config(async_ratio=0.0)
     placement = place_here(config, setup.device)

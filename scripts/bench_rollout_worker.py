@@ -9,8 +9,9 @@ from config import Config
 from controller.tickets import PromptSource, TicketSource
 from data.records import Ticket
 from data.tasks import Problem
+from engine.completion import Completion
 from engine.environments import Environment, SingleTurn
-from engine.proxy import Completion, LLMProxy
+from engine.proxy import LLMProxy
 from scripts.latency import LatencyWorker
 
 MEDIAN_TOKENS, SIGMA = 15.0, 1.0

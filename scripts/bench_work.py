@@ -10,7 +10,8 @@ import random
 from dataclasses import dataclass
 
 from config import Config
-from engine.proxy import Completion, LLMProxy
+from engine.completion import Completion
+from engine.proxy import LLMProxy
 from rollout import RolloutWorker
 
 MODEL_TASK = "addition"

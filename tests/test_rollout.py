@@ -34,7 +34,8 @@ from data.models import load_tokenizer
 from data.tasks import load_task
 from data.tiny_agent import tiny_agent_path
 from engine.proxy import LLMProxy
-from rollout import RolloutWorker, worker_environment
+from engine.vllm_setup import worker_environment
+from rollout import RolloutWorker
 from scripts.latency import run_latency_worker
 from weights.transport import ParameterSpec, ShmTransport
 

@@ -17,7 +17,6 @@ nothing can be left behind. `ipc`: the same two buffers in the memory of the GPU
 CUDA IPC handles to vLLM's own engine. `nccl`, for separate GPUs, is in weights/nccl.py.
 """
 
-import dataclasses
 import math
 import mmap
 import os
@@ -32,8 +31,6 @@ CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked ever
 CHECKSUM_INTERVAL = 10
 NO_CHECKSUM = 0
 IPC_CHUNK_BYTES = 1 << 29
-WIRE_OPTIONS = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
-"""How weights are packed, in an engine's init_info."""
 
 
 @dataclass(frozen=True)
@@ -312,16 +309,3 @@ def copy_parameters(
                 f"parameter {name!r} arrived where {spec.name!r} was expected: the order must not change"
             )
         view.copy_(tensor)
-
-
-def split_wire_options(init_info: dict) -> tuple[dict, dict]:
-    """How weights are packed: newer versions of vLLM are told once, 0.26 with each update.
-
-    Returns what the engine is told when it connects, and what goes with each update.
-    """
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
-
-    if "packed" not in {field.name for field in dataclasses.fields(NCCLWeightTransferUpdateInfo)}:
-        return init_info, {}
-    per_update = {name: value for name, value in init_info.items() if name in WIRE_OPTIONS}
-    return {name: value for name, value in init_info.items() if name not in WIRE_OPTIONS}, per_update

@@ -18,8 +18,8 @@ from data.messages import Finished
 from data.models import resolve_model
 from data.records import Group, Trajectory
 from engine.proxy import LLMProxy
+from engine.vllm_setup import worker_environment
 from records.run_directory import RunDirectory
-from rollout import worker_environment
 from scripts.bench_rollout_worker import ForcedLengths
 from scripts.simulation.cluster import Case, Cluster, Simulation
 from scripts.simulation.engine import EngineCurve

@@ -12,9 +12,9 @@ from config import Config
 from data.environments import TextEnvironment, make_environment
 from data.records import Ticket
 from data.tiny_agent import build_tokenizer
+from engine.completion import Completion
 from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
 from engine.episode import EnvManager
-from engine.proxy import Completion
 from engine.reward_pool import RewardError
 from scripts.latency import Delayed, LatencyLaw
 

@@ -16,10 +16,10 @@ from tiny_policy import VOCAB, load, save_tiny_model
 from cluster.placement import WorkerPlacement, WorkerSpec
 from config import Config
 from engine.proxy import LLMProxy
-from rollout import worker_environment
+from engine.vllm_setup import split_wire_options, worker_environment
 from trainer.packing import TrainSequence
 from weights.nccl import CHUNK_BYTES, NcclTransport
-from weights.transport import ParameterSpec, ShmTransport, split_wire_options
+from weights.transport import ParameterSpec, ShmTransport
 
 PROMPT = tuple(range(3, 13))
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())

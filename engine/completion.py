@@ -1,0 +1,63 @@
+"""Responses: what the engine has sampled of one, and how a vLLM output becomes one."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data.records import FinishReason
+from engine.vllm_setup import token_versions
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    """[R] float32, nats, under the exact sampling transform."""
+    versions: np.ndarray
+    """[R] int32."""
+    finish_reason: FinishReason
+
+
+@dataclass
+class Request:
+    """A response on its way; one engine request, or one after the other."""
+
+    engine_id: str | None = None
+    """The engine request that samples it now."""
+    aborted: bool = False
+    """Whether its caller gave it up, and not an update."""
+    segments: list[Completion] = field(default_factory=list)
+    """What was sampled before each update that interrupted it."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens sampled so far, which the next engine request goes on from."""
+        return [token for segment in self.segments for token in segment.tokens]
+
+    def end(self, finish_reason: FinishReason) -> Completion:
+        """The whole response: what was sampled between updates, joined."""
+        if len(self.segments) == 1:
+            return dataclasses.replace(self.segments[0], finish_reason=finish_reason)
+        return Completion(
+            self.tokens,
+            np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for segment in self.segments)]),
+            np.concatenate([np.zeros(0, np.int32), *(segment.versions for segment in self.segments)]),
+            finish_reason,
+        )
+
+
+def read_completion(output, version_at_start: int) -> Completion:
+    """The Completion in a vLLM CompletionOutput whose request was sent under `version_at_start`.
+
+    Raises RuntimeError if the engine ended it for a reason of its own.
+    """
+    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+    if output.finish_reason not in reasons:
+        raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
+    tokens = list(output.token_ids)
+    versions = token_versions(output, version_at_start)
+    logprobs = np.array(output.logprobs.logprobs if tokens else [], dtype=np.float32)
+    return Completion(tokens, logprobs, versions, reasons[output.finish_reason])

@@ -1,0 +1,160 @@
+"""How vLLM is set up for a worker: its environment, its options, its start, and what differs between its versions.
+
+Versions 0.26 and 0.32 are told apart here; besides, only engine/extension.py and weights/nccl.py, parts of which run in
+vLLM's own process, know of any. Imports vllm inside functions; importing this costs nothing.
+"""
+
+import dataclasses
+import os
+
+import numpy as np
+
+from cluster.placement import WorkerPlacement, WorkerSpec
+from config import Config
+
+CPU_KV_CACHE_BYTES = 1 << 30
+CPU_BATCHED_TOKENS = 8192  # per engine step
+WIRE_OPTIONS = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
+"""How weights are packed, in an engine's init_info."""
+
+
+def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
+    """Environment variables that vLLM reads at import: device, threads, no telemetry."""
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles, from our own trainer over a local pipe
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
+    }
+    if placement.gpu is None:
+        # No binding: with the default, every engine of a machine binds to the same cores.
+        return environment | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(placement.cpu_threads),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled here, and one small function of vLLM's takes 0.8 s
+        }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    end = placement.gpu + placement.num_gpus
+    devices = visible.split(",") if visible else [str(i) for i in range(end)]
+    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
+
+
+def start_engine(spec: WorkerSpec):
+    """Start vLLM's AsyncLLM, in a running event loop, with weights that mean nothing until the first update.
+
+    Raises ValueError if this vLLM cannot stamp versions exactly under the chosen `on_update`.
+    """
+    import torch
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    _check_stamps(spec.config)
+    options = engine_options(spec)
+    engine_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if spec.placement.gpu is None:
+        # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It
+        # inherits torch's threads, which the environment decides only if torch was not imported before.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        torch.set_num_threads(spec.placement.cpu_threads)
+    return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
+
+
+def engine_options(spec: WorkerSpec) -> dict:
+    """vLLM's engine arguments for a worker."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    config, on_cpu = spec.config, spec.placement.gpu is None
+    options = {
+        "model": spec.model_path,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "load_format": "dummy",  # all weights come by the transport, so one that it misses is seen at once
+        "dtype": "float32" if on_cpu else "bfloat16",
+        "max_model_len": config.max_sequence_tokens,
+        "max_num_seqs": config.max_running_requests,
+        "seed": config.seed,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": spec.transport},
+        "worker_extension_cls": "engine.extension.EngineExtension",
+    }
+    if on_cpu:
+        return options | {
+            "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+            "enforce_eager": True,
+            # A seeded request whose prompt is computed in parts ends the engine: it rewinds a generator's offset,
+            # which generators on the CPU do not have.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, config.max_sequence_tokens),
+            # The class, because vLLM turns the name "uni" into "mp" on the CPU, for the sake of OpenMP's environment,
+            # which worker_environment sets; a process less is a third faster.
+            "distributed_executor_backend": UniProcExecutor,
+        }
+    return options | {
+        "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
+        "tensor_parallel_size": spec.placement.num_gpus,
+        "enable_sleep_mode": config.colocate == "sleep",
+    }
+
+
+def sampling_params(config: Config, stop_token_ids: list[int], seed: int, max_tokens: int, num_responses: int):
+    """vLLM's parameters of a request for one or more responses."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        n=num_responses,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        stop_token_ids=stop_token_ids,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # nobody else has them
+    )
+
+
+# vLLM 0.26 and 0.32: 0.26 stamps no versions on tokens, and takes the wire options with each update
+
+
+def _check_stamps(config: Config) -> None:
+    from vllm.outputs import CompletionOutput
+
+    fields = {field.name for field in dataclasses.fields(CompletionOutput)}
+    if "weight_versions" not in fields and config.on_update in ("keep", "recompute"):
+        raise ValueError(
+            f"--on-update {config.on_update} needs token versions from the engine, and this vLLM does not "
+            "report them; use vllm 0.32 or later, or --on-update resume, restart or wait"
+        )
+
+
+def stamp_version(engine, version: int) -> list:
+    """The calls, at most one, that have the engine stamp its tokens with a version from now on."""
+    return [engine.update_weight_version(str(version))] if hasattr(engine, "update_weight_version") else []
+
+
+def token_versions(output, version_at_start: int) -> np.ndarray:
+    """Version that sampled each token of a CompletionOutput, [R] int32."""
+    versions = np.full(len(output.token_ids), version_at_start, dtype=np.int32)
+    for span in getattr(output, "weight_versions", None) or []:
+        versions[span.start : span.end] = int(span.version)
+    return versions
+
+
+def split_wire_options(init_info: dict) -> tuple[dict, dict]:
+    """Take how weights are packed out of an init_info if this vLLM wants it with each update.
+
+    Returns what the engine is told when it connects, and what goes with each update.
+    """
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
+    if "packed" not in {field.name for field in dataclasses.fields(NCCLWeightTransferUpdateInfo)}:
+        return init_info, {}
+    per_update = {name: value for name, value in init_info.items() if name in WIRE_OPTIONS}
+    return {name: value for name, value in init_info.items() if name not in WIRE_OPTIONS}, per_update
