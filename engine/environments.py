@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cluster.placement import WorkerSpec
 from data.conversation import Conversation
+from data.environments import make_environment
+from data.models import stop_token_ids
 from data.records import Ticket
 from engine.reward_pool import RewardError, RewardPool, brief, one_line
 
@@ -37,7 +40,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """What EnvManager asks of an environment. Both methods raise EnvironmentFailed."""
+    """What Episode asks of an environment. Both methods raise EnvironmentFailed."""
 
     async def reset(self) -> list[int]:
         """Begin. Returns the prompt, token ids."""
@@ -45,6 +48,18 @@ class Environment(Protocol):
 
     async def step(self, tokens: list[int]) -> Step:
         """Answer a turn of the policy."""
+        ...
+
+
+class Environments(Protocol):
+    """What a rollout worker asks for environments."""
+
+    def make_environment(self, ticket: Ticket, member: int) -> Environment:
+        """What answers the policy in one trajectory."""
+        ...
+
+    def close(self) -> None:
+        """Give up all that environments share, when the worker ends."""
         ...
 
 
@@ -63,6 +78,19 @@ class SingleTurn:
             return Step([], await self.rewards.score(self.ticket.answer, response), ended=True)
         except RewardError as error:
             raise EnvironmentFailed(str(error)) from None
+
+
+class SingleTurns:
+    """Environments of one turn, which share the processes that score them."""
+
+    def __init__(self, tokenizer, rewards: RewardPool):
+        self.tokenizer, self.rewards = tokenizer, rewards
+
+    def make_environment(self, ticket: Ticket, member: int) -> Environment:
+        return SingleTurn(ticket, self.tokenizer, self.rewards)
+
+    def close(self) -> None:
+        self.rewards.close()
 
 
 class MultiTurn:
@@ -147,6 +175,12 @@ class EnvironmentPool:
         self._make = make
         self._idle: list = []
 
+    def make_environment(self, ticket: Ticket, member: int) -> Environment:
+        return MultiTurn(self, ticket.environment_seed)
+
+    def close(self) -> None:
+        """Nothing: its threads end with the process."""
+
     def take(self):
         """An environment that nobody else uses; may be called in any thread, as making one is foreign code too."""
         try:
@@ -157,6 +191,24 @@ class EnvironmentPool:
     def give_back(self, environment) -> None:
         """Leave an environment to the next episode."""
         self._idle.append(environment)
+
+
+def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
+    """The environments of a worker's task; those of one turn start processes that score."""
+    config = spec.config
+    if config.is_multi_turn:
+        return EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
+    title = f"rewards {spec.placement.worker}"
+    return SingleTurns(tokenizer, RewardPool(config.task, config.env_timeout_s, title=title))
+
+
+def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:
+    """Tokens that end a turn of the policy: the model's own, and the one that ends its messages in a conversation.
+
+    Raises ValueError for a tokenizer that cannot hold a conversation, if the task is one.
+    """
+    ends = stop_token_ids(spec.model_path, tokenizer)
+    return sorted({*ends, Conversation(tokenizer).end_of_turn}) if spec.config.is_multi_turn else ends
 
 
 class CallThreads:

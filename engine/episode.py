@@ -1,4 +1,4 @@
-"""One trajectory from start to end: `EnvManager` resets an environment, lets the policy act and steps it until it ends.
+"""One trajectory from start to end: `Episode` resets an environment, lets the policy act and steps it until it ends.
 
 Every environment is on its own: none waits for another unless a barrier is asked for. Tokens go in and come out: what
 the policy wrote is never tokenised again, and the environment's tokens are off the loss mask. Single-turn tasks are
@@ -19,7 +19,11 @@ from engine.environments import Environment, EnvironmentFailed
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
 
 
-class EnvManager:
+async def _go_on() -> None:
+    """No barrier."""
+
+
+class Episode:
     """Runs the trajectory of one ticket and member."""
 
     def __init__(
@@ -27,15 +31,13 @@ class EnvManager:
         config: Config,
         ticket: Ticket,
         member: int,
+        *,
         environment: Environment,
         generate: Callable,
-        wait_before_turn: Callable,
-        wait_before_step: Callable,
+        wait_before_turn: Callable = _go_on,
+        wait_before_step: Callable = _go_on,
     ):
-        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for every turn of the policy.
-
-        `wait_before_turn()` and `wait_before_step()` are awaited too: barriers, or nothing.
-        """
+        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn, and the barriers around it."""
         self.config, self.ticket, self.member, self.environment = config, ticket, member, environment
         self.request_id: str | None = None
         """The request that is being sampled now."""

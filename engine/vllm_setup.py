@@ -6,6 +6,7 @@ vLLM's own process, know of any. Imports vllm inside functions; importing this c
 
 import dataclasses
 import os
+import tempfile
 
 import numpy as np
 
@@ -39,6 +40,16 @@ def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
     end = placement.gpu + placement.num_gpus
     devices = visible.split(",") if visible else [str(i) for i in range(end)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
+
+
+def temporary_files_at(folder: str) -> dict[str, str]:
+    """Environment variables that put temporary files into a folder that goes with the run: vLLM removes few of its own.
+
+    What torch has compiled is temporary too, and worth keeping: it stays where it is.
+    """
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
+    return {"VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 def start_engine(spec: WorkerSpec):

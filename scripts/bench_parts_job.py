@@ -35,9 +35,8 @@ from job.step_log import StepLog
 from probe import Probe
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
-from rollout import run_worker
 from scripts.bench_parts_echo import run_echo_worker
-from scripts.bench_work import NO_LEARNING, WorkRolloutWorker
+from scripts.bench_work import NO_LEARNING, run_work_worker
 from trainer import batch
 from trainer.policy import load_policy
 from weights.transport import Announcement, ParameterSpec, ShmTransport
@@ -160,14 +159,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-_run_work_worker = functools.partial(run_worker, kind=WorkRolloutWorker)
-
-
 @contextlib.contextmanager
 def started(
     configs: dict[str, Config],
     folder: Path,
-    worker_main: Callable = _run_work_worker,
+    worker_main: Callable = run_work_worker,
 ) -> Iterator[dict[str, Job]]:
     """A job of each config, with its engines up and idle; none is left afterwards."""
     jobs = {}

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from data.tiny import VOCABULARY, build_tokenizer
 from engine.proxy import LLMProxy
 from rollout import run_worker
 from scripts.bench_parts_report import PHASES
-from scripts.bench_work import ForcedLengths, WorkRolloutWorker, work_of
+from scripts.bench_work import start_proxy, start_work_worker, work_of
 from weights.transport import ParameterSpec, ShmTransport
 
 TIMEOUT_S = 300.0
@@ -34,16 +34,19 @@ LARGE_HIDDEN, LARGE_LAYERS = 512, 15
 class PlainEngine:
     """AsyncLLM and nothing else: all requests at once, by the same parameters, and only their tokens are counted."""
 
-    def __init__(self, spec: WorkerSpec, connection):
-        self.spec, self.connection = spec, connection
+    def __init__(self, spec: WorkerSpec, connection, proxy: LLMProxy):
+        self.spec, self.connection, self.proxy = spec, connection, proxy
+
+    @classmethod
+    async def start(cls, spec: WorkerSpec, connection) -> "PlainEngine":
+        """Start the engine, and say so."""
+        proxy = await start_proxy(spec, stop_token_ids(spec.model_path, load_tokenizer(spec.model_path)))
+        freeze_garbage()
+        connection.send(Ready(0.0))
+        return cls(spec, connection, proxy)
 
     async def serve(self) -> None:
-        """Start the engine, then act on messages in their order."""
-        config, path = self.spec.config, self.spec.model_path
-        kind = ForcedLengths if work_of(config.max_response_tokens).forced else LLMProxy
-        self.proxy = await kind.start(self.spec, stop_token_ids(path, load_tokenizer(path)))
-        freeze_garbage()
-        self.connection.send(Ready(0.0))
+        """Act on messages in their order."""
         try:
             while True:
                 match await asyncio.to_thread(self.connection.recv):
@@ -103,11 +106,11 @@ class PhasedEngine(PlainEngine):
 class Worker:
     """A worker process without a controller."""
 
-    def __init__(self, config: Config, model_path: str, kind: type, folder: Path, threads: ThreadPoolExecutor):
-        log = folder / f"{kind.__name__}-{config.max_response_tokens}-{Path(model_path).name}.log"
+    def __init__(self, config: Config, model_path: str, start: Callable, log: Path, threads: ThreadPoolExecutor):
+        """`start` is run_worker's."""
         spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), model_path, "shm", str(log))
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.process = WorkerProcess(spec, functools.partial(run_worker, kind=kind), self._inbox.put, threads)
+        self.process = WorkerProcess(spec, functools.partial(run_worker, start=start), self._inbox.put, threads)
 
     def receive(self):
         """The next message. Raises RuntimeError if the process has ended, queue.Empty after the timeout."""
@@ -155,13 +158,16 @@ class Worker:
 
 
 @contextlib.contextmanager
-def workers(kinds: dict[str, type], config: Config, model_path: str, weights: list, folder: Path) -> Iterator[dict]:
-    """A connected worker of each kind; none is left afterwards."""
-    threads = ThreadPoolExecutor(2 * len(kinds))
+def workers(
+    starts: dict[str, Callable], config: Config, model_path: str, weights: list, folder: Path
+) -> Iterator[dict]:
+    """A connected worker for each name and `start` of run_worker; none is left afterwards."""
+    threads = ThreadPoolExecutor(2 * len(starts))
     made = {}
     try:
-        for name, kind in kinds.items():
-            made[name] = Worker(config, model_path, kind, folder, threads)
+        for name, start in starts.items():
+            log = folder / f"{name}-{config.max_response_tokens}-{Path(model_path).name}.log"
+            made[name] = Worker(config, model_path, start, log, threads)
         for worker in made.values():
             worker.connect(weights)
         yield made
@@ -227,8 +233,8 @@ def measure_rollout(config: Config, num_tickets: int, repeats: int, folder: Path
     """Tokens per second of a rollout worker and of the plain engine, in turn; the first round warms up."""
     model_path = resolve_model(config.model, config.task)
     tickets = make_tickets(config, model_path, num_tickets)
-    kinds = {"ours": WorkRolloutWorker, "plain": PlainEngine}
-    with workers(kinds, config, model_path, load_weights(model_path), folder) as made:
+    starts = {"ours": start_work_worker, "plain": PlainEngine.start}
+    with workers(starts, config, model_path, load_weights(model_path), folder) as made:
         for repeat in range(repeats + 1):
             order = ("ours", "plain") if repeat % 2 else ("plain", "ours")
             rates = {name: made[name].sample(tickets) for name in order}
@@ -239,7 +245,7 @@ def measure_rollout(config: Config, num_tickets: int, repeats: int, folder: Path
 def measure_phases(config: Config, repeats: int, folder: Path) -> Iterator[dict[str, float]]:
     """Seconds of each phase of a weight update of the tiny model; the first two updates warm up."""
     model_path = resolve_model(config.model, config.task)
-    with workers({"phased": PhasedEngine}, config, model_path, load_weights(model_path), folder) as made:
+    with workers({"phased": PhasedEngine.start}, config, model_path, load_weights(model_path), folder) as made:
         made["phased"].publish()
         for _ in range(repeats):
             yield made["phased"].publish()
@@ -248,7 +254,7 @@ def measure_phases(config: Config, repeats: int, folder: Path) -> Iterator[dict[
 def measure_publish(config: Config, model_path: str, weights: list, repeats: int, folder: Path) -> Iterator[dict]:
     """Seconds of a publication, its stage and its pause; bytes, and the seconds that memcpy takes for them."""
     num_bytes = sum(weight.nbytes for _, weight in weights)
-    with workers({"ours": WorkRolloutWorker}, config, model_path, weights, folder) as made:
+    with workers({"ours": start_work_worker}, config, model_path, weights, folder) as made:
         for repeat in range(repeats + 1):
             measured = made["ours"].publish()
             if repeat:

@@ -4,15 +4,13 @@ Heavy imports are inside functions, as in train_async.py: every process that is 
 """
 
 import argparse
-import functools
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from config import Config
-from rollout import run_worker
-from scripts.bench_work import SAMPLES_PER_STEP, WORKS, WorkRolloutWorker
+from scripts.bench_work import SAMPLES_PER_STEP, WORKS, run_work_worker
 
 KINDS = ("train", "generate", "learn")
 
@@ -23,7 +21,7 @@ def train(config: Config) -> None:
     from trainer.policy import Policy
 
     Policy.save = save_weights
-    train_async.train(config, functools.partial(run_worker, kind=WorkRolloutWorker))
+    train_async.train(config, run_work_worker)
 
 
 def save_weights(policy, path: str, *_, **__) -> None:

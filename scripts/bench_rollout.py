@@ -40,7 +40,7 @@ from data.records import Group, Trajectory
 from data.tasks import Problem, load_task
 from rollout import run_worker
 from scripts import bench_rollout_report as report
-from scripts.bench_rollout_worker import BenchWorker
+from scripts.bench_rollout_worker import start_bench_worker
 from scripts.latency import LatencyLaw
 from weights.transport import Announcement
 
@@ -171,10 +171,10 @@ class Session:
         self._weights = _weights(model_path)
         workers = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers))
         placement = Placement((None,), 1, workers, "shm")
-        kind = functools.partial(BenchWorker, law=latency)
+        run = functools.partial(run_worker, start=functools.partial(start_bench_worker, law=latency))
         self.controller = Controller(
             config,
-            Workers(config, placement, model_path, run_path, functools.partial(run_worker, kind=kind)),
+            Workers(config, placement, model_path, run_path, run),
             TicketSource(config, _prompts(config, load_tokenizer(model_path))),
             self._record,
         )

@@ -3,16 +3,18 @@
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 
+from cluster.placement import WorkerSpec
 from config import Config
 from controller.tickets import PromptSource, TicketSource
 from data.records import Ticket
 from data.tasks import Problem
 from engine.completion import Completion
-from engine.environments import Environment, SingleTurn
+from engine.environments import Environment, Environments, SingleTurn
 from engine.proxy import LLMProxy
-from scripts.latency import LatencyWorker
+from rollout import RolloutWorker, start_worker
+from scripts.latency import LatencyLaw, start_delayed
 
 MEDIAN_TOKENS, SIGMA = 15.0, 1.0
 """Lengths of single turns: lognormal, cut at max_response_tokens. Cut at 192 their mean is 24, an eighth of the longest
@@ -68,27 +70,34 @@ class SimulatedReward:
         return float(answer == "varies" and self.member % 2)
 
 
-class BenchWorker(LatencyWorker):
-    """A rollout worker with forced lengths and simulated rewards and latencies."""
+class SimulatedRewards:
+    """Environments of one turn whose rewards are simulated; no processes."""
 
-    def start_rewards(self) -> None:
-        """No processes: rewards are simulated."""
-        self.rewards, self._reward_process = None, asyncio.Lock()
-
-    async def start_proxy(self) -> LLMProxy:
-        """Start the engine."""
-        self._member_lengths: dict[int, list[int]] = {}  # seed of a request for a whole group -> its members' lengths
-        force_member_lengths(self._member_lengths)
-        return await ForcedLengths.start(self.spec, [])
+    def __init__(self, config: Config, tokenizer, lengths: dict[int, list[int]]):
+        """`lengths`: seed of a request for a whole group -> its members' lengths, which are put there."""
+        self.config, self.tokenizer, self.lengths = config, tokenizer, lengths
+        self._reward_process = asyncio.Lock()
 
     def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        if self.config.is_multi_turn:
-            return super().make_environment(ticket, member)
+        if ticket.num_members > 1 and ticket.seed not in self.lengths:
+            self.lengths[ticket.seed] = member_lengths(self.config, ticket.group_id)
         return SingleTurn(ticket, self.tokenizer, SimulatedReward(self._reward_process, member))
 
-    def _share_request(self, ticket: Ticket) -> list[Callable]:
-        self._member_lengths[ticket.seed] = member_lengths(self.config, ticket.group_id)
-        return super()._share_request(ticket)
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+async def start_bench_worker(spec: WorkerSpec, connection: Connection, law: LatencyLaw) -> RolloutWorker:
+    """Start a rollout worker with forced lengths and simulated rewards and latencies."""
+    lengths: dict[int, list[int]] = {}
+    force_member_lengths(lengths)
+
+    def start_simulated(spec: WorkerSpec, tokenizer) -> Environments:
+        if spec.config.is_multi_turn:
+            return start_delayed(spec, tokenizer, law)
+        return SimulatedRewards(spec.config, tokenizer, lengths)
+
+    return await start_worker(spec, connection, ForcedLengths.start, start_simulated)
 
 
 def force_member_lengths(lengths: dict[int, list[int]]) -> None:

@@ -5,14 +5,16 @@ they end. The other two force their lengths, so that whoever does the work sampl
 no end of sequence is sampled, and a response's only limit is its own number of tokens.
 """
 
+import functools
 import math
 import random
 from dataclasses import dataclass
 
+from cluster.placement import WorkerSpec
 from config import Config
 from engine.completion import Completion
 from engine.proxy import LLMProxy
-from rollout import RolloutWorker
+from rollout import run_worker, start_worker
 
 MODEL_TASK = "addition"
 GROUPS, GROUP_SIZE = 32, 8
@@ -82,11 +84,12 @@ class ForcedLengths(LLMProxy):
         return params
 
 
-class WorkRolloutWorker(RolloutWorker):
-    """A rollout worker that does a work."""
+async def start_proxy(spec: WorkerSpec, stop_token_ids: list[int]) -> LLMProxy:
+    """Start an engine that does a work."""
+    kind = ForcedLengths if work_of(spec.config.max_response_tokens).forced else LLMProxy
+    return await kind.start(spec, stop_token_ids)
 
-    async def start_proxy(self) -> LLMProxy:
-        """Start the engine."""
-        if not work_of(self.config.max_response_tokens).forced:
-            return await super().start_proxy()
-        return await ForcedLengths.start(self.spec, [])
+
+start_work_worker = functools.partial(start_worker, start_proxy=start_proxy)
+run_work_worker = functools.partial(run_worker, start=start_work_worker)
+"""What the process of a rollout worker runs that does a work."""

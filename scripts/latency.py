@@ -13,14 +13,13 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Literal
 
 from cluster.placement import WorkerSpec
 from data.records import Ticket
-from engine.environments import Environment, EnvironmentFailed, Step
+from engine.environments import Environment, EnvironmentFailed, Environments, Step, start_environments
 from job.command_line import parse_config
-from rollout import RolloutWorker, run_worker
+from rollout import run_worker, start_worker
 from train_async import fail, run_job, train
 
 
@@ -119,24 +118,29 @@ class Delayed:
         return await self.environment.step(tokens)
 
 
-class LatencyWorker(RolloutWorker):
-    """A rollout worker whose environments are delayed."""
+class DelayedEnvironments:
+    """A worker's environments, delayed where they are trained on."""
 
-    def __init__(self, spec: WorkerSpec, connection: Connection, law: LatencyLaw):
-        super().__init__(spec, connection)
-        self.law = law
+    def __init__(self, environments: Environments, law: LatencyLaw, timeout_s: float):
+        self.environments, self.law, self.timeout_s = environments, law, timeout_s
+        self.close = environments.close
 
     def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        """The environment of a trajectory, delayed if it is trained on."""
-        environment = super().make_environment(ticket, member)
+        environment = self.environments.make_environment(ticket, member)
         if ticket.is_evaluation:
             return environment
-        return Delayed(environment, self.law, self.config.env_timeout_s, ticket.seed + member)
+        return Delayed(environment, self.law, self.timeout_s, ticket.seed + member)
+
+
+def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> DelayedEnvironments:
+    """The environments of a worker's task, delayed."""
+    return DelayedEnvironments(start_environments(spec, tokenizer), law, spec.config.env_timeout_s)
 
 
 def run_latency_worker(law: str) -> Callable:
     """What a worker's process runs, with that law. Raises ValueError for a law that cannot be read."""
-    return functools.partial(run_worker, kind=functools.partial(LatencyWorker, law=LatencyLaw.parse(law)))
+    delayed = functools.partial(start_delayed, law=LatencyLaw.parse(law))
+    return functools.partial(run_worker, start=functools.partial(start_worker, start_environments=delayed))
 
 
 def main() -> None:

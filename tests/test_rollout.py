@@ -4,6 +4,7 @@ import asyncio
 import collections
 import dataclasses
 import multiprocessing
+import queue
 import time
 
 import numpy as np
@@ -35,7 +36,7 @@ from data.tasks import load_task
 from data.tiny_agent import tiny_agent_path
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
-from rollout import RolloutWorker
+from rollout import start_worker
 from scripts.latency import run_latency_worker
 from weights.transport import ParameterSpec, ShmTransport
 
@@ -263,29 +264,30 @@ class MortalEngine:
         self.is_shut_down = True
 
 
-class WorkerOfFakes(RolloutWorker):
-    """A worker with that engine, whose messages are all there from the start; `sent` is what it says."""
+class FullPipe:
+    """A pipe whose messages are all there from the start; `sent` is what the worker says."""
 
-    def __init__(self, lifetime_s, messages):
-        model_path, self.engine, self.sent = str(tiny_agent_path(TASK)), MortalEngine(lifetime_s), []
-        self.messages, config = messages, Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
-        super().__init__(WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), model_path, "shm", ""), self)
+    def __init__(self, messages):
+        self.sent, self._inbox = [], queue.SimpleQueue()
+        for message in messages:
+            self._inbox.put(message)
+        self.send, self.recv = self.sent.append, self._inbox.get
 
-    def send(self, message):
-        self.sent.append(message)
 
-    async def start_proxy(self):
-        return LLMProxy(self.config, self.engine, [])
+def serve(engine, messages):
+    """Have a worker with that engine serve to the end, which comes soon. Returns what it says."""
+    config = Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
+    spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), str(tiny_agent_path(TASK)), "shm", "")
+    pipe = FullPipe(messages)
 
-    def _start_reading(self):
-        inbox = asyncio.Queue()
-        for message in self.messages:
-            inbox.put_nowait(message)
-        return inbox
+    async def start_proxy(spec, stop_token_ids):
+        return LLMProxy(spec.config, engine, stop_token_ids)
 
-    def run(self):
-        """Serve to the end, which comes soon."""
-        asyncio.run(asyncio.wait_for(self.serve(), 20))
+    async def start_and_serve():
+        await (await start_worker(spec, pipe, start_proxy)).serve()
+
+    asyncio.run(asyncio.wait_for(start_and_serve(), 20))
+    return pipe.sent
 
 
 @pytest.fixture
@@ -298,13 +300,27 @@ def ticket():
 
 @pytest.mark.parametrize("message", [None, Suspend(), Update(0, [], ())])
 def test_a_worker_whose_engine_dies_ends_at_once_whatever_it_waits_for(message, ticket):
-    worker = WorkerOfFakes(0.3, [Tickets([ticket]), *([message] if message else [])])
+    engine = MortalEngine(0.3)
     with pytest.raises(RuntimeError, match="the engine is dead"):
-        worker.run()
-    assert worker.engine.is_shut_down
+        serve(engine, [Tickets([ticket]), *([message] if message else [])])
+    assert engine.is_shut_down
 
 
 def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):
-    worker = WorkerOfFakes(60, [Tickets([ticket]), Stop()])
-    worker.run()
-    assert isinstance(worker.sent[-1], Stopped) and worker.engine.is_shut_down
+    engine = MortalEngine(60)
+    said = serve(engine, [Tickets([ticket]), Stop()])
+    assert [type(message) for message in said] == [Ready, Stopped] and engine.is_shut_down
+
+
+def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
+    spec = WorkerSpec(Config(), WorkerPlacement(0, None, None, 1, 0.0), str(tiny_agent_path(TASK)), "shm", "")
+    steps, pipe = [], FullPipe([])
+
+    async def start_proxy(spec, stop_token_ids):
+        steps.append("engine")
+
+    def start_environments(spec, tokenizer):
+        steps.append(f"environments, then {len(pipe.sent)} messages")
+
+    asyncio.run(start_worker(spec, pipe, start_proxy, start_environments))
+    assert steps == ["engine", "environments, then 0 messages"] and isinstance(pipe.sent[0], Ready)

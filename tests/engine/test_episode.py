@@ -14,7 +14,7 @@ from data.records import Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
 from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
-from engine.episode import EnvManager
+from engine.episode import Episode
 from engine.reward_pool import RewardError
 from scripts.latency import Delayed, LatencyLaw
 
@@ -26,13 +26,10 @@ def make_ticket(prompt_tokens=(), environment_seed=None, answer=""):
     return Ticket(7, 3, 1, 1, 0, prompt_tokens, answer, environment_seed, 123, 0)
 
 
-async def nothing():
-    pass
-
-
-def make_manager(environment, generate, ticket=None, **options):
+def make_episode(environment, generate, ticket=None, **options):
     config = Config(**{"task": "guess_number", "max_prompt_tokens": 100, "max_response_tokens": 100, **options})
-    return EnvManager(config, ticket or make_ticket(environment_seed=0), 1, environment, generate, nothing, nothing)
+    ticket = ticket or make_ticket(environment_seed=0)
+    return Episode(config, ticket, 1, environment=environment, generate=generate)
 
 
 def policy(*responses, version=5, cut=False):
@@ -70,7 +67,7 @@ def test_the_environments_tokens_stand_between_the_turns_and_are_not_trained_on(
     wrong = 1 if secret != 1 else 2
     generate = policy(str(wrong), str(secret))
     pool = make_pool()
-    trajectory = asyncio.run(make_manager(MultiTurn(pool, 11), generate).run(worker=2))
+    trajectory = asyncio.run(make_episode(MultiTurn(pool, 11), generate).run(worker=2))
     environment = make_environment("guess_number")
     first = pool.conversation.first(environment.reset(seed=11)[0])
     reply = pool.conversation.reply(environment.step(str(wrong))[0], ended=True)
@@ -91,15 +88,15 @@ def test_the_environments_tokens_stand_between_the_turns_and_are_not_trained_on(
 def test_a_turn_that_was_cut_is_closed_by_the_environments_tokens():
     secret = secret_of(11)
     generate = policy(str(secret + 1), str(secret), cut=True)
-    asyncio.run(make_manager(MultiTurn(make_pool(), 11), generate).run(0))
+    asyncio.run(make_episode(MultiTurn(make_pool(), 11), generate).run(0))
     first, second = generate.prompts
     assert second[len(first) :].count(EOS) == 1
 
 
 def test_a_trajectory_ends_when_its_tokens_are_used_up():
     generate = policy(*["1"] * 50)  # never right
-    manager = make_manager(MultiTurn(make_pool(), 11), generate, max_response_tokens=5)
-    trajectory = asyncio.run(manager.run(0))
+    episode = make_episode(MultiTurn(make_pool(), 11), generate, max_response_tokens=5)
+    trajectory = asyncio.run(episode.run(0))
     assert trajectory.finish_reason == "length" and trajectory.reward == 0.0
     assert len(trajectory.tokens) - len(generate.prompts[0]) <= 5 and trajectory.num_turns >= 1
 
@@ -126,8 +123,8 @@ class Broken(TextEnvironment):
 )
 def test_an_environment_that_hangs_or_crashes_fails_its_trajectory_and_stops_nobody(crash, reason):
     async def run_both():
-        broken = make_manager(MultiTurn(make_pool(lambda: Broken(crash), 0.2), 0), policy("1"))
-        sound = make_manager(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
+        broken = make_episode(MultiTurn(make_pool(lambda: Broken(crash), 0.2), 0), policy("1"))
+        sound = make_episode(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
         return await asyncio.gather(broken.run(0), sound.run(0))
 
     failed, sound = asyncio.run(run_both())
@@ -199,8 +196,8 @@ class Unspeakable(Exception):
 )
 def test_an_environment_that_returns_or_raises_what_it_must_not_fails_its_trajectory_alone(answers, reason):
     async def run_both():
-        broken = make_manager(MultiTurn(make_pool(lambda: Returning(**answers), 60.0), 0), policy("1"))
-        sound = make_manager(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
+        broken = make_episode(MultiTurn(make_pool(lambda: Returning(**answers), 60.0), 0), policy("1"))
+        sound = make_episode(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
         return await asyncio.wait_for(asyncio.gather(broken.run(0), sound.run(0)), 10)
 
     failed, sound = asyncio.run(run_both())
@@ -214,7 +211,7 @@ def test_an_environment_that_returns_or_raises_what_it_must_not_fails_its_trajec
 )
 def test_numpys_scalars_are_rewards_and_its_bools_end_an_episode_whatever_is_observed_then(reward, total):
     pool = make_pool(lambda: Returning(**stepped(None, reward, np.bool_(False), np.bool_(True))))
-    trajectory = asyncio.run(make_manager(MultiTurn(pool, 0), policy("1")).run(0))
+    trajectory = asyncio.run(make_episode(MultiTurn(pool, 0), policy("1")).run(0))
     assert (trajectory.finish_reason, trajectory.reward, trajectory.num_turns) == ("stop", total, 1)
     assert type(trajectory.reward) is float
 
@@ -223,7 +220,7 @@ def test_an_environment_that_cannot_be_made_fails_its_trajectory():
     def make():
         raise OSError("no server")
 
-    trajectory = asyncio.run(make_manager(MultiTurn(make_pool(make), 0), policy("1")).run(0))
+    trajectory = asyncio.run(make_episode(MultiTurn(make_pool(make), 0), policy("1")).run(0))
     assert (trajectory.finish_reason, trajectory.failure) == ("failed", "OSError: no server")
 
 
@@ -239,7 +236,7 @@ def test_a_long_observation_is_tokenised_off_the_loop_under_the_time_limit():
     async def run():
         pool, ticks = make_pool(timeout_s=0.2), asyncio.create_task(asyncio.sleep(0.05))
         pool.conversation = Slow()
-        trajectory = await make_manager(MultiTurn(pool, 0), policy("1")).run(0)
+        trajectory = await make_episode(MultiTurn(pool, 0), policy("1")).run(0)
         assert ticks.done(), "the loop went on meanwhile"
         return trajectory
 
@@ -249,12 +246,12 @@ def test_a_long_observation_is_tokenised_off_the_loop_under_the_time_limit():
 def test_an_abort_ends_a_trajectory_in_the_middle_of_a_step_before_its_next_turn():
     async def abort_soon():
         generate = policy("1", "2")
-        manager = make_manager(MultiTurn(make_pool(lambda: Broken(crash=False)), 0), generate)
-        running = asyncio.create_task(manager.run(0))
+        episode = make_episode(MultiTurn(make_pool(lambda: Broken(crash=False)), 0), generate)
+        running = asyncio.create_task(episode.run(0))
         while not generate.prompts:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
-        manager.abort()
+        episode.abort()
         return await asyncio.wait_for(running, 1), generate
 
     trajectory, generate = asyncio.run(abort_soon())
@@ -264,9 +261,9 @@ def test_an_abort_ends_a_trajectory_in_the_middle_of_a_step_before_its_next_turn
 
 def test_an_abort_before_the_first_turn_gives_an_empty_trajectory():
     async def abort_at_once():
-        manager = make_manager(MultiTurn(make_pool(), 0), policy("1"))
-        running = asyncio.create_task(manager.run(0))
-        manager.abort()
+        episode = make_episode(MultiTurn(make_pool(), 0), policy("1"))
+        running = asyncio.create_task(episode.run(0))
+        episode.abort()
         return await running
 
     assert asyncio.run(abort_at_once()).num_generated == 0
@@ -274,11 +271,11 @@ def test_an_abort_before_the_first_turn_gives_an_empty_trajectory():
 
 def test_an_environment_that_ended_is_used_again_and_one_that_failed_is_not():
     pool = make_pool(lambda: Broken(crash=True))
-    asyncio.run(make_manager(MultiTurn(pool, 0), policy("1")).run(0))
+    asyncio.run(make_episode(MultiTurn(pool, 0), policy("1")).run(0))
     assert pool._idle == []
     pool = make_pool()
     first = MultiTurn(pool, 11)
-    asyncio.run(make_manager(first, policy(str(secret_of(11)))).run(0))
+    asyncio.run(make_episode(first, policy(str(secret_of(11)))).run(0))
     assert pool.take() is first.environment
 
 
@@ -295,7 +292,7 @@ class Rewards:
 def test_a_single_turn_task_is_an_environment_of_one_step(answer, reason, reward):
     ticket = make_ticket(prompt_tokens=(4, 5, 6), answer=answer)
     environment = SingleTurn(ticket, TOKENIZER, Rewards())
-    trajectory = asyncio.run(make_manager(environment, policy("7"), ticket, task="addition").run(0))
+    trajectory = asyncio.run(make_episode(environment, policy("7"), ticket, task="addition").run(0))
     assert trajectory.tokens[:3].tolist() == [4, 5, 6] and trajectory.loss_mask[:3].sum() == 0
     assert (trajectory.finish_reason, trajectory.num_turns) == (reason, 1)
     assert trajectory.reward == reward or np.isnan(reward)
