@@ -45,7 +45,7 @@ from data.records import Ticket, Trajectory
 from engine.environments import Environments, start_environments, turn_ends
 from engine.episode import Episode
 from engine.proxy import LLMProxy
-from engine.vllm_setup import temporary_files_at, worker_environment
+from engine.vllm_setup import worker_environment
 
 
 class RolloutWorker:
@@ -105,10 +105,9 @@ class RolloutWorker:
 
     async def _run_ticket(self, ticket: Ticket) -> None:
         """Run the trajectories of a ticket and send them back: one, or a whole group."""
-        if self.proxy.version < ticket.min_version:
-            raise RuntimeError(
-                f"ticket {ticket.ticket_id} needs version {ticket.min_version}, got {self.proxy.version}"
-            )
+        version, needed = self.proxy.version, ticket.min_version
+        if version < needed:
+            raise RuntimeError(f"ticket {ticket.ticket_id} needs version {needed}, got {version}")
         episodes = self._episodes[ticket.ticket_id] = self._make_episodes(ticket)
         worker = self.spec.placement.worker
         try:
@@ -152,7 +151,8 @@ class RolloutWorker:
     async def _wait_at_barrier(self, ticket_id: int) -> None:
         self.proxy.activity.add(at_barrier=1)
         try:
-            self._report_waiting(ticket_id)
+            self._flush_soon()
+            self._waiting.append(ticket_id)
             await self._opened.wait()
         finally:
             self.proxy.activity.add(at_barrier=-1)
@@ -192,10 +192,6 @@ class RolloutWorker:
         """Let all tickets go on that wait now; the next that come wait for the next time."""
         self._opened.set()
         self._opened = asyncio.Event()
-
-    def _report_waiting(self, ticket_id: int) -> None:
-        self._flush_soon()
-        self._waiting.append(ticket_id)
 
     def _flush_soon(self) -> None:
         """Send all that ends or comes to the barrier in this turn of the event loop by one message instead of many."""
@@ -239,15 +235,11 @@ def start_reading(connection: Connection) -> asyncio.Queue:
 
 
 async def start_worker(
-    spec: WorkerSpec,
-    connection: Connection,
-    start_proxy: Callable = LLMProxy.start,
-    start_environments: Callable = start_environments,
+    spec: WorkerSpec, connection: Connection, start_proxy=LLMProxy.start, start_environments=start_environments
 ) -> RolloutWorker:
     """Start a worker's parts, report that they are there, and make the worker of them.
 
-    Studies hand in other parts: `start_proxy(spec, stop_token_ids)` is awaited, `start_environments(spec, tokenizer)`
-    is called.
+    Studies start other parts: a proxy, which is awaited, from the tokens that end a turn, or other environments.
     """
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
@@ -272,12 +264,10 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
     setproctitle(f"rollout {spec.placement.worker}")
     # An engine that vLLM forks must not hold the pipe open, by whose end the controller knows that this process died.
     os.register_at_fork(after_in_child=connection.close)
-    environment = without_torchrun(dict(os.environ)) | worker_environment(spec.placement)
-    if spec.sockets_path is not None:
-        environment |= temporary_files_at(spec.sockets_path)
-        tempfile.tempdir = spec.sockets_path
+    environment = without_torchrun(dict(os.environ)) | worker_environment(spec.placement, spec.sockets_path)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = spec.sockets_path  # None: as the environment says
     with asyncio.Runner() as runner:
         worker = runner.run(start(spec, connection))
         runner.run(worker.serve())

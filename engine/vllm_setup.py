@@ -19,7 +19,7 @@ WIRE_OPTIONS = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
 """How weights are packed, in an engine's init_info."""
 
 
-def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
+def worker_environment(placement: WorkerPlacement, sockets_path: str | None = None) -> dict[str, str]:
     """Environment variables that vLLM reads at import: device, threads, no telemetry."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -28,6 +28,13 @@ def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
     }
+    if sockets_path is not None:  # a folder that goes with the run, and with it what vLLM leaves there
+        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")  # temporary, and worth keeping
+        environment |= {
+            "VLLM_RPC_BASE_PATH": sockets_path,
+            "TMPDIR": sockets_path,
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+        }
     if placement.gpu is None:
         # No binding: with the default, every engine of a machine binds to the same cores.
         return environment | {
@@ -40,16 +47,6 @@ def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
     end = placement.gpu + placement.num_gpus
     devices = visible.split(",") if visible else [str(i) for i in range(end)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
-
-
-def temporary_files_at(folder: str) -> dict[str, str]:
-    """Environment variables that put temporary files into a folder that goes with the run: vLLM removes few of its own.
-
-    What torch has compiled is temporary too, and worth keeping: it stays where it is.
-    """
-    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
-    return {"VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 def start_engine(spec: WorkerSpec):
