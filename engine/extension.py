@@ -19,7 +19,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from cluster.processes import exit_with_parent
-from weights import transport
+from weights.shm import NO_CHECKSUM, open_shared_buffer
+from weights.transport import ParameterSpec
 
 
 @dataclass
@@ -53,10 +54,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         specs = [
-            transport.ParameterSpec(name, getattr(torch, dtype), tuple(shape))
+            ParameterSpec(name, getattr(torch, dtype), tuple(shape))
             for name, dtype, shape in zip(init_info.names, init_info.dtype_names, init_info.shapes, strict=True)
         ]
-        self._buffers = [transport.open_shared_buffer(path, specs) for path in init_info.paths]
+        self._buffers = [open_shared_buffer(path, specs) for path in init_info.paths]
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -67,7 +68,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         buffer = self._buffers[update_info.buffer]
         buffer.check(update_info.version, update_info.checksum)
         loaded = self.model.load_weights(buffer.parameters())
-        buffer.check(update_info.version, transport.NO_CHECKSUM)  # nobody wrote while we read
+        buffer.check(update_info.version, NO_CHECKSUM)  # nobody wrote while we read
         missing = {name for name, _ in self.model.named_parameters()} - loaded
         # vLLM never loads a head that is tied to the embedding
         if missing and not (self.model_config.hf_config.tie_word_embeddings and missing == {"lm_head.weight"}):
@@ -94,8 +95,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator, trainer_args) -> None:
-        """The trainer's end is transport.ShmTransport; this is here because it is abstract in vLLM 0.26."""
-        raise NotImplementedError("weights by shm are sent by transport.ShmTransport")
+        """The trainer's end is weights.shm.ShmTransport; this is here because it is abstract in vLLM 0.26."""
+        raise NotImplementedError("weights by shm are sent by weights.shm.ShmTransport")
 
 
 class EngineExtension:

@@ -11,8 +11,10 @@ from data.records import Group
 from job.exchange import Feed, Notice
 from job.node import Node, is_due
 from trainer.policy import Policy
+from weights.ipc import IpcTransport
 from weights.nccl import NcclTransport
-from weights.transport import Announcement, IpcTransport, ParameterSpec, ShmTransport
+from weights.shm import ShmTransport
+from weights.transport import Announcement, ParameterSpec
 
 
 class Publisher:

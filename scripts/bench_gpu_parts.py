@@ -56,7 +56,9 @@ class Pair:
         import torch
 
         from trainer.policy import load_policy
-        from weights.transport import IpcTransport, ParameterSpec, ShmTransport
+        from weights.ipc import IpcTransport
+        from weights.shm import ShmTransport
+        from weights.transport import ParameterSpec
 
         self.policy = load_policy(self.config, self.config.model, torch.device(device))
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -180,7 +182,9 @@ def _transport_of(placement: Placement, model_path: str, device: str):
     import torch
     from safetensors.torch import load_file
 
-    from weights.transport import IpcTransport, ParameterSpec, ShmTransport
+    from weights.ipc import IpcTransport
+    from weights.shm import ShmTransport
+    from weights.transport import ParameterSpec
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     loaded = {}

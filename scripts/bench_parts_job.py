@@ -39,7 +39,8 @@ from scripts.bench_parts_echo import run_echo_worker
 from scripts.bench_work import NO_LEARNING, run_work_worker
 from trainer import batch
 from trainer.policy import load_policy
-from weights.transport import Announcement, ParameterSpec, ShmTransport
+from weights.shm import ShmTransport
+from weights.transport import Announcement, ParameterSpec
 
 
 def make_node(config: Config, worker_main) -> Node:

@@ -25,7 +25,8 @@ from engine.proxy import LLMProxy
 from rollout import run_worker
 from scripts.bench_parts_report import PHASES
 from scripts.bench_work import start_proxy, start_work_worker, work_of
-from weights.transport import ParameterSpec, ShmTransport
+from weights.shm import ShmTransport
+from weights.transport import ParameterSpec
 
 TIMEOUT_S = 300.0
 LARGE_HIDDEN, LARGE_LAYERS = 512, 15

@@ -19,7 +19,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from scripts.bench_peers_attention import varlen_attention
 from scripts.bench_work import Work, work_of
-from weights.transport import ParameterSpec, ShmTransport
+from weights.shm import ShmTransport
+from weights.transport import ParameterSpec
 
 # The asynchronous trainer: TRL takes its attention from a CUDA kernel, whatever the device
 

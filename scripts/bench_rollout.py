@@ -185,7 +185,8 @@ class Session:
 
     def connect(self) -> None:
         """Wait until the engines are up, and give them the transport."""
-        from weights.transport import ParameterSpec, ShmTransport
+        from weights.shm import ShmTransport
+        from weights.transport import ParameterSpec
 
         specs = [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights]
         self._transport = ShmTransport(specs)

@@ -38,7 +38,8 @@ from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
 from rollout import start_worker
 from scripts.latency import run_latency_worker
-from weights.transport import ParameterSpec, ShmTransport
+from weights.shm import ShmTransport
+from weights.transport import ParameterSpec
 
 TASK = "frozen_lake"
 

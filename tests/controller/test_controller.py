@@ -17,7 +17,8 @@ from controller.tickets import PromptSource, TicketSource
 from controller.workers import WorkerDied, Workers
 from data.tasks import Problem
 from weights.nccl import NcclTransport
-from weights.transport import Announcement, ParameterSpec, ShmTransport
+from weights.shm import ShmTransport
+from weights.transport import Announcement, ParameterSpec
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
 

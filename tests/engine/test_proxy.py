@@ -19,7 +19,8 @@ from engine.proxy import LLMProxy
 from engine.vllm_setup import split_wire_options, worker_environment
 from trainer.packing import TrainSequence
 from weights.nccl import CHUNK_BYTES, NcclTransport
-from weights.transport import ParameterSpec, ShmTransport
+from weights.shm import ShmTransport
+from weights.transport import ParameterSpec
 
 PROMPT = tuple(range(3, 13))
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())

@@ -1,15 +1,9 @@
 import pytest
 import torch
 
-from weights.transport import (
-    NO_CHECKSUM,
-    ParameterSpec,
-    ShmTransport,
-    chunks_of,
-    open_shared_buffer,
-    parameter_views,
-    payload_offsets,
-)
+from weights.ipc import chunks_of
+from weights.shm import NO_CHECKSUM, ShmTransport, open_shared_buffer
+from weights.transport import ParameterSpec, parameter_views, payload_offsets
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
