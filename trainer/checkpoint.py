@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
@@ -36,6 +38,15 @@ def try_write(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
     return None
+
+
+def copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies in host memory by name on rank 0; the others only help to gather."""
+    copies = {}
+    for name, tensor in parameters:
+        if dist.get_rank() == 0:
+            copies[name] = tensor.to("cpu", copy=True)
+    return copies
 
 
 def _check_space(weight_bytes: int, folder: str) -> None:

@@ -4,6 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from algos.kl import k3
+from algos.ratio import importance_ratio
+
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 _LAST_LAG = (0, 1, 2, 4, 8)  # of each bucket but the last, steps
 _WEIGHT, _WEIGHT_SQUARED = "importance weight", "importance weight squared"  # sums for ess, not reported themselves
@@ -62,3 +65,16 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     if sums.get(_WEIGHT_SQUARED):
         means["ess"] = sums[_WEIGHT] ** 2 / (n * sums[_WEIGHT_SQUARED])
     return means | {"tokens": n}
+
+
+def drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
+    """How far the current policy is from the one that sampled, per token [N]: k1, k3 (nats) and the ratio.
+
+    Estimators of KL(behavior ‖ current) from samples of behavior: Schulman, «Approximating KL divergence», 2020.
+    """
+    log_ratio = logprobs - behavior_logprobs
+    return {
+        "drift/k1": -log_ratio,
+        "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
+        "ratio": importance_ratio(log_ratio),
+    }

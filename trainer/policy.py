@@ -1,40 +1,29 @@
-"""The trained model: load, FSDP2, loss of packed tokens, optimizer update.
+"""The policy: the loss of packed tokens, its optimizer updates, and what others read of the trained weights.
 
-Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
-CPU in float32; what is frozen beside adapters is kept in that dtype. trainer/attention.py says with which attention.
 Methods marked «collective» must be called by all ranks with the same number of micro-batches.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
-from algos.kl import k3
 from algos.proximal import loglinear
-from algos.ratio import importance_ratio
 from config import Config
 from records.time_ledger import TrainerClock
-from trainer.attention import check_shares_prefix, choose_attention
-from trainer.checkpoint import try_write
-from trainer.lag_stats import TokenStats
+from trainer.checkpoint import copies_on_rank_0, try_write
+from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
-from trainer.lora import add_adapters, initial_adapters, merged, named_adapters, named_base_parameters, without_adapters
+from trainer.lora import merged, named_adapters, named_base_parameters, without_adapters
+from trainer.model import compute_dtype, load_model, trainer_mesh
 from trainer.packing import MicroBatch, TrainSequence, pack, token_weights
 from weights.transport import ParameterSpec
-
-_UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 @dataclass(frozen=True)
@@ -140,7 +129,7 @@ class Policy:
 
     def sent_specs(self) -> list[ParameterSpec]:
         """How the full parameters are sent to rollout, in the same order: in the dtype that the model computes in."""
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        dtype = compute_dtype(self.device)
         return [ParameterSpec(name, dtype, tuple(p.shape)) for name, p in named_base_parameters(self.module.model)]
 
     def save(self, path: str) -> None:
@@ -150,8 +139,8 @@ class Policy:
         Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
         """
         model, failure = self.module.model, [None]
-        state = _copies_on_rank_0(self.named_full_parameters())
-        adapters = _copies_on_rank_0((name, p.detach().full_tensor()) for name, p in named_adapters(model))
+        state = copies_on_rank_0(self.named_full_parameters())
+        adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in named_adapters(model))
         if dist.get_rank() == 0:
             failure = [try_write(model, self.model_path, state, adapters, path)]
         dist.broadcast_object_list(failure, src=0, device=self.device)
@@ -225,7 +214,7 @@ class Policy:
         loss, loss_stats = self.loss(
             LossInputs(logprobs, behavior, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
         )
-        token_stats = _drift(logprobs.detach(), behavior) | {"entropy": entropy} | loss_stats
+        token_stats = drift(logprobs.detach(), behavior) | {"entropy": entropy} | loss_stats
         if self.reference is not None:
             kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
             loss = loss + self.config.kl_coef * kl
@@ -235,9 +224,8 @@ class Policy:
 
     def _step(self, loss: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
-        self.clock.enter(
-            "optimizer"
-        )  # reading `loss` has just waited for the device, so the host's time is the device's
+        # Reading `loss` has just waited for the device, so the host's time is the device's.
+        self.clock.enter("optimizer")
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -262,28 +250,6 @@ class Policy:
         return values
 
 
-def _copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies in host memory by name on rank 0; the others only help to gather."""
-    copies = {}
-    for name, tensor in parameters:
-        if dist.get_rank() == 0:
-            copies[name] = tensor.to("cpu", copy=True)
-    return copies
-
-
-def _drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
-    """How far the current policy is from the one that sampled, per token [N]: k1, k3 (nats) and the ratio.
-
-    Estimators of KL(behavior ‖ current) from samples of behavior: Schulman, «Approximating KL divergence», 2020.
-    """
-    log_ratio = logprobs - behavior_logprobs
-    return {
-        "drift/k1": -log_ratio,
-        "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
-        "ratio": importance_ratio(log_ratio),
-    }
-
-
 def load_policy(config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None) -> Policy:
     """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
 
@@ -292,131 +258,11 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     """
     options = hyperparameters(config.algo, config.algo_args)
     mesh = trainer_mesh(config.replicas, device)
-    module, reference = _load_sharded(config, model_path, mesh, device), None
+    module, reference = load_model(config, model_path, mesh, device), None
     if config.kl_coef > 0 and config.lora_rank:
         reference = module
     elif config.kl_coef > 0:
         interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
-        reference = _load_sharded(interpreted, model_path, mesh, device).requires_grad_(False)
+        reference = load_model(interpreted, model_path, mesh, device).requires_grad_(False)
     loss = functools.partial(LOSSES[config.algo], **options)
     return Policy(config, model_path, module, reference, loss, device, clock)
-
-
-def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
-    """All ranks as one line over which the model is sharded, or as `replicas` lines of neighbours (HSDP); collective.
-
-    torchrun numbers the ranks node by node: with a replica per node, weights are gathered within nodes only.
-    """
-    num_ranks = dist.get_world_size()
-    if replicas == 1:
-        return init_device_mesh(device.type, (num_ranks,))
-    shape = (replicas, num_ranks // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
-
-
-def _load_sharded(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
-    """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights."""
-    hf_config = _read_config(path)
-    if config.share_prefix:
-        check_shares_prefix(hf_config, path)
-    compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = compute_dtype if config.lora_rank else torch.float32
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            hf_config,
-            dtype=dtype,
-            attn_implementation=choose_attention(device, config.share_prefix),
-            trust_remote_code=False,
-        )
-    module = TokenLogprobs(model.eval())
-    layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
-    if config.lora_rank:
-        add_adapters(model, layers, config.lora_rank)
-    if "activations" in config.save_memory:
-        recompute_layers(model, layers)
-    if config.compile:
-        compile_layers(layers)
-    shard([*layers, module], mesh, compute_dtype, "optimizer" in config.save_memory)
-    module.to_empty(device="cpu" if "optimizer" in config.save_memory else device)
-    _move_buffers(model, device)
-    _fill_from_rank_0(model, path, dtype, config.seed)
-    return module
-
-
-def _read_config(path: str) -> PreTrainedConfig:
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    for name in _UNSUPPORTED_HEADS:
-        if getattr(hf_config, name, None) not in (None, 1.0):
-            raise ValueError(
-                f"--model {path}: its head uses {name} = {getattr(hf_config, name)}, which we do not apply"
-            )
-    return hf_config
-
-
-def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Put buffers where layers compute: FSDP streams offloaded weights there by itself, but not these."""
-    for owner in model.modules():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            setattr(owner, name, buffer.to(device))
-
-
-def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, seed: int) -> None:
-    """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole.
-
-    Adapters, which no checkpoint of a base model holds, are made from the seed.
-    """
-    is_reader = dist.get_rank() == 0
-    full = _read_model(path, dtype) if is_reader else None
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = full.state_dict() | initial_adapters(model, seed) if is_reader else {}
-    set_model_state_dict(model, state, options=options)
-    for name, buffer in model.named_buffers():  # rotary frequencies and the like, which no state dict holds
-        if is_reader:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, src=0)
-
-
-def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    options = {"use_safetensors": True, "trust_remote_code": False}
-    # Shapes that differ are taken, and refused here: transformers would only point at a table printed before.
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise ValueError(
-            f"--model {path}: {name} is {list(found)} in its safetensors and {list(expected)} by its config.json; "
-            "the two are not of one model"
-        )
-    return full
-
-
-def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Keep only each layer's input for the backward pass and compute the rest again: memory for time."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in layers:
-        layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
-
-
-def compile_layers(layers: list[nn.Module]) -> None:
-    """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
-
-    Layers share their code and so their graphs: one per kind of input (one row or more, masked or not, with gradient or
-    without). Past eight of them torch warns and runs a layer uncompiled; so sizes are symbolic, and a reference model,
-    whose frozen weights make other kinds, is not compiled.
-    """
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
-def shard(modules: list[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool) -> None:
-    """Shard each module's float32 parameters; it computes in `compute_dtype`, and gradients are reduced in float32.
-
-    `offload` keeps the shards in host memory. Gradients then go there too, and AdamW, which makes its state beside the
-    weights, steps there.
-    """
-    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offloaded = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)

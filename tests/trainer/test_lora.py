@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
+from trainer.model import shard
 from trainer.packing import distribute, pack
-from trainer.policy import shard
 
 RANK = 3
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from config import Config
 from trainer.logprobs import TokenLogprobs
+from trainer.model import shard
 from trainer.packing import distribute, pack
-from trainer.policy import shard
 
 CHUNK_ROWS = 7
 OPTIONS = {

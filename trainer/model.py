@@ -1,0 +1,139 @@
+"""How the trainer's model comes to be: built empty and sharded on every rank (FSDP2), then filled from rank 0.
+
+Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
+CPU in float32; what is frozen beside adapters is kept in that dtype. trainer/attention.py says with which attention.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from config import Config
+from trainer.attention import check_shares_prefix, choose_attention
+from trainer.logprobs import TokenLogprobs
+from trainer.lora import add_adapters, initial_adapters
+
+_UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
+
+
+def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
+    """All ranks as one line over which the model is sharded, or as `replicas` lines of neighbours (HSDP); collective.
+
+    torchrun numbers the ranks node by node: with a replica per node, weights are gathered within nodes only.
+    """
+    num_ranks = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(device.type, (num_ranks,))
+    shape = (replicas, num_ranks // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Dtype that the model computes in, and that its weights are sent in."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
+    """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights."""
+    hf_config = _read_config(path)
+    if config.share_prefix:
+        check_shares_prefix(hf_config, path)
+    dtype = compute_dtype(device) if config.lora_rank else torch.float32
+    with torch.device("meta"):
+        attention = choose_attention(device, config.share_prefix)
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    module = TokenLogprobs(model.eval())
+    layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
+    if config.lora_rank:
+        add_adapters(model, layers, config.lora_rank)
+    if "activations" in config.save_memory:
+        recompute_layers(model, layers)
+    if config.compile:
+        compile_layers(layers)
+    shard([*layers, module], mesh, compute_dtype(device), "optimizer" in config.save_memory)
+    module.to_empty(device="cpu" if "optimizer" in config.save_memory else device)
+    _move_buffers(model, device)
+    _fill_from_rank_0(model, path, dtype, config.seed)
+    return module
+
+
+def _read_config(path: str) -> PreTrainedConfig:
+    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for name in _UNSUPPORTED_HEADS:
+        if (value := getattr(hf_config, name, None)) not in (None, 1.0):
+            raise ValueError(f"--model {path}: its head uses {name} = {value}, which we do not apply")
+    return hf_config
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Put buffers where layers compute: FSDP streams offloaded weights there by itself, but not these."""
+    for owner in model.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, buffer.to(device))
+
+
+def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, seed: int) -> None:
+    """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole.
+
+    Adapters, which no checkpoint of a base model holds, are made from the seed.
+    """
+    is_reader = dist.get_rank() == 0
+    full = _read_model(path, dtype) if is_reader else None
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state = full.state_dict() | initial_adapters(model, seed) if is_reader else {}
+    set_model_state_dict(model, state, options=options)
+    for name, buffer in model.named_buffers():  # rotary frequencies and the like, which no state dict holds
+        if is_reader:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+
+
+def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    options = {"use_safetensors": True, "trust_remote_code": False}
+    # Shapes that differ are taken, and refused here: transformers would only point at a table printed before.
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"--model {path}: {name} is {list(found)} in its safetensors and {list(expected)} by its config.json; "
+            "the two are not of one model"
+        )
+    return full
+
+
+def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Keep only each layer's input for the backward pass and compute the rest again: memory for time."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
+
+
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
+
+    Layers share their code and so their graphs: one per kind of input (one row or more, masked or not, with gradient or
+    without). Past eight of them torch warns and runs a layer uncompiled; so sizes are symbolic, and a reference model,
+    whose frozen weights make other kinds, is not compiled.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, offload: bool) -> None:
+    """Shard each module's float32 parameters; it computes in `dtype`, and gradients are reduced in float32.
+
+    `offload` keeps the shards in host memory. Gradients then go there too, and AdamW, which makes its state beside the
+    weights, steps there.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offloaded = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)
