@@ -42,7 +42,7 @@ def trainer(setup: Setup) -> dict:
     """Training steps on synthetic sequences, without an engine: tokens/s, and the share of the matmul rate."""
     import torch
 
-    from trainer.packing import distribute
+    from trainer.batch import distribute
     from trainer.policy import load_policy
 
     lengths = [32, 48, 64, 16] if setup.size == "tiny" else [512] * 64

@@ -13,7 +13,8 @@ from config import Config
 from data.models import load_tokenizer, resolve_model
 from data.tasks import load_task
 from scripts.bench_work import NO_LEARNING, SAMPLES_PER_STEP, work_of
-from trainer.packing import MicroBatch, TrainSequence, distribute, pack
+from trainer.batch import distribute
+from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
 
 

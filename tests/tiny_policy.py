@@ -19,7 +19,8 @@ from transformers import (
 
 from config import Config
 from records.time_ledger import TrainerClock
-from trainer.packing import TrainSequence, distribute
+from trainer.batch import distribute
+from trainer.packing import TrainSequence
 from trainer.policy import Policy, load_policy
 
 VOCAB = 150
@@ -127,7 +128,7 @@ def _with_prompt(s: TrainSequence, prompt: np.ndarray, cut: int, group_id: int) 
         loss_mask=np.concatenate([untrained.astype(bool), s.loss_mask[cut:]]),
         behavior_logprobs=np.concatenate([untrained.astype(np.float32), s.behavior_logprobs[cut:]]),
         policy_versions=np.concatenate([untrained.astype(np.int32) - 1, s.policy_versions[cut:]]),
-        prefix_group=group_id,
+        group_id=group_id,
     )
 
 

@@ -1,4 +1,4 @@
-"""From the groups of a step to each rank's share of its optimizer updates.
+"""From the groups of a step to each rank's micro-batches: advantages, optimizer updates, ranks, micro-batches.
 
 Every node shares its own groups among its own ranks. What must be known of the others' are rewards, for advantages over
 the whole step, and the number of micro-batches.
@@ -11,8 +11,33 @@ from algos import ADVANTAGES
 from cluster.cluster import Cluster
 from config import Config
 from data.records import Group
-from trainer.packing import TrainSequence, distribute
+from trainer.packing import Bundle, TrainSequence, bundle, first_fit_decreasing
 from trainer.policy import Policy
+
+COLUMNS_PER_TOKEN = 256
+"""What all else costs for a token, in columns of a dense attention mask: 235 and 329 in the tiny model on a CPU, from
+steps with short and long rows. By operations it is 6 times the hidden size, so a larger model could share more."""
+
+
+def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> list[list[list[Bundle]]]:
+    """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → bundles; collective.
+
+    `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
+    """
+    policy.clock.enter("gather")
+    config, shares = policy.config, None
+    if groups is not None:
+        updates = make_updates(groups, config, cluster, step=step)
+        num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
+        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row)
+    mine = cluster.scatter_on_node(shares)
+    return mine if len(cluster.trainers) == 1 else _pad(mine, cluster)
+
+
+def _pad(mine: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bundle]]]:
+    """Add empty micro-batches, as FSDP's collectives need the same number of them on all ranks of all nodes."""
+    largest = cluster.max_over_ranks([len(update) for update in mine])
+    return [update + [[] for _ in range(num - len(update))] for update, num in zip(mine, largest, strict=True)]
 
 
 def make_updates(
@@ -21,7 +46,6 @@ def make_updates(
     """Give every trajectory its advantage and deal whole groups to the step's minibatches.
 
     Groups come sorted by age, and so by length: several minibatches get them in a random order of seed and step.
-
     Advantages are estimated over the whole step, on all nodes; what is returned is this node's: [update][sequence].
     Collective over the leaders of nodes that train. Raises RuntimeError for a reward that is not a finite number.
     """
@@ -46,22 +70,79 @@ def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster)
     return advantages[start : start + len(mine)].tolist()
 
 
-def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> list[list[list[TrainSequence]]]:
-    """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → sequences; collective.
+def distribute(
+    updates: list[list[TrainSequence]],
+    num_ranks: int,
+    max_tokens: int,
+    share_prefix: bool = False,
+    one_row: bool = False,
+) -> list[list[list[list[Bundle]]]]:
+    """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
-    `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
+    `share_prefix` as in bundle, `one_row` as in pack.
     """
-    policy.clock.enter("gather")
-    config, shares = policy.config, None
-    if groups is not None:
-        updates = make_updates(groups, config, cluster, step=step)
-        num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
-        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row)
-    mine = cluster.scatter_on_node(shares)
-    return mine if len(cluster.trainers) == 1 else _pad(mine, cluster)
+    shares: list[list[list[list[Bundle]]]] = [[] for _ in range(num_ranks)]
+    for update in updates:
+        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, one_row)
+        plan = split_into_microbatches([b.num_tokens for b in bundles], num_ranks, max_tokens)
+        for share, microbatches in zip(shares, plan, strict=True):
+            share.append([[bundles[b] for b in chosen] for chosen in microbatches])
+    return shares
 
 
-def _pad(mine: list[list[list[TrainSequence]]], cluster: Cluster) -> list[list[list[TrainSequence]]]:
-    """Add empty micro-batches, as FSDP's collectives need the same number of them on all ranks of all nodes."""
-    largest = cluster.max_over_ranks([len(update) for update in mine])
-    return [update + [[] for _ in range(num - len(update))] for update, num in zip(mine, largest, strict=True)]
+def choose_bundles(
+    sequences: list[TrainSequence], num_ranks: int, max_tokens: int, share_prefix: bool, one_row: bool
+) -> list[Bundle]:
+    """Bundle the sequences of an update so that the rank with the most to compute has as little as may be.
+
+    Whole groups save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
+    for its square; so groups are cut at half the limit, and half of that, while this helps.
+    """
+    longest, limits = max((len(s.tokens) for s in sequences), default=1), [max_tokens]
+    while share_prefix and limits[-1] > longest:
+        limits.append(max(limits[-1] // 2, longest))
+
+    def cost(bundles: list[Bundle]) -> float:
+        lengths = [b.num_tokens for b in bundles]
+        return max(row_cost([lengths[i] for i in items], one_row) for items in balance(lengths, num_ranks))
+
+    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=cost)
+
+
+def row_cost(lengths: list[int], one_row: bool) -> int:
+    """What a rank's bundles cost to compute, relative to other ways to pack the same sequences."""
+    if one_row or not lengths:
+        return sum(lengths)
+    width = max(lengths)
+    return len(first_fit_decreasing(lengths, width)) * width * (COLUMNS_PER_TOKEN + width)
+
+
+def split_into_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Assign items of `lengths` tokens to ranks and micro-batches: [rank][micro-batch] → item indices.
+
+    Ranks get about equal tokens, each micro-batch at most `max_tokens`, and all ranks the same number of micro-batches,
+    because FSDP's collectives must match; so some may be empty. Raises ValueError for an item above `max_tokens`.
+    """
+    for item, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ValueError(
+                f"sequence {item} has {length} tokens, and a micro-batch at most {max_tokens}: "
+                "raise --max-tokens-per-microbatch"
+            )
+    packed = [
+        [[items[i] for i in members] for members in first_fit_decreasing([lengths[i] for i in items], max_tokens)]
+        for items in balance(lengths, num_ranks)
+    ]
+    num_microbatches = max(map(len, packed), default=0)
+    return [microbatches + [[] for _ in range(num_microbatches - len(microbatches))] for microbatches in packed]
+
+
+def balance(lengths: list[int], num_ranks: int) -> list[list[int]]:
+    """Deal items to ranks, longest first, each to the rank with the fewest tokens; item indices of each rank."""
+    of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    load = [0] * num_ranks
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rank = load.index(min(load))
+        of_rank[rank].append(item)
+        load[rank] += lengths[item]
+    return of_rank

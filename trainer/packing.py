@@ -1,23 +1,20 @@
-"""From sequences to micro-batches: split by tokens, pack without waste, and weigh each token once for the whole update.
+"""From sequences to rows: bundle them, pack bundles without waste, and weigh each token once for the whole update.
 
-The unit of both is the *bundle*: one sequence, or, where prompts are shared, several of one group: their common prompt
-once, and then the rest of each, which sees the prompt and itself (PrefixGrouper, arXiv 2506.05433; Tree Training,
-arXiv 2511.00413). Of G responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
+A *bundle* is one sequence, or, where prompts are shared, several of one group: their common prompt once, and then the
+rest of each, which sees the prompt and itself (PrefixGrouper, arXiv 2506.05433; Tree Training, arXiv 2511.00413). Of G
+responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
 
 Numpy and torch only, no model and no process group: everything here can be checked by hand.
 """
 
 import itertools
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-COLUMNS_PER_TOKEN = 256
-"""What all else costs for a token, in columns of a dense attention mask: 235 and 329 in the tiny model on a CPU, from
-steps with short and long rows. By operations it is 6 times the hidden size, so a larger model could share more."""
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -39,8 +36,8 @@ class TrainSequence:
     """Of the whole sequence."""
     reward: float
     """Task reward."""
-    prefix_group: int | None = None
-    """Sequences of one update with the same one share the tokens they begin with; None shares with none."""
+    group_id: int | None = None
+    """Group whose sequences may share the tokens that they begin with; None shares with none."""
 
     @property
     def num_trained(self) -> int:
@@ -52,12 +49,14 @@ class TrainSequence:
 class Bundle:
     """Sequences that are read together in one row."""
 
-    members: tuple[int, ...]
-    """Indices of the sequences."""
-    prefix: int
+    sequences: tuple[TrainSequence, ...]
+    prefix: int = 0
     """Tokens that all of them begin with, none of them trained, read once."""
-    num_tokens: int
-    """Tokens to read: the prefix, and what follows it in each."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to read: the prefix, and what follows it in each sequence."""
+        return self.prefix + sum(len(s.tokens) - self.prefix for s in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -122,110 +121,27 @@ def common_prefix(sequences: list[TrainSequence]) -> int:
     return int(differs.argmax()) if differs.any() else untrained
 
 
-def bundle(sequences: list[TrainSequence], share_prefix: bool, max_tokens: int | None = None) -> list[Bundle]:
-    """Join the sequences of each prefix_group, where prefixes are shared, and leave every other one by itself.
+def bundle(sequences: list[TrainSequence], share_prefix: bool = False, max_tokens: int | None = None) -> list[Bundle]:
+    """Join the sequences of each group, where prefixes are shared, and leave every other one by itself.
 
     A group that is longer than `max_tokens` is cut into several bundles, and its prefix read in each of them; a
     bundle is above the limit only where it is one sequence.
     """
-    members: dict[tuple, list[int]] = {}
+    members: dict[tuple, list[TrainSequence]] = {}
     for i, sequence in enumerate(sequences):
-        alone = not share_prefix or sequence.prefix_group is None
-        members.setdefault(("alone", i) if alone else ("group", sequence.prefix_group), []).append(i)
-    return list(itertools.chain.from_iterable(_cut(sequences, of, max_tokens) for of in members.values()))
+        alone = not share_prefix or sequence.group_id is None
+        members.setdefault(("alone", i) if alone else ("group", sequence.group_id), []).append(sequence)
+    return list(itertools.chain.from_iterable(_cut(of, max_tokens) for of in members.values()))
 
 
-def _cut(sequences: list[TrainSequence], members: list[int], max_tokens: int | None) -> list[Bundle]:
+def _cut(members: list[TrainSequence], max_tokens: int | None) -> list[Bundle]:
     """Bundles of the sequences of one group."""
-    prefix = common_prefix([sequences[i] for i in members]) if len(members) > 1 else 0
+    prefix = common_prefix(members) if len(members) > 1 else 0
     if not prefix:
-        return [Bundle((i,), 0, len(sequences[i].tokens)) for i in members]
-    rests = [len(sequences[i].tokens) - prefix for i in members]
+        return [Bundle((s,)) for s in members]
+    rests = [len(s.tokens) - prefix for s in members]
     room = sum(rests) if max_tokens is None else max(max_tokens - prefix, *rests)
-    parts = [sorted(part) for part in first_fit_decreasing(rests, room)]
-    return [Bundle(tuple(members[j] for j in part), prefix, prefix + sum(rests[j] for j in part)) for part in parts]
-
-
-def balance(lengths: list[int], num_ranks: int) -> list[list[int]]:
-    """Deal items to ranks, longest first, each to the rank with the fewest tokens; item indices of each rank."""
-    of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rank = load.index(min(load))
-        of_rank[rank].append(item)
-        load[rank] += lengths[item]
-    return of_rank
-
-
-def split_into_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Assign items of `lengths` tokens to ranks and micro-batches: [rank][micro-batch] → item indices.
-
-    Ranks get about equal tokens, each micro-batch at most `max_tokens`, and all ranks the same number of micro-batches,
-    because FSDP's collectives must match; so some may be empty. Raises ValueError for an item above `max_tokens`.
-    """
-    for item, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ValueError(
-                f"sequence {item} has {length} tokens, and a micro-batch at most {max_tokens}: "
-                "raise --max-tokens-per-microbatch"
-            )
-    packed = [
-        [[items[i] for i in members] for members in first_fit_decreasing([lengths[i] for i in items], max_tokens)]
-        for items in balance(lengths, num_ranks)
-    ]
-    num_microbatches = max(map(len, packed), default=0)
-    return [microbatches + [[] for _ in range(num_microbatches - len(microbatches))] for microbatches in packed]
-
-
-def choose_bundles(
-    sequences: list[TrainSequence], num_ranks: int, max_tokens: int, share_prefix: bool, one_row: bool
-) -> list[Bundle]:
-    """Bundle the sequences of an update so that the rank with the most to compute has as little as may be.
-
-    Whole groups save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
-    for its square; so groups are cut at half the limit, and half of that, while this helps.
-    """
-    longest, limits = max((len(s.tokens) for s in sequences), default=1), [max_tokens]
-    while share_prefix and limits[-1] > longest:
-        limits.append(max(limits[-1] // 2, longest))
-
-    def cost(bundles: list[Bundle]) -> float:
-        lengths = [b.num_tokens for b in bundles]
-        return max(row_cost([lengths[i] for i in items], one_row) for items in balance(lengths, num_ranks))
-
-    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=cost)
-
-
-def row_cost(lengths: list[int], one_row: bool) -> int:
-    """What a rank's bundles cost to compute, relative to other ways to pack the same sequences."""
-    if one_row or not lengths:
-        return sum(lengths)
-    width = max(lengths)
-    return len(first_fit_decreasing(lengths, width)) * width * (COLUMNS_PER_TOKEN + width)
-
-
-def distribute(
-    updates: list[list[TrainSequence]],
-    num_ranks: int,
-    max_tokens: int,
-    share_prefix: bool = False,
-    one_row: bool = False,
-) -> list[list[list[list[TrainSequence]]]]:
-    """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → sequences.
-
-    With `share_prefix` the prefix_group of what is returned is the bundle, so that it is packed as it was counted here;
-    `one_row` as in pack.
-    """
-    shares: list[list[list[list[TrainSequence]]]] = [[] for _ in range(num_ranks)]
-    for update in updates:
-        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, one_row)
-        members = [[update[i] for i in b.members] for b in bundles]
-        if share_prefix:
-            members = [[replace(s, prefix_group=b) for s in of] for b, of in enumerate(members)]
-        plan = split_into_microbatches([b.num_tokens for b in bundles], num_ranks, max_tokens)
-        for share, microbatches in zip(shares, plan, strict=True):
-            share.append([[s for b in chosen for s in members[b]] for chosen in microbatches])
-    return shares
+    return [Bundle(tuple(members[j] for j in sorted(part)), prefix) for part in first_fit_decreasing(rests, room)]
 
 
 def token_weights(
@@ -269,26 +185,23 @@ class _Rows:
         return start
 
 
-def pack(sequences: list[TrainSequence], one_row: bool, share_prefix: bool = False) -> MicroBatch:
-    """Pack sequences into rows as long as the longest bundle of them, or all into one row.
+def pack(bundles: list[Bundle], one_row: bool, share_prefix: bool = False) -> MicroBatch:
+    """Pack bundles into rows as long as the longest of them, or all into one row.
 
     One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prompts are shared.
-    Others pay for the square of the row, so short rows cost less. Without any sequence: one token to read and N = 0,
+    Others pay for the square of the row, so short rows cost less. Without any bundle: one token to read and N = 0,
     for a rank that only keeps the others company.
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
-    bundles = bundle(sequences, share_prefix)
     lengths = [b.num_tokens for b in bundles] or [1]
     width = sum(lengths) if one_row else max(lengths)
     if one_row and share_prefix:
         width = -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
     bins = first_fit_decreasing(lengths, width)
     rows = _Rows(len(bins), width)
-    sources: list[np.ndarray] = [np.zeros(0, np.int64)] * len(sequences)
-    for row, members in enumerate(bins if sequences else ()):
-        for b in members:
-            _place(rows, row, sequences, bundles[b], sources)
-    trained = [(s, found) for s, found in zip(sequences, sources, strict=True) if s.num_trained]
+    placed = {b: _place(rows, row, bundles[b]) for row, of in enumerate(bins if bundles else ()) for b in of}
+    sequences = [s for b in bundles for s in b.sequences]
+    sources = [source for b in range(len(bundles)) for source in placed[b]]
     return MicroBatch(
         input_ids=torch.from_numpy(rows.input_ids),
         position_ids=torch.from_numpy(rows.position_ids),
@@ -296,19 +209,20 @@ def pack(sequences: list[TrainSequence], one_row: bool, share_prefix: bool = Fal
         prefix_ids=torch.from_numpy(rows.prefix_ids) if share_prefix else None,
         num_read=sum(rows.filled),
         num_unshared=sum(len(s.tokens) for s in sequences),
-        **_trained_tokens(trained),
+        **_trained_tokens([(s, found) for s, found in zip(sequences, sources, strict=True) if s.num_trained]),
     )
 
 
-def _place(rows: _Rows, row: int, sequences: list[TrainSequence], chosen: Bundle, sources: list[np.ndarray]) -> None:
-    """Append a bundle to a row, and note in `sources` where each member's trained tokens are predicted."""
-    width = rows.input_ids.shape[1]
-    prefix = chosen.prefix
-    start = rows.append(row, sequences[chosen.members[0]].tokens[:prefix], 0)
-    for i in chosen.members:
-        rest = rows.append(row, sequences[i].tokens[prefix:], prefix, start if prefix else None)
-        before = np.flatnonzero(sequences[i].loss_mask) - 1
-        sources[i] = row * width + np.where(before < prefix, start + before, rest - prefix + before)
+def _place(rows: _Rows, row: int, chosen: Bundle) -> list[np.ndarray]:
+    """Append a bundle to a row; returns flat indices of the tokens that predict each member's trained ones."""
+    width, prefix = rows.input_ids.shape[1], chosen.prefix
+    start = rows.append(row, chosen.sequences[0].tokens[:prefix], 0)
+    sources = []
+    for sequence in chosen.sequences:
+        rest = rows.append(row, sequence.tokens[prefix:], prefix, start if prefix else None)
+        before = np.flatnonzero(sequence.loss_mask) - 1
+        sources.append(row * width + np.where(before < prefix, start + before, rest - prefix + before))
+    return sources
 
 
 def _trained_tokens(trained: list[tuple[TrainSequence, np.ndarray]]) -> dict:

@@ -22,7 +22,7 @@ from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import merged, named_adapters, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
-from trainer.packing import MicroBatch, TrainSequence, pack, token_weights
+from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
 
 
@@ -75,8 +75,8 @@ class Policy:
         """Learning rate of the next update: linear warm-up, then constant."""
         return self.config.lr * min(1.0, (self.num_updates + 1) / max(1, self.config.warmup))
 
-    def train_step(self, updates: list[list[list[TrainSequence]]], policy_version: int) -> dict[str, float]:
-        """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → sequences; collective.
+    def train_step(self, updates: list[list[list[Bundle]]], policy_version: int) -> dict[str, float]:
+        """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss` and `grad_norm` (before
         clipping), means over the updates; `lr` of the last; `tokens/forward` and `tokens/saved_share`; and the means of
@@ -85,7 +85,7 @@ class Policy:
         from the future.
         """
         self.clock.enter("forward_backward")
-        packed = [[self._pack(sequences, policy_version) for sequences in update] for update in updates]
+        packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
         anchors = [[None] * len(update) for update in packed]
         if len(packed) > 1 and self.config.proximal == "recompute":
             with torch.no_grad():
@@ -115,7 +115,7 @@ class Policy:
 
         Token order is that of the sequences given. `raw` leaves the sampling transform out (temperature 1, top_p 1).
         """
-        packed = [pack(sequences, self.module.one_row, self.config.share_prefix) for sequences in microbatches]
+        packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
         return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
 
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -147,8 +147,8 @@ class Policy:
         if failure[0]:
             raise OSError(failure[0])
 
-    def _pack(self, sequences: list[TrainSequence], policy_version: int) -> MicroBatch:
-        batch = pack(sequences, self.module.one_row, self.config.share_prefix)
+    def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
+        batch = pack(bundles, self.module.one_row, self.config.share_prefix)
         newest = max(batch.policy_versions.tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(

@@ -11,8 +11,7 @@ from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_mo
 
 from cluster.cluster import Cluster, Peer, _meet, check_roles, check_shares
 from config import Config
-from trainer.batch import make_updates
-from trainer.packing import distribute
+from trainer.batch import distribute, make_updates
 
 CASES = {"reinforce": 1, "reinforce_baseline": 2, "grpo": 4}
 """Advantage estimator and --replicas of each run on two nodes of two ranks."""

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from tiny_policy import grouped_sequences
 
 from config import Config
-from trainer.packing import distribute
+from trainer.batch import distribute
 from trainer.policy import load_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

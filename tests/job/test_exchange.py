@@ -11,8 +11,7 @@ from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_mo
 from cluster.cluster import Cluster
 from config import Config
 from job.exchange import Route, exchange_groups, make_routes
-from trainer.batch import make_updates
-from trainer.packing import distribute
+from trainer.batch import distribute, make_updates
 
 SAMPLE_ONLY = (0, 4, 5)
 """Processes of nodes that only sample."""

@@ -13,7 +13,7 @@ from scripts import bench_parts, bench_parts_echo, bench_parts_job, bench_parts_
 from scripts import bench_parts_report as report
 from scripts.bench_rollout_report import append
 from scripts.bench_work import WORKS, work_of
-from trainer.packing import pack
+from trainer.packing import bundle, pack
 
 MADE_BY = {"size": "full", "command": "python bench", "commit": "c0ffee", "dirty": False, "hardware": "2 CPU cores"}
 MADE_BY |= {"load_before": 0.1, "packages": {"torch": "2"}}
@@ -43,8 +43,8 @@ def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gra
     policy, plain = load(config), bench_parts_trainer.PlainStep(config, model_path)
     before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
     version = int(max(s.policy_versions.max() for s in sequences))
-    policy.train_step([[sequences[:5], sequences[5:]]], policy_version=version)
-    plain.step([pack(sequences[:5], one_row=False), pack(sequences[5:], one_row=False)])
+    policy.train_step([[bundle(sequences[:5]), bundle(sequences[5:])]], policy_version=version)
+    plain.step([pack(bundle(half), one_row=False) for half in (sequences[:5], sequences[5:])])
     for (name, ours), (_, theirs) in zip(policy.named_full_parameters(), plain.model.named_parameters(), strict=True):
         assert not torch.equal(theirs, before[name])
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

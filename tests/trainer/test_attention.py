@@ -15,8 +15,9 @@ from tiny_policy import (
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2Model, MistralConfig, Qwen3Config
 
 from trainer.attention import attention_inputs, check_shares_prefix, choose_attention
+from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
-from trainer.packing import distribute, pack
+from trainer.packing import bundle, pack
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -65,7 +66,7 @@ def test_in_float64_hidden_states_and_gradients_differ_by_rounding_only():
     weights = None
     found = []
     for share_prefix in (False, True):
-        batch = pack(grouped_sequences(4, 4), one_row=False, share_prefix=share_prefix)
+        batch = pack(bundle(grouped_sequences(4, 4), share_prefix), one_row=False, share_prefix=share_prefix)
         seen = attention_inputs("sdpa", batch.position_ids, batch.segment_ids, batch.prefix_ids)
         hidden = model(batch.input_ids, position_ids=batch.position_ids, use_cache=False, **seen)[0]
         hidden = hidden.flatten(0, 1)[batch.sources]
@@ -83,7 +84,7 @@ def test_flexattention_s_mask_gives_the_logprobs_of_single_sequences(untied):
     sequences = grouped_sequences(4, 4)
     model = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="flex_attention").eval()
     module = TokenLogprobs(model)
-    batch = pack(sequences, module.one_row, share_prefix=True)
+    batch = pack(bundle(sequences, True), module.one_row, share_prefix=True)
     assert batch.input_ids.shape[0] == 1
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
     with torch.compiler.set_stance("force_eager"):

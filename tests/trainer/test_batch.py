@@ -8,7 +8,7 @@ from trainer.batch import make_updates
 
 
 def ids_of(updates):
-    return [[sequence.prefix_group for sequence in update] for update in updates]
+    return [[sequence.group_id for sequence in update] for update in updates]
 
 
 def test_one_minibatch_keeps_the_order_of_the_groups():
@@ -57,7 +57,7 @@ def test_every_trajectory_gets_its_own_advantage_on_a_node_of_several(minibatche
     sequences = [sequence for update in updates for sequence in update]
     assert len(sequences) == 8
     for sequence in sequences:
-        assert sequence.advantage == sequence.reward - sum(rewards[sequence.prefix_group]) / 2
+        assert sequence.advantage == sequence.reward - sum(rewards[sequence.group_id]) / 2
 
 
 def test_advantages_are_estimated_over_the_whole_step_and_not_per_minibatch():

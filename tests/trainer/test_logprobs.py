@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.logprobs import TokenLogprobs, sampling_logits
-from trainer.packing import MicroBatch, pack
+from trainer.packing import MicroBatch, bundle, pack
 
 ALL_ROWS = 1_000_000
 
@@ -37,7 +37,7 @@ def score(model, batch: MicroBatch, temperature=1.0, top_p=1.0, chunk_rows=ALL_R
 
 def test_one_long_row_gives_the_same_logprobs_as_short_rows(tied):
     model, sequences = AutoModelForCausalLM.from_pretrained(tied).eval(), random_sequences(12)
-    results = [score(model, pack(sequences, one_row))[0] for one_row in (True, False)]
+    results = [score(model, pack(bundle(sequences), one_row))[0] for one_row in (True, False)]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
@@ -54,7 +54,7 @@ def test_nucleus_equals_brute_force_and_always_holds_the_sampled_token(top_p):
 
 def test_entropy_is_that_of_the_transformed_distribution(tied):
     model, sequences = AutoModelForCausalLM.from_pretrained(tied).eval(), random_sequences(3)
-    batch = pack(sequences, one_row=False)
+    batch = pack(bundle(sequences), one_row=False)
     _, entropy = score(model, batch, 1.0, 0.5)
     logits = model(torch.from_numpy(sequences[0].tokens)[None]).logits[0]
     for t, row in enumerate(logits[np.flatnonzero(sequences[0].loss_mask) - 1]):
@@ -70,7 +70,7 @@ def test_entropy_is_that_of_the_transformed_distribution(tied):
 def gradient_of(path, dtype, top_p, chunk_rows):
     """Log-probs of random tokens, and the gradient of their sum, each weighed by a random advantage."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    batch = pack(random_sequences(12), one_row=False)
+    batch = pack(bundle(random_sequences(12)), one_row=False)
     advantages = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(0))
     logprobs, entropy = score(model, batch, 0.8, top_p, chunk_rows)
     (logprobs * advantages).sum().backward()
@@ -94,7 +94,7 @@ def test_the_head_in_chunks_gives_values_and_gradients_of_the_head_at_once(tying
 def test_bfloat16_weights_give_a_float32_log_softmax_of_their_logits(untied):
     model = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.bfloat16).eval()
     (sequence,) = random_sequences(1)
-    logprobs, entropy = score(model, pack([sequence], one_row=False))
+    logprobs, entropy = score(model, pack(bundle([sequence]), one_row=False))
     assert logprobs.dtype == entropy.dtype == torch.float32
     logits = model(torch.from_numpy(sequence.tokens)[None]).logits[0].double()
     places = np.flatnonzero(sequence.loss_mask)

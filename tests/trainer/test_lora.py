@@ -11,10 +11,11 @@ from tiny_policy import first_gradient, load, random_sequences, save_tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
 from trainer.model import shard
-from trainer.packing import distribute, pack
+from trainer.packing import bundle, pack
 
 RANK = 3
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -139,7 +140,7 @@ def test_a_run_lowers_its_loss_and_the_reference_is_the_base_model(model):
     for _ in range(10):
         current = policy.score([sequences], raw=True)[0]
         gap = base - current
-        steps.append(policy.train_step([[sequences]], policy_version=12))
+        steps.append(policy.train_step([[bundle(sequences)]], policy_version=12))
         assert steps[-1]["kl_ref"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), rel=1e-2, abs=1e-5)
     assert abs(steps[0]["kl_ref"]) < 1e-6 < steps[-1]["kl_ref"]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
@@ -165,7 +166,7 @@ def test_a_frozen_bfloat16_base_with_float32_adapters_trains_and_merges_in_float
         for name, parameter in named_adapters(inner):
             parameter.normal_(std=0.1 if name.endswith("A") else 0.01)
     shard([*inner.model.layers, module], init_device_mesh("cpu", (1,)), torch.bfloat16, offload=False)
-    batch = pack(random_sequences(12), one_row=False)
+    batch = pack(bundle(random_sequences(12)), one_row=False)
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
     logprobs, _ = module(*inputs)
     with torch.no_grad(), without_adapters(module):

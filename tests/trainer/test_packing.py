@@ -7,15 +7,13 @@ from hypothesis import strategies as st
 from tiny_policy import grouped_sequences, random_sequences
 
 from trainer.attention import dense_mask
+from trainer.batch import choose_bundles, distribute, split_into_microbatches
 from trainer.packing import (
     TrainSequence,
     bundle,
-    choose_bundles,
     common_prefix,
-    distribute,
     first_fit_decreasing,
     pack,
-    split_into_microbatches,
     token_weights,
 )
 
@@ -57,7 +55,7 @@ def test_distribute_keeps_updates_apart():
     sequences = random_sequences(10)
     shares = distribute([sequences[:4], sequences[4:]], num_ranks=2, max_tokens=48)
     for update, expected in enumerate([sequences[:4], sequences[4:]]):
-        held = [id(s) for rank in shares for microbatch in rank[update] for s in microbatch]
+        held = [id(s) for rank in shares for microbatch in rank[update] for b in microbatch for s in b.sequences]
         assert sorted(held) == sorted(map(id, expected))
 
 
@@ -65,7 +63,7 @@ def test_distribute_keeps_updates_apart():
 @given(st.integers(1, 12), st.booleans(), st.integers(0, 1000))
 def test_packed_rows_hold_each_sequence_whole_and_point_at_the_token_before_each_target(num, one_row, seed):
     sequences = random_sequences(num, seed)
-    batch = pack(sequences, one_row)
+    batch = pack(bundle(sequences), one_row)
     assert batch.input_ids.shape[0] == 1 or not one_row
     assert batch.input_ids.shape[1] == (sum if one_row else max)(len(s.tokens) for s in sequences)
     ids, positions = batch.input_ids.flatten().numpy(), batch.position_ids.flatten().numpy()
@@ -85,14 +83,14 @@ def test_packed_rows_hold_each_sequence_whole_and_point_at_the_token_before_each
 
 def test_short_rows_waste_little():
     sequences = random_sequences(200)
-    batch = pack(sequences, one_row=False)
+    batch = pack(bundle(sequences), one_row=False)
     assert sum(len(s.tokens) for s in sequences) / batch.input_ids.numel() > 0.9
 
 
 def test_a_sequence_without_trained_tokens_is_read_but_not_numbered():
     a, b, c = random_sequences(3)
     silent = TrainSequence(b.tokens, np.zeros(len(b.tokens), bool), b.behavior_logprobs, b.policy_versions, 1.0, 1.0)
-    batch = pack([a, silent, c], one_row=False)
+    batch = pack(bundle([a, silent, c]), one_row=False)
     assert batch.num_trained == (a.num_trained, c.num_trained)
     assert batch.sequence_ids.unique().tolist() == [0, 1]
 
@@ -104,8 +102,9 @@ def test_nothing_packs_into_one_token_to_read_and_none_to_train():
 
 def test_a_trained_first_token_is_refused():
     one = np.ones(2, bool)
+    sequence = TrainSequence(np.zeros(2, np.int64), one, np.zeros(2, np.float32), np.zeros(2, np.int32), 0, 0)
     with pytest.raises(RuntimeError, match="nothing predicts it"):
-        pack([TrainSequence(np.zeros(2, np.int64), one, np.zeros(2, np.float32), np.zeros(2, np.int32), 0, 0)], True)
+        pack(bundle([sequence]), True)
 
 
 def test_token_weights_are_those_of_each_aggregation():
@@ -130,7 +129,7 @@ def make_group(group_id, prompt, responses):
             policy_versions=np.zeros(prompt + length, np.int32),
             advantage=1.0,
             reward=1.0,
-            prefix_group=group_id,
+            group_id=group_id,
         )
         for i, length in enumerate(responses)
     ]
@@ -139,11 +138,11 @@ def make_group(group_id, prompt, responses):
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 12))
 def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, response, group_size):
-    sequences = make_group(0, prompt, [response] * group_size)
-    batch = pack(sequences, one_row=False, share_prefix=True)
+    bundles = bundle(make_group(0, prompt, [response] * group_size), share_prefix=True)
+    batch = pack(bundles, one_row=False, share_prefix=True)
     assert batch.num_unshared == group_size * (prompt + response)
     assert batch.num_read == prompt + group_size * response == batch.input_ids.numel()
-    in_blocks = pack(sequences, one_row=True, share_prefix=True).input_ids.shape
+    in_blocks = pack(bundles, one_row=True, share_prefix=True).input_ids.shape
     assert in_blocks == (1, math.ceil(batch.num_read / 128) * 128)
 
 
@@ -151,7 +150,7 @@ def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, respo
 @given(st.integers(1, 6), st.integers(1, 5), st.booleans(), st.integers(0, 1000))
 def test_what_predicts_a_token_of_a_shared_row_sees_exactly_the_tokens_before_it(groups, size, one_row, seed):
     sequences = grouped_sequences(groups, size, seed)
-    batch = pack(sequences, one_row, share_prefix=True)
+    batch = pack(bundle(sequences, True), one_row, share_prefix=True)
     mask = dense_mask(batch.segment_ids, batch.prefix_ids)[:, 0].numpy()
     found = 0
     for s, sequence in enumerate(sequences):
@@ -177,11 +176,11 @@ def test_the_common_prefix_ends_where_members_differ_or_one_is_trained():
 
 def test_sequences_without_a_group_or_a_common_first_token_pack_as_without_sharing():
     no_group = random_sequences(9)
-    no_prefix = [TrainSequence(s.tokens, *list(vars(s).values())[1:6], prefix_group=0) for s in no_group]
+    no_prefix = [TrainSequence(s.tokens, *list(vars(s).values())[1:6], group_id=0) for s in no_group]
     assert len({s.tokens[0] for s in no_prefix}) > 1
-    plain = pack(no_group, one_row=False)
+    plain = pack(bundle(no_group), one_row=False)
     for sequences in (no_group, no_prefix):
-        shared = pack(sequences, one_row=False, share_prefix=True)
+        shared = pack(bundle(sequences, share_prefix=True), one_row=False, share_prefix=True)
         for name in ("input_ids", "position_ids", "sources", "targets", "sequence_ids"):
             assert getattr(shared, name).equal(getattr(plain, name)), name
 
@@ -193,14 +192,13 @@ def test_sequences_without_a_group_or_a_common_first_token_pack_as_without_shari
 def test_shared_groups_are_dealt_whole_or_cut_and_packed_as_they_were_counted(groups, size, ranks, budget, rows, seed):
     sequences = grouped_sequences(groups, size, seed)
     shares = distribute([sequences], ranks, budget, share_prefix=True, one_row=rows)
-    held = [id(s.tokens) for rank in shares for microbatch in rank[0] for s in microbatch]
-    assert sorted(held) == sorted(id(s.tokens) for s in sequences)
+    held = [id(s) for rank in shares for microbatch in rank[0] for b in microbatch for s in b.sequences]
+    assert sorted(held) == sorted(map(id, sequences))
     assert len({len(rank[0]) for rank in shares}) == 1
     read = [sum(pack(m, rows, share_prefix=True).num_read for m in rank[0]) for rank in shares]
     bundles = choose_bundles(sequences, ranks, budget, True, rows)
-    met_again = [sum(b.num_tokens for m in rank[0] for b in bundle(m, True, 10**9)) for rank in shares]
-    assert read == met_again, "pieces of a group that meet in a micro-batch read its prompt once"
-    assert sum(read) <= sum(b.num_tokens for b in bundles)
+    assert read == [sum(b.num_tokens for m in rank[0] for b in m) for rank in shares]
+    assert sum(read) == sum(b.num_tokens for b in bundles)
     assert max(read) - min(read) <= max(b.num_tokens for b in bundles)
     assert all(pack(m, rows, share_prefix=True).num_read <= budget for rank in shares for m in rank[0])
 
@@ -208,12 +206,12 @@ def test_shared_groups_are_dealt_whole_or_cut_and_packed_as_they_were_counted(gr
 def test_a_group_is_cut_only_as_far_as_the_budget_and_the_ranks_ask():
     two_groups = [*make_group(0, 10, [5] * 8), *make_group(1, 10, [5] * 8)]
     chosen = {ranks: choose_bundles(two_groups, ranks, 1000, True, one_row=True) for ranks in (1, 2, 4)}
-    assert {ranks: [len(b.members) for b in bundles] for ranks, bundles in chosen.items()} == {
+    assert {ranks: [len(b.sequences) for b in bundles] for ranks, bundles in chosen.items()} == {
         1: [8, 8],
         2: [8, 8],
         4: [4, 4, 4, 4],
     }
-    assert [len(b.members) for b in bundle(two_groups, True, max_tokens=26)] == [3, 3, 2] * 2
+    assert [len(b.sequences) for b in bundle(two_groups, True, max_tokens=26)] == [3, 3, 2] * 2
     assert [b.num_tokens for b in bundle(two_groups[:8], True, max_tokens=26)] == [25, 25, 20]
     assert [b.num_tokens for b in bundle(two_groups[:2], True, max_tokens=3)] == [15, 15]
 
@@ -221,7 +219,7 @@ def test_a_group_is_cut_only_as_far_as_the_budget_and_the_ranks_ask():
 def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_of_long_responses():
     def members_in_a_row(prompt, response, one_row):
         bundles = choose_bundles(make_group(0, prompt, [response] * 8), 1, 16384, True, one_row)
-        return max(len(b.members) for b in bundles)
+        return max(len(b.sequences) for b in bundles)
 
     assert members_in_a_row(256, 32, one_row=False) == members_in_a_row(256, 32, one_row=True) == 8
     assert members_in_a_row(16, 256, one_row=False) == 1 and members_in_a_row(16, 256, one_row=True) == 8

@@ -28,8 +28,9 @@ from transformers import LlamaForCausalLM as Llama
 
 from algos import KL_ESTIMATORS, LOSSES
 from config import Config
+from trainer.batch import distribute
 from trainer.checkpoint import try_write
-from trainer.packing import distribute, pack
+from trainer.packing import bundle, pack
 
 CPU = torch.device("cpu")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
@@ -84,7 +85,7 @@ def plain_logprobs(path, sequences, transform=lambda row, target: row):
 @pytest.mark.parametrize("tying", ["tied", "untied"])
 def test_packed_logprobs_equal_those_of_single_sequences(tying, budget, request):
     path = request.getfixturevalue(tying)
-    microbatches = share_of(random_sequences(20), budget)[0]
+    microbatches = [[s for b in bundles for s in b.sequences] for bundles in share_of(random_sequences(20), budget)[0]]
     policy = load(make_config(path))
     for sequences, scores in zip(microbatches, policy.score(microbatches, raw=True), strict=True):
         torch.testing.assert_close(scores, plain_logprobs(path, sequences), rtol=1e-5, atol=1e-5)
@@ -271,7 +272,7 @@ def test_drift_and_ratio_are_those_of_behavior_against_current_policy(tied):
     policy = load(make_config(tied, algo_args=()))
     logprobs = policy.score([sequences])[0].double().tolist()
     behavior = np.concatenate([s.behavior_logprobs[s.loss_mask] for s in sequences]).astype(float).tolist()
-    metrics = policy.train_step([[sequences]], policy_version=12)
+    metrics = policy.train_step([[bundle(sequences)]], policy_version=12)
     ratios = [math.exp(p - b) for p, b in zip(logprobs, behavior, strict=True)]
     n = len(ratios)
     assert metrics["tokens"] == n
@@ -296,7 +297,7 @@ def test_every_loss_has_its_stats_drift_and_effective_sample_size_in_each_lag_bu
         return per_token_loss, stats
 
     policy.loss = record
-    metrics = policy.train_step([[sequences]], policy_version=12)
+    metrics = policy.train_step([[bundle(sequences)]], policy_version=12)
     ((inputs, stats),) = seen
     lags = 12 - np.concatenate([s.policy_versions[s.loss_mask] for s in sequences])
     log_ratio = (inputs.logprobs.detach() - inputs.behavior_logprobs).double().numpy()
@@ -325,7 +326,7 @@ def test_proximal_logprobs_are_those_of_the_step_s_start(tied, minibatches):
         return -inputs.advantages * inputs.logprobs, {}
 
     policy.loss = record
-    policy.train_step([[update] for update in updates], policy_version=12)
+    policy.train_step([[bundle(update)] for update in updates], policy_version=12)
     for inputs, expected in zip(seen, at_start, strict=True):
         torch.testing.assert_close(inputs.proximal_logprobs, expected)
         assert not inputs.proximal_logprobs.requires_grad
@@ -360,7 +361,7 @@ def test_loglinear_proximal_logprobs_interpolate_by_version_and_make_no_forward_
         return forward(*args)
 
     policy.loss, policy.module.forward = record, count
-    policy.train_step([[update] for update in updates], policy_version=12)
+    policy.train_step([[bundle(update)] for update in updates], policy_version=12)
     assert len(num_forwards) == 3
     for i, (update, inputs) in enumerate(zip(updates, seen, strict=True)):
         versions = np.concatenate([s.policy_versions[s.loss_mask] for s in update])
@@ -384,7 +385,7 @@ def test_the_kl_penalty_adds_the_estimator_s_own_gradient_to_that_of_the_loss(ti
     with torch.no_grad():  # another reference, or there would be nothing to pull at
         for parameter in policy.reference.parameters():
             parameter.mul_(0.9)
-        ref_logprobs, _ = policy._forward(policy.reference, pack(sequences, False))
+        ref_logprobs, _ = policy._forward(policy.reference, pack(bundle(sequences), False))
     by_hand = load(make_config(tied))
     plain = by_hand.loss
 
@@ -394,7 +395,7 @@ def test_the_kl_penalty_adds_the_estimator_s_own_gradient_to_that_of_the_loss(ti
         return per_token_loss + 0.3 * penalty, {**stats, "kl_ref": penalty.detach()}
 
     by_hand.loss = with_penalty
-    metrics, expected = (p.train_step([[sequences]], policy_version=12) for p in (policy, by_hand))
+    metrics, expected = (p.train_step([[bundle(sequences)]], policy_version=12) for p in (policy, by_hand))
     assert abs(metrics["kl_ref"]) > 1e-3 and metrics == pytest.approx(expected, rel=1e-5)
     assert_same_gradient(first_gradient(policy), first_gradient(by_hand))
 

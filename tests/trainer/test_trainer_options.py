@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from config import Config
+from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
 from trainer.model import shard
-from trainer.packing import distribute, pack
+from trainer.packing import bundle, pack
 
 CHUNK_ROWS = 7
 OPTIONS = {
@@ -91,14 +92,14 @@ def test_checkpointing_runs_every_layer_a_second_time(model):
         calls = []
         for layer in policy.module.model.model.layers:
             layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        policy.train_step([[random_sequences(3)]], policy_version=12)
+        policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
         counts.append(len(calls))
     assert counts == [2, 4]
 
 
 def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_float32(model):
     policy = load(make_config(model, save_memory=("optimizer",)))
-    policy.train_step([[random_sequences(3)]], policy_version=12)
+    policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
     assert policy.module._get_fsdp_state()._fsdp_param_group.offload_policy.__class__.__name__ == "CPUOffloadPolicy"
     for parameter in policy.module.parameters():
         state = policy.optimizer.state[parameter]
@@ -157,7 +158,7 @@ def test_bfloat16_compute_leaves_weights_gradients_and_logprobs_in_float32(model
     shard([*inner.model.layers, module], init_device_mesh("cpu", (1,)), torch.bfloat16, offload=False)
     for part in (inner.model.layers[0].mlp.up_proj, inner.lm_head):
         part.register_forward_hook(lambda part, _, output: seen.append((part.weight.dtype, output.dtype)))
-    batch = pack(random_sequences(12), one_row=False)
+    batch = pack(bundle(random_sequences(12)), one_row=False)
     logprobs, entropy = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
     logprobs.sum().backward()
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)} and len(seen) > 20
