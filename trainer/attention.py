@@ -69,7 +69,7 @@ def dense_mask(segment_ids: Tensor, prefix_ids: Tensor) -> Tensor:
 def attention_inputs(
     implementation: str, position_ids: Tensor, segment_ids: Tensor | None, prefix_ids: Tensor | None
 ) -> dict:
-    """What the model is given besides positions to know which tokens see which; tensors as in MicroBatch."""
+    """Arguments that tell the model, besides positions, which tokens see which; tensors as in MicroBatch."""
     if segment_ids is None:
         return varlen_bounds(position_ids) if implementation == "flash_attention_2" else {}
     if implementation != "flex_attention":
@@ -80,9 +80,8 @@ def attention_inputs(
     sees = mask_function(segment_ids, prefix_ids)
     # Compiled, it never holds the mask itself, which has the square of a row's entries.
     on_gpu = segment_ids.device.type == "cuda"
-    return {
-        "attention_mask": create_block_mask(sees, num_rows, None, width, width, segment_ids.device, _compile=on_gpu)
-    }
+    mask = create_block_mask(sees, num_rows, None, width, width, segment_ids.device, _compile=on_gpu)
+    return {"attention_mask": mask}
 
 
 def varlen_bounds(position_ids: Tensor) -> dict:

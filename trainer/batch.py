@@ -15,8 +15,8 @@ from trainer.packing import Bundle, TrainSequence, bundle, first_fit_decreasing
 from trainer.policy import Policy
 
 COLUMNS_PER_TOKEN = 256
-"""What all else costs for a token, in columns of a dense attention mask: 235 and 329 in the tiny model on a CPU, from
-steps with short and long rows. By operations it is 6 times the hidden size, so a larger model could share more."""
+"""Cost of all but attention for a token, in columns of a dense attention mask: 235 and 329 in the tiny model on a CPU,
+from steps with short and long rows. By operations it is 6 times the hidden size, so a larger model could share more."""
 
 
 def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> list[list[list[Bundle]]]:
@@ -110,7 +110,7 @@ def choose_bundles(
 
 
 def row_cost(lengths: list[int], one_row: bool) -> int:
-    """What a rank's bundles cost to compute, relative to other ways to pack the same sequences."""
+    """Cost to compute a rank's bundles of `lengths` tokens, relative to other ways to pack the same sequences."""
     if one_row or not lengths:
         return sum(lengths)
     width = max(lengths)
@@ -125,10 +125,8 @@ def split_into_microbatches(lengths: list[int], num_ranks: int, max_tokens: int)
     """
     for item, length in enumerate(lengths):
         if length > max_tokens:
-            raise ValueError(
-                f"sequence {item} has {length} tokens, and a micro-batch at most {max_tokens}: "
-                "raise --max-tokens-per-microbatch"
-            )
+            at_most = f"a micro-batch at most {max_tokens}: raise --max-tokens-per-microbatch"
+            raise ValueError(f"sequence {item} has {length} tokens, and {at_most}")
     packed = [
         [[items[i] for i in members] for members in first_fit_decreasing([lengths[i] for i in items], max_tokens)]
         for items in balance(lengths, num_ranks)

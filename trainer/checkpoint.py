@@ -41,7 +41,7 @@ def try_write(
 
 
 def copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies in host memory by name on rank 0; the others only help to gather."""
+    """Copy parameters to host memory, by name, on rank 0; the other ranks only help to gather them; collective."""
     copies = {}
     for name, tensor in parameters:
         if dist.get_rank() == 0:

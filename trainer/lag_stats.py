@@ -1,4 +1,4 @@
-"""Per-token training statistics, averaged overall and by lag: how stale the token was when it was trained on."""
+"""Per-token training statistics, averaged overall and by lag: how many steps old a token was when it was trained on."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ _WEIGHT, _WEIGHT_SQUARED = "importance weight", "importance weight squared"  # s
 
 
 class TokenStats:
-    """Sums by lag bucket: add micro-batches, reduce over ranks once, read means."""
+    """Sums of per-token statistics by lag bucket, over micro-batches; `reduce` turns them into means over all ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}  # name → [6] float64; "tokens" counts
@@ -42,13 +42,10 @@ class TokenStats:
         mine = {name: sums.tolist() for name, sums in self._sums.items()}
         of_ranks: list[dict[str, list[float]] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, mine)
-        # A rank that only ran empty micro-batches knows no names.
         names = dict.fromkeys(name for sums in of_ranks for name in sums)
-        empty = [0.0] * len(LAG_BUCKETS)
-        sums = {
-            name: [sum(column) for column in zip(*(s.get(name, empty) for s in of_ranks), strict=True)]
-            for name in names
-        }
+        empty = [0.0] * len(LAG_BUCKETS)  # of a rank that only ran empty micro-batches: it knows no names
+        columns = {name: zip(*(s.get(name, empty) for s in of_ranks), strict=True) for name in names}
+        sums = {name: [sum(of_bucket) for of_bucket in buckets] for name, buckets in columns.items()}
         metrics = _means({name: sum(values) for name, values in sums.items()})
         for i, bucket in enumerate(LAG_BUCKETS):
             means = _means({name: values[i] for name, values in sums.items()})
@@ -68,7 +65,7 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
 
 
 def drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
-    """How far the current policy is from the one that sampled, per token [N]: k1, k3 (nats) and the ratio.
+    """Distance of the current policy from the one that sampled, per token [N]: k1, k3 (nats) and the ratio.
 
     Estimators of KL(behavior ‖ current) from samples of behavior: Schulman, «Approximating KL divergence», 2020.
     """

@@ -49,7 +49,7 @@ class TokenLogprobs(nn.Module):
 
     @property
     def one_row(self) -> bool:
-        """Whether its attention wants a micro-batch packed into one row."""
+        """Whether the model's attention wants a micro-batch packed into one row."""
         return self.model.config._attn_implementation in ONE_ROW
 
     def forward(

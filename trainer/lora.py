@@ -75,12 +75,12 @@ def initial_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of every A and B."""
+    """Yield (name, parameter) of every adapter matrix, A and B."""
     return ((name, p) for name, p in model.named_parameters() if name.endswith(_ADAPTER_NAMES))
 
 
 def named_base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter) of the model without its adapters, tied ones once."""
+    """Yield (Hugging Face name, parameter) of the model without its adapters, tied ones once."""
     return ((name, p) for name, p in model.named_parameters() if not name.endswith(_ADAPTER_NAMES))
 
 
@@ -98,7 +98,7 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its base does; nothing changes for a model without adapters."""
+    """Let the model compute as its base does inside of the block; a model without adapters does anyway."""
     adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for module in adapted:
         module.is_adapted = False

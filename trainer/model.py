@@ -23,7 +23,7 @@ transformers_logging.disable_progress_bar()  # loading and saving would draw ove
 
 
 def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
-    """All ranks as one line over which the model is sharded, or as `replicas` lines of neighbours (HSDP); collective.
+    """Mesh of all ranks: one line to shard the model over, or `replicas` lines of neighbours (HSDP); collective.
 
     torchrun numbers the ranks node by node: with a replica per node, weights are gathered within nodes only.
     """

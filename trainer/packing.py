@@ -33,15 +33,15 @@ class TrainSequence:
     policy_versions: np.ndarray
     """[T] int32, steps; read where loss_mask is True."""
     advantage: float
-    """Of the whole sequence."""
+    """Advantage of the whole sequence."""
     reward: float
-    """Task reward."""
+    """Reward that the task gave."""
     group_id: int | None = None
     """Group whose sequences may share the tokens that they begin with; None shares with none."""
 
     @property
     def num_trained(self) -> int:
-        """Tokens that carry a loss."""
+        """Number of tokens that carry a loss."""
         return int(self.loss_mask.sum())
 
 

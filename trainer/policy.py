@@ -62,12 +62,12 @@ class Policy:
 
     @property
     def attention(self) -> str:
-        """Attention implementation in use: flash_attention_2 or sdpa."""
+        """Attention implementation in use, as transformers names it; trainer/attention.py chooses it."""
         return self.module.model.config._attn_implementation
 
     @property
     def one_row(self) -> bool:
-        """Whether its attention wants each micro-batch packed into one row."""
+        """Whether the model's attention wants each micro-batch packed into one row."""
         return self.module.one_row
 
     @property
@@ -128,9 +128,9 @@ class Policy:
             yield name, merged(self.module.model, name, parameter.detach().full_tensor())
 
     def sent_specs(self) -> list[ParameterSpec]:
-        """How the full parameters are sent to rollout, in the same order: in the dtype that the model computes in."""
-        dtype = compute_dtype(self.device)
-        return [ParameterSpec(name, dtype, tuple(p.shape)) for name, p in named_base_parameters(self.module.model)]
+        """Specs of the full parameters as they are sent to rollout, in the same order, in the dtype of computing."""
+        dtype, named = compute_dtype(self.device), named_base_parameters(self.module.model)
+        return [ParameterSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.
@@ -185,13 +185,8 @@ class Policy:
 
     def _weights(self, batch: MicroBatch, total_tokens: float, total_sequences: float) -> Tensor:
         """Weight [N] of each trained token in the summed loss of the update."""
-        of_sequence = token_weights(
-            list(batch.num_trained),
-            self.config.loss_aggregation,
-            total_tokens,
-            total_sequences,
-            self.config.max_response_tokens,
-        )
+        totals = (total_tokens, total_sequences, self.config.max_response_tokens)
+        of_sequence = token_weights(list(batch.num_trained), self.config.loss_aggregation, *totals)
         return torch.tensor(of_sequence, dtype=torch.float32, device=self.device)[batch.sequence_ids]
 
     def _per_token_loss(
@@ -211,9 +206,8 @@ class Policy:
         if anchor is None:
             # Before the first update the proximal policy is the current one, so with one update this is exact.
             anchor = loglinear(logprobs, behavior, lags, position.progress)
-        loss, loss_stats = self.loss(
-            LossInputs(logprobs, behavior, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
-        )
+        inputs = LossInputs(logprobs, behavior, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
+        loss, loss_stats = self.loss(inputs)
         token_stats = drift(logprobs.detach(), behavior) | {"entropy": entropy} | loss_stats
         if self.reference is not None:
             kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
