@@ -32,7 +32,7 @@ from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.exchange import exchange_groups
-from probe import Probe
+from job.probe import Probe
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock

@@ -30,9 +30,9 @@ from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.node import Node
+from job.probe import Probe
 from job.publisher import Publisher
 from job.step_log import StepLog
-from probe import Probe
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 from scripts.bench_parts_echo import run_echo_worker

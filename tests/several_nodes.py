@@ -23,8 +23,8 @@ from config import Config
 from data.records import Group, Trajectory
 from job.exchange import exchange_groups, receive_notice, receive_parameters, receive_specs
 from job.node import Node
+from job.probe import Probe
 from job.publisher import Publisher
-from probe import Probe
 from trainer import batch
 
 TIMEOUT = datetime.timedelta(seconds=60)

@@ -20,7 +20,7 @@ from controller.workers import Workers
 from data.records import Group, Trajectory
 from data.tasks import Problem
 from job.node import Node
-from probe import Probe
+from job.probe import Probe
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import Progress, RunDirectory
 from records.time_ledger import TrainerClock
