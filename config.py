@@ -154,8 +154,8 @@ class Config:
 
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was got, what is allowed and what to change."""
-        for mistake in _mistakes(self):
-            if mistake:
+        for is_there, mistake in _mistakes(self):
+            if is_there:
                 raise ValueError(mistake)
         return self
 
@@ -237,61 +237,72 @@ _AT_MOST = {
 }  # fmt: skip
 _TASKS = ("addition", "gsm8k", "reasoning_gym:NAME", *MULTI_TURN_TASKS)
 _OF_WORKERS = ("num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization")
-Mistakes = Iterator[str | bool | float]
-Conflicts = Iterator[tuple[bool | float, str, str]]
-"""What the checks below yield: what to say of a mistake, or something false; whether two options clash, and both."""
+Mistakes = Iterator[tuple[bool, str]]
+"""Whether a mistake is there, and the line that says what was got, what is allowed and what to change."""
 
 
 def _mistakes(config: Config) -> Mistakes:
+    """All mistakes, those of single options first: what is said of several may divide by one."""
     for name, value in config.as_dict().items():
         if isinstance(value, int | float):
-            yield from (what and f"--{flag(name)} must be {what}, got {value}" for what in _must_be(name, value))
+            for is_wrong, allowed in _ranges(name, value):
+                yield is_wrong, f"--{flag(name)} must be {allowed}, got {value}"
     yield from _mistakes_in_texts(config)
     groups, updates, tokens = config.groups_per_step, config.minibatches, config.max_tokens_per_microbatch
-    yield groups % updates and (
+    yield (
+        groups % updates > 0,
         f"--groups-per-step {groups} is not a multiple of --minibatches {updates}: {groups} / {updates} = "
-        f"{groups / updates:.2f} groups per update; change one of the two"
+        f"{groups / updates:.2f} groups per update; change one of the two",
     )
-    yield tokens < config.max_sequence_tokens and (
+    yield (
+        tokens < config.max_sequence_tokens,
         f"--max-tokens-per-microbatch {tokens} is below one whole sequence: --max-prompt-tokens "
         f"{config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
-        f"{config.max_sequence_tokens}; raise the first or lower the others"
+        f"{config.max_sequence_tokens}; raise the first or lower the others",
     )
-    for is_there, one, other in (*_conflicts(config), *_conflicts_of_partial_rollouts(config)):
-        yield is_there and f"{one} does not go with {other}; change one of the two"
+    for clash, one, other in (*_conflicts(config), *_conflicts_of_partial_rollouts(config)):
+        yield clash, f"{one} does not go with {other}; change one of the two"
 
 
-def _must_be(name: str, value: float) -> Mistakes:
+def _ranges(name: str, value: float) -> Mistakes:
+    """Whether a number is outside of a range, and the range."""
     most = _AT_MOST.get(name, 10**9)  # beyond what anybody means, and small enough to be counted and multiplied
-    yield isinstance(value, float) and not math.isfinite(value) and "a finite number"
-    yield value > most and f"at most {most}"
+    yield not math.isfinite(value), "a finite number"
+    yield value > most, f"at most {most}"
     if name == "temperature":
-        yield not 0.01 <= value <= 2 and "in [0.01, 2], as vLLM samples at 0.01 what is below and refuses what is above"
+        outside = not 0.01 <= value <= 2
+        yield outside, "in [0.01, 2], as vLLM samples at 0.01 what is below and refuses what is above"
     elif name in ("top_p", "gpu_memory_utilization"):
-        yield not 0 < value <= 1 and "in (0, 1]"
+        yield not 0 < value <= 1, "in (0, 1]"
     elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s"):
-        yield value <= 0 and "above 0"
+        yield value <= 0, "above 0"
     elif not isinstance(value, bool):
-        yield value < (low := int(name not in _AT_LEAST_0)) and f"at least {low}"
+        low = int(name not in _AT_LEAST_0)
+        yield value < low, f"at least {low}"
 
 
 def _mistakes_in_texts(config: Config) -> Mistakes:
-    for item in config.algo_args:
-        times = sum(other.partition("=")[0] == item.partition("=")[0] for other in config.algo_args)
-        yield not re.fullmatch(r"\w+=.+", item) and f"--algo-args takes NAME=VALUE, as in clip_high=0.28, got {item!r}"
-        yield times > 1 and f"--algo-args gives {item.partition('=')[0]} {times} times, got {item!r}; leave one"
-    yield not re.fullmatch("|".join(_TASKS).replace("NAME", r"\w+"), config.task) and (
-        f"--task must be {', '.join(_TASKS[:-1])} or {_TASKS[-1]}, got {config.task!r}{nearest(config.task, _TASKS)}"
+    names = [item.partition("=")[0] for item in config.algo_args]
+    for name, item in zip(names, config.algo_args, strict=True):
+        is_wrong = not re.fullmatch(r"\w+=.+", item)
+        yield is_wrong, f"--algo-args takes NAME=VALUE, as in clip_high=0.28, got {item!r}"
+        yield names.count(name) > 1, f"--algo-args gives {name} {names.count(name)} times, got {item!r}; leave one"
+    yield (
+        not re.fullmatch("|".join(_TASKS).replace("NAME", r"\w+"), config.task),
+        f"--task must be {', '.join(_TASKS[:-1])} or {_TASKS[-1]}, got {config.task!r}{nearest(config.task, _TASKS)}",
     )
-    yield not re.fullmatch(r"(?!\.{1,2}$)[\w.+=-]+", "-" if config.run_name is None else config.run_name) and (
-        f"--run-name may hold letters, digits and . _ + = -, and is neither . nor .., got {config.run_name!r}"
+    yield (
+        config.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[\w.+=-]+", config.run_name),
+        f"--run-name may hold letters, digits and . _ + = -, and is neither . nor .., got {config.run_name!r}",
     )
-    yield len(set(config.node_roles)) != max(1, len(config.node_roles)) and (
-        f"--node-roles must be trainer, rollout or both, each once, got {' '.join(config.node_roles)!r}"
+    yield (
+        not config.node_roles or len(set(config.node_roles)) < len(config.node_roles),
+        f"--node-roles must be trainer, rollout or both, each once, got {' '.join(config.node_roles)!r}",
     )
 
 
-def _conflicts(config: Config) -> Conflicts:
+def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """Whether two options clash, and both."""
     for name in () if "rollout" in config.node_roles else _OF_WORKERS:
         of_workers = f"--{flag(name)} {getattr(config, name)}, which is about rollout workers,"
         yield getattr(config, name) != getattr(Config, name), of_workers, "--node-roles trainer, which has none"
@@ -300,29 +311,33 @@ def _conflicts(config: Config) -> Conflicts:
     yield alone and config.advantage != "reinforce", f"--advantage {config.advantage}", of_one
     yield alone and config.share_prefix, "--share-prefix", f"{one}, which leaves nothing to share"
     yield alone and config.drop_zero_variance, "--drop-zero-variance", f"{one}: every group would be dropped, for ever"
-    yield config.lora_rank and config.compile, f"--lora-rank {config.lora_rank}", "--compile, not tested with adapters"
+    yield (
+        config.lora_rank > 0 and config.compile,
+        f"--lora-rank {config.lora_rank}",
+        "--compile, not tested with adapters",
+    )
     extra, size, requests = f"--extra-members {config.extra_members}", config.group_size, config.max_running_requests
-    waits = config.scheduling == "batch" and config.extra_members
+    waits = config.scheduling == "batch" and config.extra_members > 0
     yield waits, f"{extra}, which gives up the slowest responses,", "--scheduling batch, which waits for all"
     if not config.replicate_prompts:  # one request cannot be taken up again, nor left early
         one = "--no-replicate-prompts (one request of group_size responses)"
         yield config.on_update in ("resume", "restart"), one, f"--on-update {config.on_update}"
         yield config.is_multi_turn, one, f"--task {config.task}, which has several turns"
-        yield config.extra_members, one, extra
+        yield config.extra_members > 0, one, extra
         yield size > requests, one, f"--max-running-requests {requests} below --group-size {size}"
     if config.colocate == "sleep":
         one = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
-        yield config.async_ratio, one, f"--async-ratio {config.async_ratio:g}, which lets it run ahead; use 0"
+        yield config.async_ratio > 0, one, f"--async-ratio {config.async_ratio:g}, which lets it run ahead; use 0"
         keeps = config.over_sampling > 1 and config.on_update not in ("resume", "restart")
         yield keeps, one, f"--on-update {config.on_update} of partial rollouts, which needs it; use resume or restart"
 
 
-def _conflicts_of_partial_rollouts(config: Config) -> Conflicts:
+def _conflicts_of_partial_rollouts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """What excludes partial rollouts, which are suspended between two synchronous steps, at most MAX_RESUMES times."""
     if config.over_sampling == 1:
         return
     one = f"--over-sampling {config.over_sampling:g} (partial rollouts between synchronous steps)"
-    yield config.async_ratio, one, f"--async-ratio {config.async_ratio:g}; use 0"
+    yield config.async_ratio > 0, one, f"--async-ratio {config.async_ratio:g}; use 0"
     yield config.on_update == "wait", one, "--on-update wait, which leaves nothing to resume"
     yield config.scheduling == "batch", one, "--scheduling batch, which leaves nothing running"
     yield config.stale_policy == "gate", one, "--stale-policy gate, which does not bound how often one is resumed"

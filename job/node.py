@@ -160,26 +160,14 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 
 def start_rollout(start: Start) -> Node:
-    """Make a leader's node: resolve the model, check that it fits the GPUs, open the records and start the node's
-    rollout workers."""
-    cluster, config = start.cluster, start.config
+    """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
+    cluster, config, controller = start.cluster, start.config, None
     model_path = resolve_model(config.model, config.task)
-    if gpus := visible_gpus():
-        num_ranks, num_shards = len(cluster.local_ranks) * len(cluster.trainers), cluster.num_ranks // config.replicas
-        shape = read_shape(model_path)
-        placement, arithmetic = plan_memory(config, start.placement, shape, gpus, num_ranks, num_shards)
-        print(arithmetic, flush=True)
-        start = replace(start, placement=placement)
+    start = replace(start, placement=_fit_memory(start, model_path))
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
     tickets = _make_tickets(config, cluster, model_path) if cluster.samples else None
-    run, controller = None, None
-    if cluster.is_first:
-        weights = weights_sha256(model_path) if config.record else None
-        run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights)
-        print(f"run directory: {run.path}", flush=True)
-    run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
-    run = run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
+    run = _open_records(config, cluster, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
     if tickets is not None:
         workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
@@ -195,6 +183,29 @@ def start_rollout(start: Start) -> Node:
             # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
             controller.wait_until_ready()
     return start.make_node(model_path, run=run, tokenizer=tokenizer, controller=controller)
+
+
+def _fit_memory(start: Start, model_path: str) -> Placement:
+    """The placement, on GPUs with the share of an engine that shares one; prints the arithmetic."""
+    config, cluster, gpus = start.config, start.cluster, visible_gpus()
+    if not gpus:
+        return start.placement
+    num_ranks, num_shards = len(cluster.local_ranks) * len(cluster.trainers), cluster.num_ranks // config.replicas
+    shape = read_shape(model_path)
+    placement, arithmetic = plan_memory(config, start.placement, shape, gpus, num_ranks, num_shards)
+    print(arithmetic, flush=True)
+    return placement
+
+
+def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirectory:
+    """Make the run directory on rank 0, and on the leaders of other nodes a folder of their own; collective on them."""
+    run = None
+    if cluster.is_first:
+        weights = weights_sha256(model_path) if config.record else None
+        run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights)
+        print(f"run directory: {run.path}", flush=True)
+    run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
+    return run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
