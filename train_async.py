@@ -39,7 +39,7 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
         if node.cluster.trains:
             train_on(node, log)
         else:
-            from job.exchange import sample_on
+            from job.sampler import sample_on
 
             sample_on(node, log)
     log.say_where_time_went()

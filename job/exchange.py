@@ -6,7 +6,6 @@ gathered; a node that gets them stages them like a trainer would, and its worker
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +13,6 @@ import torch
 from cluster.cluster import Cluster
 from data.records import Group
 from weights.transport import ParameterSpec
-
-if TYPE_CHECKING:
-    from job.node import Node
-    from job.step_log import StepLog
 
 # Groups
 
@@ -133,20 +128,3 @@ def receive_parameters(specs: list[ParameterSpec], cluster: Cluster) -> Iterator
     feeder = cluster.feeders[cluster.node]
     for spec in specs:
         yield spec.name, cluster.leaders.receive_tensor(torch.empty(spec.shape, dtype=spec.dtype), feeder)
-
-
-def sample_on(node: "Node", log: "StepLog") -> None:
-    """The loop of the leader of a node that only samples: its batches go to nodes that train, weights come back."""
-    from job.publisher import connect_workers, stage_and_announce
-
-    specs = receive_specs(node.cluster)
-    connect_workers(node, specs)
-    for step in range(node.config.steps + 1):
-        if step:
-            node.take_batch(step)
-        notice = receive_notice(node.cluster)
-        if notice.probe_logprobs is not None:
-            node.probe.note(notice.version, notice.probe_logprobs)
-        stage_and_announce(node.controller, notice, receive_parameters(specs, node.cluster))
-        if step:
-            log.contribute(step)
