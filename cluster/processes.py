@@ -90,20 +90,21 @@ def _session_members(pid: int) -> list[psutil.Process]:
 def dump_stacks(pid: int) -> None:
     """Ask a process and its descendants for a dump of their Python stacks, on each one's stderr.
 
-    Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others.
+    Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others. This process dumps
+    its own stacks while it holds the interpreter's lock: the handler of a signal would walk frames that may be changing.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for member in [process, *process.children(recursive=True)]:
-            if _handles_sigusr1(member.pid):
+            if member.pid == os.getpid():
+                faulthandler.dump_traceback(all_threads=True)
+            elif _handles_sigusr1(member.pid):
                 os.kill(member.pid, signal.SIGUSR1)
 
 
 def dump_trainer_stacks() -> None:
     """Have all trainer ranks of this node write their stacks to stderr: this one, and torchrun's others."""
-    faulthandler.dump_traceback(all_threads=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        dump_stacks(os.getppid())
+    dump_stacks(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 
 def _handles_sigusr1(pid: int) -> bool:

@@ -307,9 +307,9 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
     assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
 
 
-def test_a_worker_that_cannot_start_ends_the_run_within_a_minute_with_its_log(tmp_path):
+def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_its_log(tmp_path):
     model = save_unservable_model(str(tmp_path / "model"))
     job = start_job(tmp_path, steps=2, model=model)
     assert job.wait(timeout_s=60) != 0
-    assert "error: rollout worker 0 could not start" in job.output()
+    assert "error: rollout worker 0 was up, and died before any response came back" in job.output()
     assert "  | " in job.output() and "head_dim=20" in job.output()
