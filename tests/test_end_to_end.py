@@ -106,7 +106,8 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
     )
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0] * 4
-    assert all(line["tokens/saved_share"] > 0.2 for line in metrics)
+    saved = [line["tokens/saved_share"] for line in metrics]
+    assert np.mean(saved) > 0.2 and min(saved) > 0.1, "how a step's groups are cut into two updates is drawn"
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
     assert 0 < metrics[0]["drift/k3"] < 1e-2, "only the second minibatch meets a policy that has moved"
     assert_ledger_balances(metrics)
