@@ -91,7 +91,7 @@ def dump_stacks(pid: int) -> None:
     """Ask a process and its descendants for a dump of their Python stacks, on each one's stderr.
 
     Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others. This process dumps
-    its own stacks while it holds the interpreter's lock: the handler of a signal would walk frames that may be changing.
+    its own stacks while it holds the interpreter's lock: a signal's handler would walk frames that may be changing.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
