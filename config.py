@@ -150,7 +150,7 @@ class Config:
     node_roles: tuple[Literal["trainer", "rollout"], ...] = ("trainer", "rollout")
     """What this node does, of several: train, sample, or both; otherwise samples and weights cross nodes."""
     timeout_s: float = 600.0
-    """Longest start of a worker, or wait for a batch, evaluation, update or node, seconds; past it the run ends."""
+    """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node."""
 
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was got, what is allowed and what to change."""

@@ -1,6 +1,5 @@
 """Policy losses, advantage and KL estimators by name. Adding one: its file, its line below, its name in config.py."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +21,7 @@ from algos import (
 )
 from algos.arguments import read_value
 from algos.inputs import LossInputs
+from config import nearest
 
 __all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs", "hyperparameters"]
 
@@ -61,8 +61,8 @@ def hyperparameters(algo: str, algo_args: Iterable[str]) -> dict[str, Any]:
     for item in algo_args:
         name, _, text = item.partition("=")
         if name not in kinds:
-            hint = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, kinds, 1))
-            raise ValueError(f"--algo-args {item}: --algo {algo} takes {', '.join(kinds) or 'none'}{hint}")
+            takes = ", ".join(kinds) or "none"
+            raise ValueError(f"--algo-args {item}: --algo {algo} takes {takes}{nearest(name, kinds)}")
         try:
             chosen[name] = read_value(text, kinds[name])
         except ValueError as error:

@@ -81,7 +81,8 @@ class Leaders:
             raise error
         self.dump_stacks()
         raise RuntimeError(
-            f"waited {self.timeout_s:g} s for {what}; if a step or a checkpoint only takes that long, raise --timeout-s"
+            f"waited {self.timeout_s:g} s for {what}; if a step or a checkpoint only takes that long, raise "
+            "--timeout-s, of which this is twice"
         ) from error
 
 

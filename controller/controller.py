@@ -5,9 +5,10 @@ trainer's thread meet at one condition, which guards all state.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
+from torch import Tensor
 
 from config import Config
 from controller.announcements import Announcements
@@ -22,7 +23,7 @@ from data.messages import Asleep, Finished, HoldReason, Probed, Ready, Receiving
 from data.records import Group, Ticket, Trajectory
 from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
-from weights.transport import Announcement
+from weights.transport import Announcement, Staged
 
 
 class Controller:
@@ -193,10 +194,11 @@ class Controller:
 
     # Weights and evaluation
 
-    def wait_for_buffer(self) -> None:
-        """Wait until weights can be staged: until no worker reads one of the transport's buffers."""
+    def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
+        """Copy weights into a buffer of the transport that no worker reads, when there is one."""
         with self._changed:
             self._changed.wait_until(self.announcements.has_free_buffer, "a free weight buffer")
+        return self.announcements.transport.stage(version, parameters)
 
     def withdraw(self) -> bool:
         """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.

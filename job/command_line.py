@@ -1,7 +1,9 @@
-"""The command line of a run, made from the fields of Config: their titles, texts, types and defaults."""
+"""The command line of a run, made from the fields of Config: their titles, texts, types and defaults.
+
+argparse and not tyro, which cannot group the options of a flat dataclass in its help, and answers a mistake by a box.
+"""
 
 import argparse
-import functools
 import inspect
 import re
 import sys
@@ -13,7 +15,7 @@ from dataclasses import replace
 from config import Config, flag, nearest
 
 _FIELD = re.compile(r'^    # (.+)$|^    (\w+): .+\n    """([^"]+)"""$', re.MULTILINE)
-_METAVARS = {int: ("INT", "a whole number"), float: ("FLOAT", "a number"), str: ("TEXT", "a text")}
+_KINDS = {int: "a whole number", float: "a number", str: "a text"}
 
 
 def parse_config(args: list[str] | None = None) -> Config:
@@ -28,27 +30,31 @@ def parse_config(args: list[str] | None = None) -> Config:
         raise SystemExit(2) from None
 
 
-def read_options(args: list[str] | None = None, default: Config | None = None, prog: str | None = None) -> Config:
+def read_options(args: list[str] | None = None, default: Config | None = None) -> Config:
     """Read options on top of `default`; what they say together is not checked yet. Raises ValueError, in one line."""
-    args = [
-        re.sub(r"^--\w[\w-]*", lambda found: flag(found[0]), arg) for arg in (sys.argv[1:] if args is None else args)
-    ]
     default = default or Config()
-    parser = _Parser(prog, "%(prog)s [options]", Config.__doc__, allow_abbrev=False, formatter_class=_formatter)
-    types_of, group = typing.get_type_hints(Config), parser
+    args = sys.argv[1:] if args is None else args
+    args = [re.sub(r"^--\w[\w-]*", lambda found: flag(found[0]), arg) for arg in args]  # --async_ratio is meant well
+    given, unknown = _make_parser(default).parse_known_args(args)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        known = [f"--{flag(field)}" for _, field, _ in _fields() if field]
+        raise ValueError(f"{name} is no option{nearest(name, known)}; --help lists all")
+    return replace(default, **{name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
+
+
+def _make_parser(default: Config) -> argparse.ArgumentParser:
+    parser = _Parser(usage="%(prog)s [options]", description=Config.__doc__, allow_abbrev=False)
+    group, types_of = parser, typing.get_type_hints(Config)
     for title, name, text in _fields():
         if title:
             group = parser.add_argument_group(title)
             continue
         value = getattr(default, name)
-        shown = " ".join(value) if isinstance(value, tuple) else value
-        text = f"{' '.join(text.split())} (default: {'none' if shown in (None, '') else shown})".replace("%", "%%")
+        shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
+        text = f"{' '.join(text.split())} (default: {shown})".replace("%", "%%")
         group.add_argument(f"--{flag(name)}", default=argparse.SUPPRESS, help=text, **_form(types_of[name]))
-    given, unknown = parser.parse_known_args(args)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise ValueError(f"{name} is no option{nearest(name, [f'--{flag(n)}' for n in types_of])}; --help lists all")
-    return replace(default, **{n: tuple(v) if isinstance(v, list) else v for n, v in vars(given).items()})
+    return parser
 
 
 def _fields() -> Iterator[tuple[str, str, str]]:
@@ -61,27 +67,22 @@ def _form(kind) -> dict:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is tuple:
-        return _form(typing.get_args(kind)[0]) | {"nargs": "*"}
+        return _form(typing.get_args(kind)[0]) | {"nargs": "*", "action": "extend"}
     is_optional = typing.get_origin(kind) is types.UnionType
     kind = typing.get_args(kind)[0] if is_optional else kind
     choices = typing.get_args(kind)
-    metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[kind][0]
-    return {"metavar": metavar, "type": functools.partial(_read, str if choices else kind, choices, is_optional)}
+    metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
 
+    def read(text: str):
+        if choices and text not in choices:
+            what = f"must be one of {', '.join(choices)}, got {text!r}{nearest(text, choices)}"
+            raise argparse.ArgumentTypeError(what)
+        try:
+            return None if is_optional and text == "None" else text if choices else kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {_KINDS[kind]}, got {text!r}") from None
 
-def _read(kind: type, choices: tuple[str, ...], is_optional: bool, text: str):
-    if is_optional and text == "None":
-        return None
-    if choices and text not in choices:
-        near = nearest(text, choices)
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}{near}")
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be {_METAVARS[kind][1]}, got {text!r}") from None
-
-
-_formatter = functools.partial(argparse.HelpFormatter, max_help_position=8)
+    return {"metavar": metavar, "type": read}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -99,11 +99,17 @@ class Start:
     """What a rollout worker's process runs: `worker_main(spec, connection)`."""
     on_end: ExitStack
     """Takes down what was started, last first."""
+    watch: NodeWatch
 
     def make_node(self, model_path: str, **of_leader) -> Node:
         """The node; `of_leader` are the fields that only a leader has."""
         fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, Probe(self.config)
         return Node(*fields, **of_leader)
+
+    def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
+        """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""
+        for waiting in filter(None, (self.watch, self.cluster.leaders, self.cluster.trainer_leaders)):
+            waiting.dump_stacks = dump_stacks
 
 
 @contextmanager
@@ -127,14 +133,11 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     try:
         rank = f"trainer {cluster.local_ranks[cluster.local_rank]}" if cluster.trains else f"sampler {cluster.node}"
         setproctitle(f"{rank}: {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}")  # found by what ps has always shown
-        start, node = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end), None
-        if cluster.is_leader:
-            node = (lead or start_rollout)(start)
+        start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch)
+        start.dump_stacks_by(dump_trainer_stacks)
+        node = (lead or start_rollout)(start) if cluster.is_leader else None
         model_path = cluster.broadcast_on_node(node and node.model_path)
-        node = node or start.make_node(model_path)
-        for waiting in filter(None, (watch, cluster.leaders, cluster.trainer_leaders)):
-            waiting.dump_stacks = node.controller.workers.dump_stacks if node.controller else dump_trainer_stacks
-        yield node
+        yield node or start.make_node(model_path)
         if cluster.is_leader:
             cluster.gather("finished")  # one that only samples is done long before the last checkpoint
         watch.finish()
@@ -173,6 +176,7 @@ def start_rollout(start: Start) -> Node:
         workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
         controller = Controller(config, workers, tickets, run.record, start.clock, len(cluster.samplers))
         start.on_end.callback(controller.stop)
+        start.dump_stacks_by(workers.dump_stacks)
         controller.launch()
     # From here on transformers is imported, for seconds, in which the workers import vLLM.
     _check_window(config, model_path)

@@ -47,6 +47,7 @@ class Publisher:
             version, parameters = self._delayed(step, parameters)
         if self._feed is None:
             _gather(parameters)
+            probe.forget_before(step + 1)  # compared on the leader alone
             return
         evaluate = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
         notice = Notice(version, step, probe.tokens, probe.at(version), evaluate)
@@ -92,8 +93,7 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
 def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Copy weights to where a node's workers read them, when there is room, and have the workers load them."""
     evaluate = controller.withdraw() or notice.evaluate
-    controller.wait_for_buffer()
-    staged = controller.announcements.transport.stage(notice.version, parameters)
+    staged = controller.stage(notice.version, parameters)
     if controller.config.colocate == "sleep":
         torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
     controller.publish(Announcement(notice.version, notice.trainer_version, staged, notice.probe, evaluate))

@@ -159,19 +159,18 @@ def rollout(setup: Setup) -> dict:
         controller.wait_until_ready()
         transport, weights = _transport_of(placement, config.model, setup.device)
         controller.connect(transport)
-        steps = [_rollout_step(controller, transport, weights, version) for version in range(ROLLOUT_STEPS)]
+        steps = [_rollout_step(controller, weights, version) for version in range(ROLLOUT_STEPS)]
     finally:
         controller.stop()
     return _rates(steps[1:])
 
 
-def _rollout_step(controller, transport, weights: list, version: int) -> tuple[float, int]:
+def _rollout_step(controller, weights: list, version: int) -> tuple[float, int]:
     """Publish and take a batch. Returns seconds, and tokens generated."""
     from weights.transport import Announcement
 
     start = time.perf_counter()
-    controller.wait_for_buffer()
-    staged = transport.stage(version, weights)
+    staged = controller.stage(version, weights)
     controller.publish(Announcement(version, version, staged, (), False))
     groups = controller.take_batch()
     return time.perf_counter() - start, sum(t.num_generated for group in groups for t in group.trajectories)

@@ -50,7 +50,6 @@ class Setup:
             "model": self.model_path,
             "on_update": self.on_update,
             "env_timeout_s": 30.0,
-            "timeout_s": 120.0,
         }
         return Config(**{**sizes, **fixed, "warmup": 0, "lr": 1e-5, **options}).checked()
 

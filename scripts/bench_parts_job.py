@@ -120,7 +120,7 @@ class Job:
             process = psutil.Process(worker.process.process.pid)
             used["worker"] += _cpu_s(process)
             for child in process.children(recursive=True):
-                is_engine = child.cmdline()[0].startswith("engine ")
+                is_engine = "".join(child.cmdline()[:1]).startswith("engine ")
                 used["engine" if is_engine else "rewards"] += _cpu_s(child)
         return used
 
@@ -217,8 +217,7 @@ class EchoLoop:
         self._publish()
 
     def _publish(self) -> None:
-        self.node.controller.wait_for_buffer()
-        staged = self.transport.stage(self.version, self.weights)
+        staged = self.node.controller.stage(self.version, self.weights)
         self.node.controller.publish(Announcement(self.version, self.version, staged, (), False))
 
     def measure(self, steps: int) -> dict[str, float]:

@@ -183,7 +183,7 @@ def server(work: Work, model: str, out: Path) -> Iterator[str]:
 
 
 def server_command(work: Work, model: str, port: int) -> list[str]:
-    """vLLM's server with the engine options of engine/proxy.py."""
+    """vLLM's server with the engine options of engine/vllm_setup.py."""
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
         "--host", "127.0.0.1", "--port", str(port),

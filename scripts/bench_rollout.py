@@ -90,7 +90,6 @@ COMMON = {
     "groups_per_step": 8, "group_size": 8, "async_ratio": 0.0, "max_response_tokens": 192,
     # 64 slots on two workers: as many as a batch of 8 groups of 8 has responses.
     "max_running_requests": 32,
-    "timeout_s": 120.0,
 }  # fmt: skip
 _GUESSING = {"task": "guess_number", "max_response_tokens": 64, "max_running_requests": 128}
 _LONG_TAIL = "lognormal:2,0.8 scale:0.01"
@@ -189,8 +188,7 @@ class Session:
         from weights.transport import ParameterSpec
 
         specs = [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights]
-        self._transport = ShmTransport(specs)
-        self.controller.connect(self._transport)
+        self.controller.connect(ShmTransport(specs))
 
     def _record(self, event: str, **fields) -> None:
         if event == "update":
@@ -198,8 +196,7 @@ class Session:
 
     def step(self) -> list[Group]:
         """Publish the weights and take a batch."""
-        self.controller.wait_for_buffer()
-        staged = self._transport.stage(self.version, self._weights)
+        staged = self.controller.stage(self.version, self._weights)
         self._published_at[self.version] = time.monotonic()
         self.controller.publish(Announcement(self.version, self.version, staged, (), False))
         self.version += 1

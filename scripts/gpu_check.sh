@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 
 python=.venv/bin/python
 [ -x "$python" ] || python=python3 # packages may also come by PYTHONPATH
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -eq 0 ]; then
     echo "gpu_check: skipped, nothing was checked: torch $("$python" -c 'import torch; print(torch.__version__)') sees no NVIDIA GPU"

@@ -125,7 +125,7 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
     train_async.py would refuse.
     """
     own = own_options(recording)
-    chosen = read_options(arguments, own, f"replay.py {recording.path}")
+    chosen = read_options(arguments, own)
     allowed = OF_TRAINING + OF_THE_REPLAY + OF_EVALUATION * evaluate
     for name in (field.name for field in fields(Config)):
         if name not in allowed and getattr(chosen, name) != getattr(own, name):

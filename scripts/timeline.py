@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 EVALUATION_GROUP = -1
-"""group of the trajectories of an evaluation, as in controller/tickets.py, which needs numpy."""
+"""group of the trajectories of an evaluation, as in data/records.py, which needs numpy."""
 TRAJECTORY_FIELDS = (
     "ticket", "group", "member", "tokens", "min_version", "max_version", "reward", "finish_reason", "failure",
 )  # fmt: skip

@@ -35,8 +35,7 @@ class Session:
     def publish(self, version, evaluate=False, trainer_version=None):
         trainer_version = version if trainer_version is None else trainer_version
         evaluate |= self.controller.withdraw()
-        self.controller.wait_for_buffer()
-        staged = self.transport.stage(version, [("w", torch.full((4,), float(version)))])
+        staged = self.controller.stage(version, [("w", torch.full((4,), float(version)))])
         self.controller.publish(Announcement(version, trainer_version, staged, (), evaluate))
 
 
