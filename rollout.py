@@ -215,6 +215,7 @@ class RolloutWorker:
     def _finish_task(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._ended.done():
+            print(f"ended by {task.exception()!r}", flush=True)  # which a dead engine may only be the end of
             self._ended.set_exception(self.proxy.death or task.exception())
 
 

@@ -49,7 +49,7 @@ class WorkerSpec:
     transport: str
     log_path: str
     sockets_path: str | None = None
-    """Folder for vLLM's sockets, which it does not remove; its own choice if None."""
+    """Folder for vLLM's sockets and all else that is temporary, removed with the run; vLLM's own choice if None."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Announcements:
     def connect(self, transport) -> None:
         """Give the engines the weight transport, when all are up."""
         self.transport = transport
-        for worker in self.workers:
+        for worker in filter(lambda worker: worker.is_up, self.workers):  # on_ready connects one that has just died
             worker.process.send(Connect(transport.init_info(worker.index)))
 
     def take_deferred(self) -> Announcement | None:

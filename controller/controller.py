@@ -15,7 +15,7 @@ from controller.announcements import Announcements
 from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
 from controller.evaluation import Evaluations, evaluation_metrics
-from controller.journal import RolloutRecords
+from controller.journal import Journal
 from controller.tickets import TicketSource
 from controller.waiting import Changes
 from controller.workers import Worker, Workers
@@ -46,7 +46,7 @@ class Controller:
         self.dispatcher = Dispatcher(config, workers, self.buffer, tickets)
         self.announcements = Announcements(workers)
         self.evaluations = Evaluations()
-        self.records = RolloutRecords(record)
+        self.journal = Journal(record)
         self._changed = Changes(config.timeout_s, workers, self.announcements, self.describe)
         self._stopping = False
 
@@ -56,7 +56,7 @@ class Controller:
         """Start all workers; returns at once."""
         with self._changed:
             for index in range(self.workers.num_workers):
-                self.records.started(index)
+                self.journal.started(index)
             self.workers.launch(self.on_message, self._changed.on_thread_ended)
 
     def wait_until_ready(self) -> None:
@@ -79,10 +79,10 @@ class Controller:
                     self._on_death(worker)
                 case Ready(startup_s):
                     worker.start_up()
-                    self.records.ready(worker.index, startup_s)
+                    self.journal.ready(worker.index, startup_s)
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
-                    self.records.active(worker.index, activity)
+                    self.journal.active(worker.index, activity)
                     for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
                         worker.take_back(ticket_id)
                     for trajectory in trajectories:
@@ -93,26 +93,26 @@ class Controller:
                 case Receiving():
                     self.announcements.on_receiving(worker)
                 case Updated():
-                    self.records.updated(worker.index, message)
+                    self.journal.updated(worker.index, message)
                     self.buffer.count_discarded(message.sampled.discarded)
                     self.announcements.on_updated(worker)
                 case Asleep():
                     worker.fell_asleep()
                 case Probed(version, logprobs):
-                    self.records.probed(version, logprobs)
+                    self.journal.probed(version, logprobs)
                 case Stopped(activity):
-                    self.records.active(worker.index, activity)
+                    self.journal.active(worker.index, activity)
             self._fill()
 
     def _on_death(self, worker: Worker) -> None:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
         if self._stopping:
             return
-        self.records.lost(worker.index)
+        self.journal.lost(worker.index)
         self.announcements.on_death(worker)
         self.workers.replace(worker)
-        self.records.died(worker.index, worker.process.exit_code, len(worker.running))
-        self.records.started(worker.index)
+        self.journal.died(worker.index, worker.process.exit_code, len(worker.running))
+        self.journal.started(worker.index)
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
 
@@ -125,11 +125,11 @@ class Controller:
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
-        self.records.trajectory(trajectory)
+        self.journal.trajectory(trajectory)
         if not trajectory.is_evaluation:
             self.dispatcher.add(trajectory)
         elif ended := self.evaluations.add(trajectory):
-            self.records.evaluated(ended)
+            self.journal.evaluated(ended)
             if deferred := self.announcements.take_deferred():
                 self._announce(deferred)
 
@@ -157,7 +157,6 @@ class Controller:
             batch = self.dispatcher.take_batch()
             if batch is None:
                 return None
-            self.workers.restarts_since_batch = 0
             self.dispatcher.drop_expired()
             if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
                 for worker in self.workers:
@@ -237,18 +236,18 @@ class Controller:
         with self._changed:
             self._changed.wait_until(lambda: self.evaluations.running is None, "an evaluation")
 
-    # Records
+    # What was measured
 
     def take_report(self) -> RolloutReport:
         """Take what was measured since the last call, and the ledger."""
         with self._changed:
             self.workers.check()  # what ended a reading thread is the reason if the ledger does not balance
-            return self.records.take_report(self.buffer.ledger(), self.workers.num_restarts)
+            return self.journal.take_report(self.buffer.ledger(), self.workers.num_restarts)
 
     def take_probes(self) -> dict[int, tuple[np.ndarray, ...]]:
         """Take the engines' log-probs of the probe by version, as far as they have come since the last call."""
         with self._changed:
-            return self.records.take_probes()
+            return self.journal.take_probes()
 
     def take_evaluation(self) -> dict[str, float]:
         """Take the metrics of the newest evaluation that ended since the last call, if any did."""
@@ -258,7 +257,7 @@ class Controller:
     def worker_time(self) -> dict[int, Counter[str]]:
         """Nanoseconds of each worker in each state of WORKER_STATES so far."""
         with self._changed:
-            return self.records.worker_time()
+            return self.journal.worker_time()
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""
@@ -267,5 +266,5 @@ class Controller:
         try:
             self.workers.stop()
         finally:
-            self.records.close()
+            self.journal.close()
             self.announcements.close()

@@ -12,7 +12,7 @@ from records.metrics import RolloutReport
 from records.time_ledger import WorkerLedgers, seconds, unix_ns
 
 
-class RolloutRecords:
+class Journal:
     """Writes events as they happen and keeps measurements until they are asked for."""
 
     def __init__(self, record: Callable[..., None]):

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from data.records import Ticket
 from weights.transport import Staged
 
 MAX_RESTARTS = 3
-"""Restarts of a node's workers between two batches; one more death ends the run."""
+"""Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
 STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
 
@@ -52,6 +52,8 @@ class Worker:
     """Tickets that it has, by id."""
     num_running: int = 0
     """Trajectories that its tickets ask for."""
+    num_restarts: int = 0
+    """Restarts since a ticket came back from it."""
     held: HoldReason | None = None
     """Reason that the worker was told for having no ticket."""
 
@@ -107,6 +109,7 @@ class Worker:
         """Note that the worker has ended a ticket. Returns the ticket."""
         ticket = self.running.pop(ticket_id)
         self.num_running -= ticket.num_members
+        self.num_restarts = 0
         return ticket
 
     def describe(self) -> str:
@@ -123,14 +126,14 @@ class Workers:
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
         self.num_restarts = 0
-        self.restarts_since_batch = 0
         self.have_worked = False
         """Whether any trajectory has come back."""
         self._main = main
         self._workers: list[Worker] = []
+        self._readings: list[Future] = []  # of all processes that there were: handling a death may fail too
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
-        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
         self._threads = ThreadPoolExecutor(4 * len(placement.workers))
 
     def __iter__(self) -> Iterator[Worker]:
@@ -158,13 +161,14 @@ class Workers:
         for index in range(self.num_workers):
             self._workers.append(self._start(index))  # one by one, so that stop() knows of each at once
 
-    def _start(self, index: int) -> Worker:
+    def _start(self, index: int, num_restarts: int = 0) -> Worker:
         log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
         of_worker = placement.workers[index], self.model_path, placement.transport
-        spec = WorkerSpec(self.config, *of_worker, log, self._sockets.name)
-        worker = Worker(index)
+        spec = WorkerSpec(self.config, *of_worker, log, self._temporary.name)
+        worker = Worker(index, num_restarts=num_restarts)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
         worker.process.reading.add_done_callback(self._on_ended)
+        self._readings.append(worker.process.reading)
         return worker
 
     def replace(self, worker: Worker) -> None:
@@ -177,25 +181,24 @@ class Workers:
         if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
             what = "was up, and died before any response came back" if worker.is_up else "could not start"
             raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
-        if self.restarts_since_batch == MAX_RESTARTS:
-            raise WorkerDied(f"{report}\nthat was the last of {MAX_RESTARTS} restarts without a batch between them")
+        if worker.num_restarts == MAX_RESTARTS:
+            raise WorkerDied(f"{report}\nall {MAX_RESTARTS} restarts are used, and nothing came back between them")
         self.num_restarts += 1
-        self.restarts_since_batch += 1
         print(f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
-        self._workers[worker.index] = self._start(worker.index)
+        self._workers[worker.index] = self._start(worker.index, worker.num_restarts + 1)
 
     def fall_asleep(self) -> bool:
         """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
         for worker in self._workers:  # one that was started again in between is told when it is up
-            if worker.state in ("sampling", "suspended"):
+            if worker.state in ("sampling", "suspended") and not worker.owed:  # it would wake it again
                 worker.fall_asleep()
         return all(worker.state == "asleep" for worker in self._workers)
 
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start."""
-        for worker in self._workers:
-            if worker.process.reading.done():
-                worker.process.reading.result()
+        for reading in self._readings:
+            if reading.done():
+                reading.result()
         for worker in self.starting:
             if time.monotonic() > worker.process.started_at + self.config.timeout_s:
                 self.dump_stacks()
@@ -221,4 +224,4 @@ class Workers:
         for child in multiprocessing.active_children():  # one whose start was interrupted
             kill_session(child.pid)
         self._threads.shutdown()
-        self._sockets.cleanup()
+        self._temporary.cleanup()

@@ -1,7 +1,7 @@
 """How vLLM is set up for a worker: its environment, its options, its start, and what differs between its versions.
 
-Versions 0.26 and 0.32 are told apart here; besides, only engine/extension.py and weights/nccl.py, parts of which run in
-vLLM's own process, know of any. Imports vllm inside functions; importing this costs nothing.
+Versions 0.26 and 0.32 are told apart here; besides, only engine/extension.py, which runs in vLLM's own process, and
+weights/nccl.py know of any. Imports vllm inside functions; importing this costs nothing.
 """
 
 import dataclasses

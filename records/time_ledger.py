@@ -14,10 +14,10 @@ from data.messages import ActivityReport
 TRAINER_STATES = {
     "starting": "before the first step: model, engines, first weights",
     "wait": "for a batch of groups that is fresh enough",
-    "gather": "the batch becomes each rank's share: advantages, micro-batches, scatter; the probe is chosen",
+    "gather": "the batch becomes each rank's share: advantages, micro-batches, scatter",
     "forward_backward": "log-probs, loss and gradients with their collectives, to their end on the device; statistics",
     "optimizer": "gradient clipping and the optimizer's step, to their end on the device",
-    "publish": "the probe is scored, full parameters are gathered (full_tensor), staged in a free buffer and announced",
+    "publish": "the probe is chosen and scored, full parameters are gathered, staged in a free buffer, announced",
     "evaluate": "waiting that an evaluation causes: while it holds newer weights back, and for the last one to end",
     "save": "what the run keeps: checkpoints, and batches with --record",
     "other": "records, and all that has no name",

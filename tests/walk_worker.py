@@ -227,5 +227,5 @@ class WalkWorkers(Workers):
         super().__init__(config, placement, "", Path(), main=None)
         self.walk = walk
 
-    def _start(self, index):
-        return Worker(index, WalkProcess(self.config, index, self.walk))
+    def _start(self, index, num_restarts=0):
+        return Worker(index, num_restarts=num_restarts, process=WalkProcess(self.config, index, self.walk))

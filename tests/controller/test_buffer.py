@@ -382,7 +382,7 @@ def test_the_gate_bounds_the_mean_staleness_and_the_ledger_the_staleness_of_ever
     assert np.mean(staleness) <= 1.3, "both admit the same number of groups"
 
 
-def test_over_sampling_consumes_every_group_once_within_max_resumes_steps():
+def test_over_sampling_consumes_every_group_once_within_the_resumes_allowed():
     buffer = make_buffer(groups_per_step=2, async_ratio=0.0, over_sampling=2.0)
     assert buffer.bounds.max_outstanding == 4 and buffer.bounds.max_staleness == 4
     run = SimulatedRun(buffer, seed=0)

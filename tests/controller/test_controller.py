@@ -138,7 +138,7 @@ def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
 def test_a_worker_that_dies_too_often_ends_the_run(tmp_path):
     with session(tmp_path, answers=lambda i: "die always" if i > 1 else "ok") as s:
         s.publish(0)
-        with pytest.raises(WorkerDied, match=r"exited with code 3(.|\n)*the last of 3 restarts"):
+        with pytest.raises(WorkerDied, match=r"exited with code 3(.|\n)*all 3 restarts are used"):
             for step in range(1, 4):
                 s.controller.take_batch()
                 s.publish(step)
@@ -380,7 +380,7 @@ def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_p
             measured.append(s.controller.take_report().worker_time)
             known = sum(spent.total() for spent in s.controller.worker_time().values())
         assert sum(spent.total() for spent in measured) == known
-    for worker, ledger in s.controller.records._ledgers.items():
+    for worker, ledger in s.controller.journal._ledgers.items():
         assert states_of(s.events, worker)[:2] == [("starved", ""), ("gated", "weights")]
         assert {("gated", "bound"), ("decoding", "")} <= set(states_of(s.events, worker))
         assert ledger.total.total() == ledger.until - ledger.start
