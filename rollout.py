@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from setproctitle import setproctitle
 
 from cluster.placement import WorkerSpec
-from cluster.processes import exit_with_parent, freeze_garbage, without_torchrun
+from cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
 from data.messages import (
     Abort,
     Asleep,
@@ -262,6 +262,7 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
     os.setsid()  # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     exit_with_parent()
+    keep_freed_memory()
     setproctitle(f"rollout {spec.placement.worker}")
     # An engine that vLLM forks must not hold the pipe open, by whose end the controller knows that this process died.
     os.register_at_fork(after_in_child=connection.close)

@@ -22,7 +22,7 @@ from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
-from cluster.processes import dump_trainer_stacks, exit_with_parent
+from cluster.processes import dump_trainer_stacks, exit_with_parent, keep_freed_memory
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
@@ -125,6 +125,7 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
+    keep_freed_memory()
     clock, on_end = TrainerClock(), ExitStack()
     cluster = join(config, "cuda" if visible_gpus() else "cpu")
     if dist.is_initialized():

@@ -84,3 +84,16 @@ def test_stacks_are_asked_only_of_processes_that_can_give_them():
     for process in (deaf, able):
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
+    faults = (
+        "import resource; from cluster.processes import keep_freed_memory\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    for _ in range(5): [bytearray(24 << 20) for _ in range(4)]\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "faults(); given_back = faults(); keep_freed_memory(); faults(); print(given_back, faults())"
+    )
+    given_back, kept = start(faults).communicate(timeout=60)[0].split()
+    assert int(kept) < 100 < int(given_back)
