@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -38,10 +39,12 @@ class RunDirectory:
     def __init__(self, config: Config, num_ranks: int = 1, *, node_folder: str = "", weights_sha256: str | None = None):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
-        `node_folder` is RUN/node_N, on a node other than the first. Raises ValueError if the name is taken: nothing of
-        an earlier run is ever overwritten.
+        `node_folder` is RUN/node_N, on a node other than the first. A run that ended before its first step, as one that
+        was refused, gives its name back. Raises ValueError if the name is taken otherwise: no step is ever overwritten.
         """
         self.path = Path(config.runs_dir) / (node_folder or config.run_name or _default_name(config))
+        if not node_folder and _ended_before_first_step(self.path):
+            shutil.rmtree(self.path)
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
@@ -106,6 +109,15 @@ def _plain(value):
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _ended_before_first_step(run: Path) -> bool:
+    """Whether a directory is of a run that is over and has trained on nothing; a run that was killed may still go on."""
+    try:
+        metrics, events = ((run / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("metrics", "events"))
+    except OSError:
+        return False
+    return not metrics and '"event": "run_ended"' in events
 
 
 def _default_name(config: Config) -> str:

@@ -21,9 +21,22 @@ def test_a_run_says_how_it_was_made(tmp_path):
 
 
 def test_an_earlier_run_is_never_overwritten(tmp_path):
-    RunDirectory(Config(runs_dir=str(tmp_path), run_name="one")).close()
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    run = RunDirectory(config)
     with pytest.raises(ValueError, match=r"one exists; give another --run-name"):
-        RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
+        RunDirectory(config)  # it has not made a step, but may be about to
+    run.log_metrics({"step": 1})
+    run.close(RuntimeError("no batch"))
+    with pytest.raises(ValueError, match=r"one exists; give another --run-name"):
+        RunDirectory(config)
+
+
+def test_a_run_that_ended_before_its_first_step_gives_its_name_back(tmp_path):
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    RunDirectory(config).close(ValueError("a prompt has 133 tokens"))
+    run = RunDirectory(config)
+    assert [event["event"] for event in lines(run, "events")] == ["run_started"]
+    run.close()
 
 
 def test_every_line_is_on_disk_at_once_and_is_json_whatever_the_numbers(tmp_path):
