@@ -8,6 +8,9 @@ from records.metrics import StepOfNode, batch_metrics, over_nodes, rollout_metri
 from records.run_directory import Progress
 from records.time_ledger import describe, seconds
 
+STEPS_WITHOUT_SIGNAL = 3
+"""Steps from the first in which every group's rewards were equal, after which the run says so."""
+
 
 class StepLog:
     """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
@@ -17,6 +20,8 @@ class StepLog:
         self.progress: Progress | None = None
         self.tokens_before = 0
         self.step_times: list[StepTimes] = []
+        self.has_signal = False
+        """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
     def __enter__(self) -> "StepLog":
         if self.node.cluster.is_first:
@@ -62,6 +67,7 @@ class StepLog:
             **times,
         }
         self._advise(step, groups, metrics, known)
+        self.warn_of_equal_rewards(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
         self._write_sample(step, groups[0].trajectories[0])
@@ -96,6 +102,16 @@ class StepLog:
             advice = advise(measure(self.step_times, config.async_ratio, samples, self.node.placement))
             self.node.run.record("advice", text=advice)
             print(advice, flush=True)
+
+    def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
+        """Say, once, that the run has learnt nothing from its first steps, and where to look."""
+        self.has_signal |= metrics["reward/zero_variance_groups"] < 1
+        if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, self.node.config.steps):
+            print(
+                f"warning: in {step} steps no group had unequal rewards (mean {metrics['reward/mean']:g}): nothing is "
+                f"learnt; look at the responses in {self.node.run.path}/samples.jsonl, and at --task and its reward",
+                flush=True,
+            )
 
     def say_where_time_went(self) -> None:
         """Print, on each leader, what share of the run trainer and workers spent on what."""
