@@ -3,8 +3,12 @@
 import functools
 import json
 import os
+from pathlib import Path
 
 from config import MULTI_TURN_TASKS
+
+TINY_MODELS = Path(__file__).resolve().parent.parent / ".cache"
+"""Where tiny models are kept: beside the code that makes them, wherever a run is started from."""
 
 _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
 _TOKENIZERS = (".model", ".tiktoken")
@@ -19,11 +23,11 @@ def resolve_model(model: str, task: str) -> str:
     if model == "tiny" and task in MULTI_TURN_TASKS:
         from data.tiny_agent import tiny_agent_path
 
-        return str(tiny_agent_path(task))
+        return str(tiny_agent_path(task, TINY_MODELS))
     if model == "tiny":
         from data.tiny import tiny_model_path
 
-        return str(tiny_model_path())
+        return str(tiny_model_path(TINY_MODELS))
     folder = model if os.path.isdir(model) else _snapshot(model)
     _check_folder(model, folder)
     return folder
