@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv what the requirements files say: bash scripts/install.sh [--dev]
+# Make .venv what the requirements files say, with --dev also what tests need: bash scripts/install.sh [--dev]
 # Installs only what is missing, so an environment made by hand or an interrupted install is completed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -53,6 +53,17 @@ choose_kind() {
     fi
 }
 
+group() { # NAME: a file with the pins of a dependency group of pyproject.toml
+    .venv/bin/python - "$1" >".venv/$1.txt" <<'PYTHON' || fail "pyproject.toml has no readable group $1"
+import sys
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["dependency-groups"][sys.argv[1]]))
+PYTHON
+    echo ".venv/$1.txt"
+}
+
 missing() { # FILE...: the pins in them that .venv does not meet, one a line
     .venv/bin/python - "$@" <<'PYTHON'
 import sys
@@ -97,11 +108,11 @@ install_pins() {
 }
 
 try_flash_attn() {
-    [ -n "$(missing requirements-flash-attn.txt)" ] || return 0
+    [ -n "$(missing "$flash_attn")" ] || return 0
     say "trying flash-attn; without a wheel for this torch it compiles, for $((FLASH_ATTN_BUILD_S / 60)) minutes at most"
     # Its build imports torch and wheel, hence no isolation. A wheel for another torch installs and fails at import.
     if pip install wheel ninja && timeout "$FLASH_ATTN_BUILD_S" .venv/bin/python -m pip install --no-build-isolation \
-        --constraint .venv/pins.txt -r requirements-flash-attn.txt && .venv/bin/python -c 'import flash_attn'; then
+        --constraint .venv/pins.txt -r "$flash_attn" && .venv/bin/python -c 'import flash_attn'; then
         say "flash-attn works: the trainer uses it"
     else
         pip uninstall -qqy flash-attn || true
@@ -112,8 +123,9 @@ try_flash_attn() {
 make_venv
 find_repository
 choose_kind
-[ "${1-}" != --dev ] || files+=(requirements-dev.txt)
-stamp=.venv/installed-$(cat "${files[@]}" requirements-flash-attn.txt | sha256sum | cut -c1-16)
+flash_attn=$(group flash-attn)
+[ "${1-}" != --dev ] || files+=("$(group dev)")
+stamp=.venv/installed-$(cat "${files[@]}" "$flash_attn" | sha256sum | cut -c1-16)
 if [ -e "$stamp" ]; then
     say ".venv is up to date"
     exit 0

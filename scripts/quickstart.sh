@@ -17,7 +17,7 @@ config = parse_config(sys.argv[1:])
 print(f"{config.runs_dir}/{config.run_name}")' "${options[@]}")
 
 status=0
-.venv/bin/torchrun --standalone train_async.py "${options[@]}" || status=$?
+.venv/bin/python train_async.py "${options[@]}" || status=$?
 if [ "$status" -ne 0 ]; then
     echo "quickstart: the run ended with status $status; its records, if any, are in $run" >&2
     exit "$status"

@@ -1,4 +1,4 @@
-"""The shell scripts, in a copy of the repository whose torchrun is a stub and whose requirements are already met."""
+"""The shell scripts, in a copy of the repository whose train_async.py is a stub and whose requirements are already met."""
 
 import json
 import os
@@ -24,10 +24,11 @@ METRICS = {
     "time/train_s": 0.5,
     "time/publish_s": 0.1,
 }
-TORCHRUN = f"""#!{sys.executable}
+HAVE = f"numpy=={version('numpy').split('+')[0]}"
+TRAIN = f"""
 import json, pathlib, sys
-print("torchrun got", json.dumps(sys.argv[1:]))
-given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+print("train_async.py got", json.dumps(sys.argv[1:]))
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if given["--steps"] == "13":
     sys.exit(3)
 run = pathlib.Path(given["--runs-dir"], given["--run-name"])
@@ -41,15 +42,21 @@ def copy(tmp_path):
     """A repository of the scripts alone; its pip would fail the test by not being there to install anything."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copy(ROOT / "config.py", tmp_path)
-    for name in ("requirements-common", "requirements", "requirements-cpu", "requirements-flash-attn"):
-        (tmp_path / f"{name}.txt").write_text(f"numpy=={version('numpy').split('+')[0]}  # it is there\n")
-    write_program(tmp_path / ".venv/bin/torchrun", TORCHRUN)
+    for name in ("requirements-common", "requirements", "requirements-cpu"):
+        (tmp_path / f"{name}.txt").write_text(f"{HAVE}  # it is there\n")
+    write_groups(tmp_path, flash_attn=HAVE)
+    (tmp_path / "train_async.py").write_text(TRAIN)
     write_program(
         tmp_path / ".venv/bin/python",
         f'#!/bin/sh\n[ "$1 $2" != "-m pip" ] || [ "$3" = --version ] || exit 1\nexec {sys.executable} "$@"\n',
     )
     write_program(tmp_path / "fake/nvidia-smi", "#!/bin/sh\necho 'GPU 0: one'\n")
     return tmp_path
+
+
+def write_groups(copy, flash_attn, settings=""):
+    groups = f'[dependency-groups]\ndev = ["{HAVE}"]\nflash-attn = ["{flash_attn}"]\n'
+    (copy / "pyproject.toml").write_text(groups + settings)
 
 
 def write_program(path, text):
@@ -75,11 +82,13 @@ def test_what_ci_runs_is_executable():
 
 
 def test_every_requirement_is_pinned_and_says_why():
-    for path in ROOT.glob("requirements*.txt"):
-        for line in path.read_text().splitlines():
-            if line and not line.startswith(("#", "-r ")):
-                pin, _, why = line.partition("#")
-                assert pin.count("==") == 1 and why.strip(), f"{path.name}: {line}"
+    groups = (ROOT / "pyproject.toml").read_text().partition("[tool.ruff]")[0]
+    texts = [path.read_text() for path in ROOT.glob("requirements*.txt")] + [groups]
+    pins = [line for text in texts for line in text.splitlines() if "==" in line and not line.startswith("#")]
+    assert len(pins) > 20
+    for line in pins:
+        pin, _, why = line.partition("#")
+        assert pin.count("==") == 1 and why.strip(), line
 
 
 def test_an_environment_that_has_everything_is_recognised_and_then_trusted(copy):
@@ -97,7 +106,7 @@ def test_a_changed_pin_is_installed_and_a_failure_is_an_error(copy):
 
 
 def test_a_flash_attn_that_does_not_install_is_told_and_stops_nothing(copy):
-    (copy / "requirements-flash-attn.txt").write_text("flash-attn==0.0.1\n")
+    write_groups(copy, flash_attn="flash-attn==0.0.1")
     result = run_script(copy, "install.sh")
     assert result.returncode == 0, result.stderr
     assert "flash-attn FAILED" in result.stdout and "torch's own attention" in result.stdout
@@ -122,10 +131,10 @@ def test_whole(): pass
     ],
 )
 def test_the_tests_end_with_the_closing_lines_of_what_ran_and_fail_if_nothing_did(copy, chosen, status, closing):
-    shutil.copy(ROOT / "pyproject.toml", copy)
+    settings = (ROOT / "pyproject.toml").read_text()
+    write_groups(copy, flash_attn=HAVE, settings=settings[settings.index("[tool.ruff]") :])
     (copy / "tests").mkdir()
     (copy / "tests/test_one.py").write_text(TESTS)
-    (copy / "requirements-dev.txt").write_text("")
     write_program(copy / ".venv/bin/ruff", "#!/bin/sh\n")
     result = run_script(copy, "test.sh", "-k", chosen)
     assert result.returncode == status, result.stdout + result.stderr
@@ -137,8 +146,8 @@ def test_quickstart_passes_options_on_and_ends_with_the_summary(copy):
     options = ["--steps", "2", "--runs-dir", "my runs", "--run-name", "mine"]
     result = run_script(copy, "quickstart.sh", *options)
     assert result.returncode == 0, result.stderr
-    passed = json.loads(next(line for line in result.stdout.splitlines() if "torchrun got" in line)[13:])
-    assert passed[:3] == ["--standalone", "train_async.py", "--run-name"] and passed[4:] == options
+    passed = json.loads(next(line for line in result.stdout.splitlines() if "train_async.py got" in line)[19:])
+    assert passed[0] == "--run-name" and passed[2:] == options
     assert "12.5%" in result.stdout and "my runs/mine/curves.png" in result.stdout
     assert (copy / "my runs/mine/curves.png").exists()
 
@@ -151,4 +160,4 @@ def test_quickstart_keeps_the_status_of_a_failed_run_and_names_its_directory(cop
 
 def test_quickstart_refuses_a_mistake_before_it_starts_anything(copy):
     result = run_script(copy, "quickstart.sh", "--no-such-option", "1")
-    assert result.returncode != 0 and "torchrun got" not in result.stdout
+    assert result.returncode != 0 and "train_async.py got" not in result.stdout
