@@ -112,7 +112,7 @@ def _plain(value):
 
 
 def _ended_before_first_step(run: Path) -> bool:
-    """Whether a directory is of a run that is over and has trained on nothing; a run that was killed may still go on."""
+    """Whether a directory is of a run that is over and trained on nothing; one that was killed may still go on."""
     try:
         metrics, events = ((run / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("metrics", "events"))
     except OSError:

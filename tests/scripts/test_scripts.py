@@ -1,4 +1,4 @@
-"""The shell scripts, in a copy of the repository whose train_async.py is a stub and whose requirements are already met."""
+"""The shell scripts, in a copy of the repository whose train_async.py is a stub, with all requirements met."""
 
 import json
 import os
