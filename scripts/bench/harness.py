@@ -66,7 +66,7 @@ class Bench:
 
     name: str
     title: str
-    cases: Callable[[argparse.Namespace], Sequence[Case]]
+    cases: Callable[[argparse.Namespace], Iterable[Case]]
     """All cases for a command line, of which --only picks some. Raises ValueError for what cannot be."""
     report: Callable[[list[dict], Path], Iterable[str]]
     """Paragraphs of table.md; figures go into the folder."""
@@ -83,7 +83,8 @@ class Bench:
 
 def provenance(size: str) -> dict:
     """What makes records: their MAKERS, the command, whether there are uncommitted changes, the load before."""
-    status = git("status", "--porcelain", "--", ".", ":(exclude)results")
+    code = "--", ".", ":(exclude)results"
+    status = git("status", "--porcelain", *code)
     installed = {package.name: package.version for package in importlib.metadata.distributions()}
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
@@ -91,7 +92,7 @@ def provenance(size: str) -> dict:
         "command": shlex.join(["python", os.path.relpath(Path(sys.argv[0]).resolve(), ROOT), *sys.argv[1:]]),
         "commit": git("rev-parse", "--short=12", "HEAD") or f"unknown, {time.time():.0f}",
         "dirty": bool(status),
-        "changes": hashlib.sha256((status + git("diff", "HEAD")).encode()).hexdigest()[:12] if status else "",
+        "changes": hashlib.sha256((status + git("diff", "HEAD", *code)).encode()).hexdigest()[:12] if status else "",
         "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
         "load_before": round(os.getloadavg()[0], 2),
         "packages": {name: installed[name] for name in PACKAGES if name in installed},
@@ -125,9 +126,10 @@ def add(record: dict, path: Path, key: tuple[str, ...]) -> None:
     kept = [
         r for r in load(path)
         if any(r.get(k) != record[k] for k in key)
-        or (r["repeat"] != record["repeat"] and all(r.get(k) == record[k] for k in same))
+        or (r.get("repeat") != record["repeat"] and all(r.get(k) == record[k] for k in same))
     ]  # fmt: skip
-    path.with_suffix(".new").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in [*kept, record]))
+    lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in [*kept, record])
+    path.with_suffix(".new").write_text(lines, encoding="utf-8")
     path.with_suffix(".new").replace(path)
 
 
@@ -201,17 +203,23 @@ class Column:
         """Of this column and of those beside it."""
         return [self.heading, *filter(None, [self.against]), *["target", "reached"] * (self.target is not None)]
 
+    def values(self, records: list[dict]) -> list[float]:
+        """The numbers of the records that have one, in the unit shown."""
+        return [r[self.key] * self.factor for r in records if r.get(self.key) is not None]
+
+    def gain(self, values: Sequence[float], first: Sequence[float]) -> float:
+        """How many times better than the first row, by medians."""
+        return (statistics.median(values) / statistics.median(first)) ** (self.better or 1)
+
     def cells(self, records: list[dict], first: list[dict]) -> list[str]:
         """Median [minimum–maximum] of a row, and what stands beside it; `first` are the records of the first row."""
-        values, others = ([self.factor * r[self.key] for r in of if r.get(self.key) is not None]
-            for of in (records, first))
+        values, others = self.values(records), self.values(first)
         if not values:
             return ["–"] * len(self.headings())
         cells = [spread(values, self.form) + f", n = {len(values)}" * (len(values) < len(records))]
         if self.against:
-            ratios = [a / b if self.better > 0 else b / a for a, b in zip(values, others, strict=False)]
-            medians = statistics.median(values) / statistics.median(others)
-            cells.append(f"{medians ** (self.better or 1):.2f} [{min(ratios):.2f}–{max(ratios):.2f}]")
+            pairs = [self.gain([one], [other]) for one, other in zip(values, others, strict=False)]
+            cells.append(f"{self.gain(values, others):.2f} [{min(pairs):.2f}–{max(pairs):.2f}]")
         if self.target is not None:
             missed = (self.target - statistics.median(values)) * (self.better or 1) > 0
             cells += [f"{'≤' if self.better < 0 else '≥'} {self.target:g}", "no" if missed else "yes"]
@@ -293,7 +301,7 @@ def main(bench: Bench) -> list[dict]:
     given.out.mkdir(parents=True, exist_ok=True)
     try:
         if not given.report:
-            cases, made = chosen(bench.cases(given), given.only), provenance(given.size)
+            cases, made = chosen(list(bench.cases(given)), given.only), provenance(given.size)
             check(cases, given.out, made)
             for case in cases:
                 measure(bench, case, given.repeats, given.out / f"{bench.name}.jsonl", made)

@@ -1,4 +1,4 @@
-"""Bias and variance of every loss's gradient on stale data, in closed form: `python scripts/bench_bandit.py`.
+"""Bias and variance of every loss's gradient on stale data, in closed form: `python scripts/bench/bandit.py`.
 
 A tabular bandit: an arm is a sequence of T tokens, each one of V and drawn from a softmax of its own, so the policy is
 a table of logits [T, V]. Reward 1 for an arm with at least ⌈T/2⌉ tokens equal to the target's, else 0; the best policy
@@ -21,25 +21,21 @@ import argparse
 import itertools
 import json
 import math
-import os
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
+import pandas
 import torch
 from torch import Tensor
 
 from algos import LOSSES, LossInputs
-
-ROOT = Path(__file__).resolve().parent.parent
+from scripts.bench.harness import ROOT, load, markdown, provenance
 
 MEASURES = {
-    "bias": "‖E[g] − ∇J‖ / ‖∇J‖",
-    "std": "√tr Cov[g] / ‖∇J‖ of one arm",
-    "cosine": "cos(E[g], ∇J)",
+    "bias": ("‖E[g] − ∇J‖ / ‖∇J‖", ".2f"),
+    "std": ("√tr Cov[g] / ‖∇J‖ of one arm", ".1f"),
+    "cosine": ("cos(E[g], ∇J)", ".2f"),
 }
-"""What is measured of a loss's negative gradient g, and its formula."""
+"""What is measured of a loss's negative gradient g: its formula, and how it is shown."""
 SHOWN_LAGS = (0, 1, 2, 4, 8, 16)
 REFERENCE = "arm_ratio"
 ROWS = (*LOSSES, REFERENCE)
@@ -136,98 +132,77 @@ def study(num_tokens: int, num_choices: int, max_lag: int, num_starts: int, lr: 
         path = policies(max_lag, num_choices, lr, arms, rewards, seed)
         true = true_gradient(path[-1], arms, rewards)
         for lag, algo in itertools.product(range(max_lag + 1), ROWS):
-            behavior = path[-1 - lag]
-            values = measure(*arm_gradients(algo, path[-1], behavior, arms, rewards), true)
-            values["drift"] = token_drift(path[-1], behavior)
+            values = measure(*arm_gradients(algo, path[-1], path[-1 - lag], arms, rewards), true)
+            values["drift"] = token_drift(path[-1], path[-1 - lag])
             found.setdefault((algo, lag), []).append(values)
-    return [{"tokens": num_tokens, "algo": algo, "lag": lag, **_spread(runs)} for (algo, lag), runs in found.items()]
+    spreads = {of: pandas.DataFrame(runs).agg(["mean", "std"]) for of, runs in found.items()}
+    return [
+        {"tokens": num_tokens, "algo": algo, "lag": lag}
+        | both.loc["mean"].to_dict()
+        | both.loc["std"].dropna().add_suffix("_sd").to_dict()
+        for (algo, lag), both in spreads.items()
+    ]
 
 
-def _spread(runs: list[dict[str, float]]) -> dict[str, float]:
-    columns = {name: [run[name] for run in runs] for name in runs[0]}
-    means = {name: statistics.fmean(values) for name, values in columns.items()}
-    return means | {f"{name}_sd": statistics.stdev(values) for name, values in columns.items() if len(values) > 1}
+def by_lag(records: list[dict], num_tokens: int, name: str) -> pandas.DataFrame:
+    """Means over the starts of what `name` is a key of: a row per loss, a column per lag."""
+    of_length = [record for record in records if record.get("tokens") == num_tokens]
+    return pandas.DataFrame(of_length).pivot(index="algo", columns="lag", values=name).loc[list(ROWS)]
 
 
-def table(records: list[dict], num_tokens: int) -> list[str]:
-    """Markdown rows of one arm length: a line per loss, `bias / std / cosine` for each lag shown."""
-    records = [r for r in records if r["tokens"] == num_tokens]
-    lags = [lag for lag in SHOWN_LAGS if lag <= max(r["lag"] for r in records)]
-    drift = {r["lag"]: r["drift"] for r in records}
-    lines = [f"| T = {num_tokens} | " + " | ".join(f"lag {lag}" for lag in lags) + " |", "|---" * (len(lags) + 1) + "|"]
-    lines.append("| *drift, nats per token* | " + " | ".join(f"*{drift[lag]:.3f}*" for lag in lags) + " |")
-    for algo in ROWS:
-        of_lag = {r["lag"]: r for r in records if r["algo"] == algo}
-        cells = [f"{of_lag[i]['bias']:.2f} / {of_lag[i]['std']:.1f} / {of_lag[i]['cosine']:.2f}" for i in lags]
-        lines.append(f"| `{algo}` | {' | '.join(cells)} |")
-    return lines
+def table(records: list[dict], num_tokens: int, name: str) -> list[str]:
+    """Markdown lines of one measure for one arm length: a row per loss, a column for each lag that is shown."""
+    frame, drift = (by_lag(records, num_tokens, key) for key in (name, "drift"))
+    lags = [lag for lag in SHOWN_LAGS if lag in frame]
+    rows = [[f"`{algo}`", *(format(frame[lag][algo], MEASURES[name][1]) for lag in lags)] for algo in ROWS]
+    rows.insert(0, ["*drift, nats per token*", *(f"*{drift[lag].iloc[0]:.3f}*" for lag in lags)])
+    return markdown([f"{name}, T = {num_tokens}", *(f"lag {lag}" for lag in lags)], rows)
 
 
-def draw(records: list[dict], out: Path) -> None:
+def draw(records: list[dict], lengths: list[int], path: Path) -> None:
     """Write the figure: a row per arm length, a column per measure, a line per loss over the lag."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lengths = sorted({r["tokens"] for r in records})
     figure = Figure(figsize=(13, 4 * len(lengths)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(lengths), len(MEASURES), squeeze=False)
     for (row, num_tokens), (column, name) in itertools.product(enumerate(lengths), enumerate(MEASURES)):
         panel = panels[row][column]
-        for index, algo in enumerate(ROWS):
-            points = [(r["lag"], r[name]) for r in records if (r["tokens"], r["algo"]) == (num_tokens, algo)]
+        for index, (algo, values) in enumerate(by_lag(records, num_tokens, name).iterrows()):
             # Several losses lie on each other: dashes of different phase let all of them show.
             style, color = ("-", "--", "-.", ":")[index % 4], "k" if algo == REFERENCE else f"C{index % 10}"
-            panel.plot(*zip(*sorted(points), strict=True), style, color=color, label=algo)
-        panel.set(xlabel="lag, updates", title=f"{MEASURES[name]},  T = {num_tokens}")
+            panel.plot(values.index, values, style, color=color, label=algo)
+        panel.set(xlabel="lag, updates", title=f"{MEASURES[name][0]},  T = {num_tokens}")
         if name != "cosine":
             panel.set_yscale("symlog", linthresh=0.1 if name == "bias" else 1)
         panel.grid(alpha=0.3)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    figure.savefig(out, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
-def header(arguments: argparse.Namespace) -> dict:
-    """What made the records: command, options, commit, hardware, versions."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "command": " ".join(["python", "scripts/bench_bandit.py", *sys.argv[1:]]),
-        "commit": commit or None,
-        "hardware": f"1 of {len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
-        "torch": torch.__version__,
-        "n": arguments.starts,
-        "lr": arguments.lr,
-        "choices": arguments.choices,
-    }
-
-
-def write(records: list[dict], made_by: dict, out: Path) -> None:
-    """Write bandit.jsonl, bandit.png and README.md into the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(line) for line in (made_by, *records)]
-    (out / "bandit.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    draw(records, out / "bandit.png")
-    lengths = sorted({r["tokens"] for r in records})
+def write(out: Path) -> None:
+    """Write bandit.png and README.md from bandit.jsonl, whose first line says what made it."""
+    made, *records = load(out / "bandit.jsonl")
+    lengths = sorted({record["tokens"] for record in records})
+    draw(records, lengths, out / "bandit.png")
     text = [
         "# Which gradient survives stale data: a tabular softmax bandit",
-        f"`{made_by['command']}`",
-        f"Commit {made_by['commit']}, {made_by['hardware']}, torch {made_by['torch']}; n = {made_by['n']} random "
-        f"starts, {made_by['choices']} choices per token, lr {made_by['lr']}; every loss with its default options.",
-        "Means over the starts (their standard deviations are in `bandit.jsonl`). Cells: bias / std / cosine, where "
-        + "; ".join(f"{name} is {formula}" for name, formula in MEASURES.items())
-        + ". What is computed, and how exactly, is on top of `scripts/bench_bandit.py`.",
+        f"`{made['command']}`: commit {made['commit']}; {made['hardware']}; n = {made['n']} random starts, "
+        f"{made['choices']} choices per token, lr {made['lr']}; every loss with its default options.",
+        "Means over the starts (their standard deviations are in `bandit.jsonl`) of "
+        + "; ".join(f"{name}, {formula}" for name, (formula, _) in MEASURES.items())
+        + ". What is computed, and how exactly, is on top of `scripts/bench/bandit.py`.",
         "The policy moves here by exact gradient steps, every arm the way its advantage points, and that is the way "
         "the clips cut: clipped losses, above all `gspo` with its narrow range, look worse than in noisy training.",
-        *("\n".join(table(records, length)) for length in lengths),
+        *("\n".join(table(records, *of)) for of in itertools.product(lengths, MEASURES)),
         "![bias, standard deviation and cosine over the lag](bandit.png)",
     ]
     (out / "README.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Read the command line, study each arm length, write the records and print the tables."""
+    """Read the command line, study each arm length, and write records, tables and figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4], help="tokens per arm (T)")
     parser.add_argument("--choices", type=int, default=4, help="choices per token (V)")
@@ -235,14 +210,18 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=20, help="random starts (n)")
     parser.add_argument("--lr", type=float, default=1.0, help="step size of the exact gradient steps")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "bandit", help="folder of the records")
-    arguments = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="study nothing, write tables and figure again")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    records = []
-    for num_tokens in arguments.tokens:
-        records += study(num_tokens, arguments.choices, arguments.max_lag, arguments.starts, arguments.lr)
-        print("\n".join(table(records, num_tokens)), end="\n\n")
-    write(records, header(arguments), arguments.out)
-    print(f"records: {arguments.out}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    if not given.report:
+        made = provenance("full") | {"n": given.starts, "lr": given.lr, "choices": given.choices}
+        lines = [made] + [
+            r for t in given.tokens for r in study(t, given.choices, given.max_lag, given.starts, given.lr)
+        ]
+        (given.out / "bandit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write(given.out)
+    print(f"records: {given.out}")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from algos import LOSSES
-from scripts import bench_bandit as bandit
+from scripts.bench import bandit
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +94,13 @@ def test_the_drift_is_the_divergence_per_token(problem):
 
 def test_the_script_writes_records_with_their_command_a_table_and_a_figure(tmp_path):
     options = ["--tokens", "1", "2", "--choices", "2", "--max-lag", "2", "--starts", "2", "--out", str(tmp_path)]
-    command = [sys.executable, "scripts/bench_bandit.py", *options]
+    command = [sys.executable, "scripts/bench/bandit.py", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     made_by, *records = map(json.loads, (tmp_path / "bandit.jsonl").read_text().splitlines())
-    assert made_by["command"].startswith("python scripts/bench_bandit.py --tokens 1 2") and made_by["n"] == 2
+    assert made_by["command"].startswith("python scripts/bench/bandit.py --tokens 1 2") and made_by["n"] == 2
     keys = {(r["tokens"], r["algo"], r["lag"]) for r in records}
     assert keys == set(itertools.product((1, 2), (*LOSSES, "arm_ratio"), range(3))) and len(records) == len(keys)
     text = (tmp_path / "README.md").read_text()
-    assert made_by["command"] in text and "n = 2" in text and text.count("| `gspo` | 0.00 /") == 2
+    assert made_by["command"] in text and "n = 2" in text and text.count("| `gspo` | 0.00 |") == 2
     assert (tmp_path / "bandit.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,602 @@
+"""The speed of each part against its limit, on the CPU: `python scripts/bench/parts.py`.
+
+rollout      one rollout worker, rewards and log-probs included, against AsyncLLM with the same options, weights,
+             prompts, seeds and sampling parameters; both are given all requests at once
+trainer      Policy.train_step against forward, backward, clipping and AdamW on the same tokens, packed beforehand
+publish      weights from the trainer's memory to an engine that samples with them, against one memcpy of their bytes;
+             of the tiny model and of a random one of 200 MB
+update       each phase of a weight update of the tiny model alone, on an idle engine; a round trip is in each
+queue        controller, buffer, pipe and events of a run whose worker answers at once: no engine, no training
+job          whole steps of the default task at α = 0, 1, 2: pause per update, speed-up over α = 0, and overlap: the
+             step against the slower of the same loop without training and training alone
+frozen_lake  speed-up over α = 0 where every turn of the environment takes 0.1 s
+
+Training has a learning rate of 1e-12, so that policy and lengths stay as they are. Lengths of `natural` and `long` are
+in work.py.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import queue
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+from cluster.placement import WorkerPlacement, WorkerSpec
+from cluster.processes import freeze_garbage
+from config import Config
+from controller.tickets import PromptSource, TicketSource
+from controller.worker_process import WorkerProcess
+from data.messages import Connect, Finished, Ready, SampledTokens, Stop, Tickets, Update, Updated
+from data.models import load_tokenizer, resolve_model, stop_token_ids
+from data.records import Ticket, Trajectory
+from data.tasks import load_task
+from data.tiny import VOCABULARY, build_tokenizer
+from engine.proxy import LLMProxy
+from records.time_ledger import Activity
+from rollout import run_worker
+from scripts.bench import harness
+from scripts.bench.harness import Arm, Bench, Case, Column
+from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, num_tokens, one_rank, running, specs_of
+from scripts.bench.work import (
+    LONG,
+    NATURAL,
+    NO_LEARNING,
+    SAMPLES_PER_STEP,
+    Work,
+    run_work_worker,
+    start_proxy,
+    start_work_worker,
+    work_of,
+)
+from scripts.latency import run_latency_worker
+from scripts.qwen3_shapes import qwen3_config
+from trainer.batch import distribute
+from trainer.packing import MicroBatch, TrainSequence, pack
+from trainer.policy import load_policy
+from weights.shm import ShmTransport
+
+PHASES = ("pause", "start", "load", "finish", "version", "resume")
+"""Of a weight update, as vLLM's engine is asked for them."""
+LATENCY = "lognormal:2,0.8 scale:0.01"
+"""Of a turn, as in rollout.py: 0.1 s in the mean."""
+FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64}
+SLOTS = 1024
+"""Of the worker where the environment is slow, so that they are never what is short."""
+TIMEOUT_S = 300.0
+SIZES = {
+    "full": {"natural": 3072, "long": 768, "steps": 10, "queue_steps": 30},
+    "tiny": {"natural": 16, "long": 16, "steps": 2, "queue_steps": 2},
+}
+"""Tickets of each work, steps of a measurement."""
+
+Measure = Callable[[], dict]
+
+
+# A worker process without a controller
+
+
+class PlainEngine:
+    """AsyncLLM and nothing else: all requests at once, by the same parameters, and only their tokens are counted."""
+
+    def __init__(self, spec: WorkerSpec, connection, proxy: LLMProxy):
+        self.spec, self.connection, self.proxy = spec, connection, proxy
+
+    @classmethod
+    async def start(cls, spec: WorkerSpec, connection) -> "PlainEngine":
+        """Start the engine, and say so."""
+        proxy = await start_proxy(spec, stop_token_ids(spec.model_path, load_tokenizer(spec.model_path)))
+        freeze_garbage()
+        connection.send(Ready(0.0))
+        return cls(spec, connection, proxy)
+
+    async def serve(self) -> None:
+        """Act on messages in their order."""
+        try:
+            while True:
+                match await asyncio.to_thread(self.connection.recv):
+                    case Connect(init_info):
+                        await self.proxy.connect(init_info)
+                    case Update() as update:
+                        await self.update(update)
+                    case Tickets(tickets):
+                        self.connection.send(sum(await asyncio.gather(*map(self._sample, tickets))))
+                    case Stop():
+                        return
+        finally:
+            self.proxy.shutdown()
+
+    async def update(self, update: Update) -> None:
+        """Load new weights and report."""
+        pause_s = await self.proxy.update(update.version, update.update_infos)
+        self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()))
+
+    async def _sample(self, ticket: Ticket) -> int:
+        from vllm.inputs import tokens_input
+
+        work = work_of(self.spec.config.max_response_tokens)
+        tokens = work.length(ticket.seed) if work.forced else work.max_response_tokens
+        params = self.proxy.sampling_params(ticket.seed, tokens, 1)
+        prompt = tokens_input(list(ticket.prompt_tokens))
+        async for output in self.proxy.engine.generate(prompt, params, str(ticket.ticket_id)):
+            if output.finished:
+                return len(output.outputs[0].token_ids)
+        raise RuntimeError(f"request {ticket.ticket_id} ended without an output")
+
+
+class PhasedEngine(PlainEngine):
+    """An engine that stands idle while each phase of an update is waited for and timed by itself."""
+
+    async def update(self, update: Update) -> None:
+        """Load new weights and report the seconds of each phase."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine, (update_info,) = self.proxy.engine, update.update_infos
+        calls = (
+            lambda: engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False),
+            engine.start_weight_update,
+            lambda: engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)),
+            engine.finish_weight_update,
+            lambda: engine.update_weight_version(str(update.version)),
+            engine.resume_generation,
+        )
+        seconds = {}
+        for phase, call in zip(PHASES, calls, strict=True):
+            start = time.perf_counter()
+            await call()
+            seconds[phase] = time.perf_counter() - start
+        self.connection.send(seconds)
+
+
+class Worker:
+    """A worker process without a controller."""
+
+    def __init__(self, start: Callable, config: Config, model_path: str, log: Path, threads: ThreadPoolExecutor):
+        """`start` is run_worker's."""
+        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), model_path, "shm", str(log))
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.process = WorkerProcess(spec, partial(run_worker, start=start), self._inbox.put, threads)
+
+    def receive(self):
+        """The next message. Raises RuntimeError if the process has ended, queue.Empty after the timeout."""
+        message = self._inbox.get(timeout=TIMEOUT_S)
+        if message is None:
+            raise RuntimeError(f"a worker ended: {self.process.death_report()}")
+        return message
+
+    def connect(self, weights: Weights) -> None:
+        """Give the engine its first weights, when it is up."""
+        self.weights, self.version, self.transport = weights, -1, ShmTransport(specs_of(weights))
+        self.receive()
+        self.process.send(Connect(self.transport.init_info()))
+        self.publish()
+
+    def publish(self) -> dict[str, float]:
+        """Stage and transfer the weights. Returns seconds of each, and of what the worker reports: pause or phases."""
+        self.version += 1
+        start = time.monotonic()
+        staged = self.transport.stage(self.version, self.weights)
+        stage_s = time.monotonic() - start
+        self.process.send(Update(self.version, staged.messages, ()))
+        match self.receive():
+            case Updated(pause_s=pause_s):
+                reported = {"pause_s": pause_s}
+            case dict(phases):
+                reported = phases
+        self.transport.announce(staged)
+        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, **reported}
+
+    def sample(self, tickets: list[Ticket]) -> float:
+        """Run tickets to their end. Returns tokens per second."""
+        start = time.monotonic()
+        self.process.send(Tickets(tickets))
+        tokens = num_finished = 0
+        while num_finished < len(tickets):
+            match self.receive():
+                case Finished(trajectories):
+                    tokens += sum(trajectory.num_generated for trajectory in trajectories)
+                    num_finished += len(trajectories)
+                case int(count):
+                    tokens, num_finished = count, len(tickets)
+        return tokens / (time.monotonic() - start)
+
+
+@contextmanager
+def worker(start: Callable, config: Config, path: str, weights: Weights, logs: Path) -> Iterator[Worker]:
+    """A connected worker, for a `start` of run_worker and the model at a path; nothing of it is left afterwards."""
+    with ThreadPoolExecutor(2) as threads:
+        made = Worker(start, config, path, logs / f"worker-{len(list(logs.iterdir()))}.log", threads)
+        try:
+            made.connect(weights)
+            yield made
+        finally:
+            made.process.send(Stop())
+            made.process.stop(10.0)
+
+
+def make_tickets(config: Config, model_path: str, count: int) -> list[Ticket]:
+    """The first tickets that a run would send, all of them runnable at version 0."""
+    task, tokenizer = load_task(config.task, config.seed), load_tokenizer(model_path)
+    source = TicketSource(config, PromptSource(task.train_problem, [], lambda p: task.encode_prompt(p, tokenizer)))
+    groups = -(-count // config.group_size)
+    return [ticket for _ in range(groups) for ticket in source.for_group(source.next_group_id(), 0)][:count]
+
+
+def large_model(logs: Path) -> tuple[str, Weights]:
+    """A Qwen3 of about 200 MB in float32 with random weights: its folder, without the weights, and these."""
+    from transformers import Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 15, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": len(VOCABULARY), "max_position_embeddings": 512}
+    options = {"dtype": "float32", "architectures": ["Qwen3ForCausalLM"]}
+    model = Qwen3ForCausalLM(qwen3_config("tiny", **sizes, **options))
+    model.config.save_pretrained(logs / "large")
+    build_tokenizer().save_pretrained(logs / "large")
+    return str(logs / "large"), [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def tiny_model(logs: Path) -> tuple[str, Weights]:
+    """The tiny model: its folder and its weights."""
+    path = resolve_model("tiny", NATURAL.config().task)
+    return path, load_weights(path)
+
+
+def memcpy_s(num_bytes: int) -> float:
+    """Seconds of one copy of `num_bytes` from memory to memory, both of which were touched before."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    target.copy_(source)
+    start = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - start
+
+
+@contextmanager
+def sampling(start: Callable, work: Work, count: int, logs: Path) -> Iterator[Measure]:
+    """Tokens per second of a worker that is given all tickets at once."""
+    path, weights = tiny_model(logs)
+    with worker(start, work.config(), path, weights, logs) as made:
+        tickets = make_tickets(work.config(), path, count)
+        yield lambda: {"tokens_per_s": made.sample(tickets)}
+
+
+@contextmanager
+def publishing(start: Callable, model: Callable[[Path], tuple[str, Weights]], logs: Path) -> Iterator[Measure]:
+    """Seconds of a publication and what is in it; bytes, and the seconds that memcpy takes for them."""
+    path, weights = model(logs)
+    num_bytes = sum(weight.nbytes for _, weight in weights)
+    with worker(start, NATURAL.config(), path, weights, logs) as made:
+        yield lambda: {**made.publish(), "bytes": num_bytes, "memcpy_s": memcpy_s(num_bytes)}
+
+
+# Training
+
+
+def make_sequences(config: Config, model_path: str, count: int = SAMPLES_PER_STEP) -> list[TrainSequence]:
+    """The task's first problems with responses of the work's lengths: right answers, or any tokens where forced."""
+    task, tokenizer = load_task(config.task, config.seed), load_tokenizer(model_path)
+    work, sequences = work_of(config.max_response_tokens), []
+    for index in range(count):
+        problem = task.train_problem(index // config.group_size)
+        response = [*tokenizer.encode(problem.answer), tokenizer.eos_token_id]
+        if work.forced:
+            response = random.Random(index).choices(range(tokenizer.vocab_size), k=work.length(index))
+        prompt = task.encode_prompt(problem, tokenizer)
+        written = as_written(len(prompt), len(response), 0)
+        advantage, reward = (1.0 if index % 2 else -1.0), float(index % 2)
+        tokens = np.array([*prompt, *response], dtype=np.int64)
+        sequences.append(TrainSequence(tokens, *written, advantage, reward))
+    return sequences
+
+
+def as_written(num_prompt: int, num_response: int, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Loss mask, log-probs, which are constant, and versions of a prompt and a response to it."""
+    mask = np.arange(num_prompt + num_response) >= num_prompt
+    return mask, np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, version, -1).astype(np.int32)
+
+
+class PlainStep:
+    """Forward, backward, clipping and AdamW on micro-batches that are packed already: no loss but −A·log p."""
+
+    def __init__(self, config: Config, model_path: str):
+        from transformers import AutoModelForCausalLM
+
+        self.config = config
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, **options).eval()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+    def step(self, batches: list[MicroBatch]) -> None:
+        """One optimizer update."""
+        tokens = sum(len(batch.targets) for batch in batches)
+        for batch in batches:
+            hidden = self.model.base_model(batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+            rows = hidden.last_hidden_state.flatten(0, 1).index_select(0, batch.sources)
+            logprobs = self.model.lm_head(rows).log_softmax(dim=-1).gather(1, batch.targets[:, None]).squeeze(1)
+            (-(logprobs * batch.advantages).sum() / tokens).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@contextmanager
+def training(who: str, work: Work, steps: int, logs: Path) -> Iterator[Measure]:
+    """Tokens per second, prompts included, of train_step or of the plain step."""
+    # Else the policy would collapse on the same tokens, and steps would take longer.
+    config = replace(work.config(), lr=NO_LEARNING)
+    path = resolve_model(config.model, config.task)
+    sequences = make_sequences(config, path)
+    ((update,),) = distribute([sequences], 1, config.max_tokens_per_microbatch)
+    if who == "ours":
+        policy = load_policy(config, path, torch.device("cpu"))
+        step = partial(policy.train_step, [update], 0)
+    else:
+        step = partial(PlainStep(config, path).step, [pack(m, one_row=False) for m in update])
+
+    def measure() -> dict:
+        start = time.monotonic()
+        for _ in range(steps):
+            step()
+        return {"tokens_per_s": steps * sum(len(s.tokens) for s in sequences) / (time.monotonic() - start)}
+
+    yield measure
+
+
+# Whole steps, and the queue alone
+
+
+def run_echo_worker(spec, connection, per_message: int = 1) -> None:
+    """A worker that answers each ticket at once with the same response, `per_message` of them in each message."""
+    connection.send(Ready(0.0))
+    version, activity = -1, Activity()
+    while True:
+        match connection.recv():
+            case Update(version, _, _):
+                connection.send(Updated(version, 0.001, SampledTokens(), activity.report()))
+            case Tickets(tickets):
+                answers = [echo(ticket, version) for ticket in tickets]
+                for start in range(0, len(answers), per_message):
+                    connection.send(Finished(answers[start : start + per_message], activity.report_if_due()))
+            case Stop():
+                return
+
+
+def echo(ticket: Ticket, version: int, num_tokens: int = 9) -> Trajectory:
+    """A response of `num_tokens` tokens to a ticket, the default task's mean."""
+    tokens = np.concatenate([ticket.prompt_tokens, np.ones(num_tokens)]).astype(np.int64)
+    of = ticket.ticket_id, ticket.group_id, ticket.member, tokens
+    written, reward = as_written(len(ticket.prompt_tokens), num_tokens, version), float(ticket.member % 2)
+    return Trajectory(*of, *written, reward, "stop", "", num_turns=1, started_at=0.0, ended_at=0.0, worker=0)
+
+
+@contextmanager
+def echoing(config: Config, per_message: int, steps: int, logs: Path) -> Iterator[Measure]:
+    """Microseconds per trajectory, of CPU time in this process and of time, with weights of 256 bytes."""
+    main, weights = partial(run_echo_worker, per_message=per_message), [("weight", torch.zeros(64))]
+    with running(Rig(config, main, logs / f"queue-{per_message}", weights)) as rig:
+
+        def measure() -> dict:
+            cpu, start = time.process_time(), time.monotonic()
+            groups = sum(len(rig.step()) for _ in range(steps))
+            seconds = {"cpu_us": time.process_time() - cpu, "wall_us": time.monotonic() - start}
+            return {name: 1e6 * value / (groups * config.group_size) for name, value in seconds.items()}
+
+        yield measure
+
+
+@contextmanager
+def stepping(config: Config, steps: int, logs: Path, worker_main=run_work_worker, halves=False) -> Iterator[Measure]:
+    """Whole steps of train_async.py; and with `halves`, of the same loop without training and of training alone."""
+    with running(TrainingRig(config, logs / f"a{config.async_ratio:g}", worker_main)) as rig:
+
+        def measure() -> dict:
+            found = whole_steps(rig, steps)
+            if halves:
+                found["generate_alone_s"] = whole_steps(rig, steps, train=False)["step_s"]
+                start = time.monotonic()
+                for index in range(steps):
+                    rig.train(rig.batches[index % len(rig.batches)])
+                found["train_alone_s"] = (time.monotonic() - start) / steps
+            return found
+
+        yield measure
+
+
+def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
+    """Steady state over `steps` steps, after as many as wait already; then the workers come to rest."""
+    for _ in range(math.ceil(rig.config.async_ratio) + 1):
+        rig.step(train)
+    start, before = time.monotonic(), cpu_seconds(rig)
+    for _ in range(steps):
+        rig.step(train)
+    seconds, after = time.monotonic() - start, cpu_seconds(rig)
+    lines = (rig.node.run.path / "metrics.jsonl").read_text().splitlines()[-steps:]
+    metrics = [json.loads(line) for line in lines]
+    rig.wait_until_idle()
+    return {
+        "step_s": seconds / steps,
+        "tokens_per_step": statistics.fmean(map(num_tokens, rig.batches)),
+        "pause_s": statistics.fmean(m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m),
+        "cpu_s": {who: (after[who] - before[who]) / steps for who in after},
+        **{
+            f"{what}_s": statistics.median(m[f"time/{what}_s"] for m in metrics)
+            for what in ("wait", "train", "publish")
+        },
+    }
+
+
+def cpu_seconds(rig: Rig) -> dict[str, float]:
+    """CPU time so far of this process, of the workers, of their engines, and of what scores for them."""
+    used = {"trainer": time.process_time(), "worker": 0.0, "engine": 0.0, "rewards": 0.0}
+    for process in (psutil.Process(worker.process.process.pid) for worker in rig.controller.workers):
+        used["worker"] += sum(process.cpu_times()[:2])
+        for child in process.children(recursive=True):
+            is_engine = "".join(child.cmdline()[:1]).startswith("engine ")
+            used["engine" if is_engine else "rewards"] += sum(child.cpu_times()[:2])
+    return used
+
+
+# Parts, their limits and their targets
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is ours, with its unit, and what it is divided by, in the same unit; empty where there is nothing."""
+
+    ours: str
+    limit: str
+    form: str
+    factor: float = 1.0
+    """From the record's unit to the one shown."""
+    target: float | None = None
+    """Of the ratio."""
+    better: int = 1
+    """Whether the ratio is to be at least the target, 1, or at most, −1."""
+    speed_up: bool = False
+    """Whether the ratio is limit ÷ ours."""
+
+
+PARTS = {
+    **dict.fromkeys(
+        ("rollout natural", "rollout long"), Part("rollout worker, tokens/s", "plain AsyncLLM", ".0f", target=0.95)
+    ),
+    **dict.fromkeys(("trainer natural", "trainer long"), Part("train_step, tokens/s", "plain step", ".0f", target=0.9)),
+    **dict.fromkeys(("publish tiny", "publish large"), Part("stage and transfer, GB/s", "memcpy", ".3f", 1e-9)),
+    "stage large": Part("stage alone, GB/s", "memcpy", ".3f", 1e-9),
+    **{f"update: {phase}": Part("ms", "", ".2f", 1e3) for phase in PHASES},
+    **dict.fromkeys(
+        ("pause α=1", "pause α=2"), Part("pause of generation per update, ms", "step", ".1f", 1e3, 0.01, better=-1)
+    ),
+    **dict.fromkeys(
+        ("queue 1 per message", "queue 16 per message"),
+        Part("CPU time per trajectory in the trainer's process, µs", "", ".0f"),
+    ),
+    **dict.fromkeys(
+        ("overlap α=1", "overlap α=2"), Part("s per step", "slower half alone", ".3f", target=1.10, better=-1)
+    ),
+    **{
+        f"speed-up {task} α={ratio}": Part(f"s per step at α = {ratio}", "s per step at α = 0", ".3f", speed_up=True)
+        for task in ("natural", "frozen_lake")
+        for ratio in (1, 2)
+    },
+}
+
+
+def record(name: str, ours: float, limit: float | None = None, **more) -> dict:
+    """One measurement of a part; `more` are numbers beside it."""
+    ratio = None if limit is None else (limit / ours if PARTS[name].speed_up else ours / limit)
+    return {"part": name, "ours": ours, "limit": limit, "ratio": ratio, **more}
+
+
+def against_plain(name: str, found: dict[str, dict]) -> list[dict]:
+    """Ours against the plain arm."""
+    return [record(name, found["ours"]["tokens_per_s"], found["plain"]["tokens_per_s"])]
+
+
+def published(name: str, found: dict[str, dict]) -> Iterator[dict]:
+    """Publishing, and of the large model its staging alone, against memcpy."""
+    m = found["ours"]
+    limit = m["bytes"] / m["memcpy_s"]
+    yield record(f"publish {name}", m["bytes"] / m["publish_s"], limit, **m)
+    if name == "large":
+        yield record(f"stage {name}", m["bytes"] / m["stage_s"], limit)
+
+
+def overlapped(found: dict[str, dict]) -> Iterator[dict]:
+    """Overlap, pause and speed-up of whole steps."""
+    for ratio in (1, 2):
+        m = found[f"α={ratio}"]
+        yield record(f"overlap α={ratio}", m["step_s"], max(m["generate_alone_s"], m["train_alone_s"]), **m)
+        yield record(f"pause α={ratio}", m["pause_s"], m["step_s"])
+        yield record(f"speed-up natural α={ratio}", m["step_s"], found["α=0"]["step_s"])
+
+
+def sped_up(found: dict[str, dict]) -> Iterator[dict]:
+    """Speed-up where environments are slow."""
+    for m, ratio in ((found[f"α={ratio}"], ratio) for ratio in (1, 2)):
+        yield record(f"speed-up frozen_lake α={ratio}", m["step_s"], found["α=0"]["step_s"], **m)
+
+
+def cases(given: argparse.Namespace) -> Iterator[Case]:
+    """All parts, in the size that is asked for."""
+    size = SIZES[given.size]
+    start = {"ours": start_work_worker, "plain": PlainEngine.start}
+    for work in (NATURAL, LONG):
+        arms = [Arm(who, partial(sampling, start[who], work, size[work.name])) for who in start]
+        yield Case(f"rollout {work.name}", arms, partial(against_plain, f"rollout {work.name}"))
+    for work in (NATURAL, LONG):
+        arms = [Arm(who, partial(training, who, work, size["steps"])) for who in start]
+        yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
+    for name, model in (("tiny", tiny_model), ("large", large_model)):
+        arm = Arm("ours", partial(publishing, start_work_worker, model))
+        yield Case(f"publish {name}", [arm], partial(published, name))
+    arm = Arm("phased", partial(publishing, PhasedEngine.start, tiny_model))
+    yield Case("update", [arm], lambda found: [record(f"update: {p}", found["phased"][p]) for p in PHASES])
+    arms = [Arm(f"queue {n} per message", partial(echoing, NATURAL.config(), n, size["queue_steps"])) for n in (1, 16)]
+    yield Case("queue", arms, lambda found: [record(name, m["cpu_us"], **m) for name, m in found.items()])
+    configs = {ratio: NATURAL.config(async_ratio=float(ratio)) for ratio in (0, 1, 2)}
+    arms = [Arm(f"α={ratio}", partial(stepping, configs[ratio], size["steps"], halves=ratio > 0)) for ratio in configs]
+    yield Case("job", arms, overlapped)
+    lake = {**FROZEN_LAKE, "max_running_requests": SLOTS}
+    configs = {ratio: Config(**lake, async_ratio=float(ratio)).checked() for ratio in (0, 1, 2)}
+    main = run_latency_worker(LATENCY)
+    arms = [Arm(f"α={ratio}", partial(stepping, configs[ratio], size["steps"], worker_main=main)) for ratio in configs]
+    yield Case("frozen_lake", arms, sped_up)
+
+
+# Tables
+
+
+def table(records: list[dict]) -> list[str]:
+    """Markdown lines, one per part; medians with minimum and maximum."""
+    heading = ["part", "what", "n", "ours", "limit", "ratio", "target", "reached", "against"]
+    return harness.markdown(heading, rows(records))
+
+
+def rows(records: list[dict]) -> Iterator[list[str]]:
+    """The cells of each part."""
+    of_parts = harness.rounds(records, "part")
+    for name, part, found in ((name, part, of_parts[name]) for name, part in PARTS.items() if name in of_parts):
+        columns = [Column(key, key, part.form, part.factor) for key in ("ours", "limit")]
+        columns.append(Column("ratio", "ratio", ".3f", better=part.better, target=part.target))
+        cells = [cell for column in columns for cell in column.cells(found, found)]
+        yield [name, part.ours, str(len(found)), *cells, *["–"] * (5 - len(cells)), part.limit or "–"]
+
+
+def summary(records: list[dict]) -> list[str]:
+    """Markdown lines of the parts that have a limit: ratio and target."""
+    of_limit = ((r[0], r[1].split(",")[0], r[8], *r[5:8]) for r in rows(records) if PARTS[r[0]].limit)
+    return harness.markdown(["part", "what", "against", "ours ÷ limit", "target", "reached"], of_limit)
+
+
+def cpu_table(records: list[dict]) -> list[str]:
+    """Markdown lines: where the CPU time of a whole step goes, for each part that recorded it."""
+    of_parts = harness.rounds((r["cpu_s"] | {"part": r["part"]} for r in records if "cpu_s" in r), "part")
+    columns = [Column(who, f"{who}, ms", ".0f", 1e3) for who in ("trainer", "worker", "engine", "rewards")]
+    return harness.table("CPU time per step", of_parts, columns) if of_parts else []
+
+
+def report(records: list[dict], out: Path) -> Iterable[str]:
+    """Paragraphs of the page."""
+    how = "Ratios are of measurements that were made one after the other; of speed-ups they are limit ÷ ours."
+    return [how, "\n".join(table(records)), "\n".join(cpu_table(records))]
+
+
+BENCH = Bench("parts", "The parts against their limits", cases, report, key=("part",), shown="ratio")
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with one_rank():
+        harness.main(BENCH)

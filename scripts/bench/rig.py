@@ -1,0 +1,191 @@
+"""A controller with real workers of any kind, and the trainer's side of their protocol, one step at a time.
+
+A rig stands still between two steps, so several of them can be measured in turn. A `Rig` has no trainer: the same
+weights are published again and again, under a rising version. A `TrainingRig` is the loop of train_async.py.
+"""
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster.cluster import Cluster
+from cluster.placement import available_cores, place
+from config import Config
+from controller.controller import Controller
+from controller.tickets import PromptSource, TicketSource
+from controller.workers import Workers
+from data.models import load_tokenizer, resolve_model
+from data.records import Group
+from data.tasks import load_task
+from job.node import Node
+from job.probe import Probe
+from job.publisher import Publisher
+from job.step_log import StepLog
+from records.run_directory import RunDirectory
+from records.time_ledger import TrainerClock
+from scripts.bench.work import NO_LEARNING, run_work_worker
+from trainer import batch
+from trainer.policy import load_policy
+from weights.shm import ShmTransport
+from weights.transport import Announcement, ParameterSpec
+
+IDLE_TIMEOUT_S, SETTLE_S = 60.0, 0.1
+
+Weights = list[tuple[str, Tensor]]
+"""Hugging Face name and value of each parameter."""
+
+
+class Rig:
+    """A node with workers and no trainer, on the CPU. To be used `with running(rig)`."""
+
+    def __init__(self, config: Config, worker_main: Callable, folder: Path, weights: Weights | None = None):
+        """`folder` is made, for records and logs; the model's own weights are published unless some are given."""
+        endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
+        self.config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
+        self.version, self.weights = 0, weights
+        """Of the weights that are published next."""
+        self.published_at: dict[int, float] = {}
+        """Unix time by version."""
+        self.node = self._make_node(worker_main)
+        self.controller = self.node.controller
+
+    def _make_node(self, worker_main: Callable) -> Node:
+        config, task = self.config, load_task(self.config.task, self.config.seed)
+        placement, model_path = place(config, 0, available_cores(), 1), resolve_model(config.model, config.task)
+        tokenizer = load_tokenizer(model_path)
+        prompts = PromptSource(task.train_problem, [], lambda problem: task.encode_prompt(problem, tokenizer))
+        run, clock = RunDirectory(config), TrainerClock()
+        workers = Workers(config, placement, model_path, run.path, worker_main)
+        controller = Controller(config, workers, TicketSource(config, prompts), run.record, clock)
+        fields = config, Cluster(), placement, torch.device("cpu"), model_path, clock, Probe(config)
+        return Node(*fields, run, tokenizer, controller)
+
+    def connect(self) -> None:
+        """Wait until the engines are up, and join them to the weights."""
+        torch.set_num_threads(self.node.placement.trainer_threads)
+        self.weights = self.weights or load_weights(self.node.model_path)
+        self.controller.connect(ShmTransport(specs_of(self.weights)))
+
+    def publish(self) -> None:
+        """Publish the weights under the next version."""
+        staged = self.controller.stage(self.version, self.weights)
+        self.published_at[self.version] = time.time()
+        self.controller.publish(Announcement(self.version, self.version, staged, (), False))
+        self.version += 1
+
+    def step(self) -> list[Group]:
+        """Publish the weights and take a batch."""
+        self.publish()
+        return self.controller.take_batch()
+
+    def update_seconds(self, since: int) -> list[float]:
+        """From each publish to when a worker sampled under it, of the versions from `since` on."""
+        events = map(json.loads, (self.node.run.path / "events.jsonl").read_text().splitlines())
+        updates = [event for event in events if event["event"] == "update" and event["version"] >= since]
+        return [event["time"] - self.published_at[event["version"]] for event in updates]
+
+    def wait_until_idle(self) -> None:
+        """Wait until no worker does anything; with over-sampling, until what is left is suspended.
+
+        Raises RuntimeError if one still does after IDLE_TIMEOUT_S.
+        """
+        suspended, deadline = self.config.over_sampling > 1, time.monotonic() + IDLE_TIMEOUT_S
+        while any(worker.loading or (worker.running and not suspended) for worker in self.controller.workers):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not idle after {IDLE_TIMEOUT_S:g} s: {self.controller.describe()}")
+            time.sleep(0.01)
+        time.sleep(SETTLE_S)
+
+
+class TrainingRig(Rig):
+    """A run of train_async.py's loop. It can leave the training out, or train on batches that it has already.
+
+    In an initialised process group of one rank.
+    """
+
+    def __init__(self, config: Config, folder: Path, worker_main: Callable = run_work_worker):
+        super().__init__(config, worker_main, folder)
+        self.batches: list[list[Group]] = []
+        """The newest ones."""
+
+    def connect(self) -> None:
+        """Load the policy, wait for the engines and publish the first weights."""
+        torch.set_num_threads(self.node.placement.trainer_threads)
+        self.policy = load_policy(self.config, self.node.model_path, self.node.device, self.node.clock)
+        with quiet():
+            self.publisher = Publisher(self.node, self.policy)
+            self.log = StepLog(self.node).__enter__()
+        self.publisher.publish(0)
+        self.log.begin()
+
+    def step(self, train: bool = True) -> list[Group]:
+        """One turn of the loop; without training, the same weights are published under the next version."""
+        self.version += 1
+        groups = self.node.take_batch(self.version)
+        stats = self.train(groups) if train else {}
+        self.publisher.publish(self.version, groups)
+        with quiet():
+            self.log.write(self.version, groups, stats)
+        self.batches = [*self.batches[-9:], groups]
+        return groups
+
+    def train(self, groups: list[Group]) -> dict[str, float]:
+        """The training part of a step."""
+        updates = batch.deal(groups, self.version, self.policy, self.node.cluster)
+        return self.policy.train_step(updates, policy_version=self.version - 1)
+
+
+@contextmanager
+def running(rig: Rig) -> Iterator[Rig]:
+    """A rig whose engines are up; nothing of it is left afterwards."""
+    try:
+        rig.controller.launch()
+        rig.connect()
+        yield rig
+    finally:
+        rig.controller.stop()
+        rig.node.run.close()
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, which FSDP2 needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress that a run prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def load_weights(model_path: str) -> Weights:
+    """Every parameter of a checkpoint, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def specs_of(weights: Weights) -> list[ParameterSpec]:
+    """What a transport must know of some weights."""
+    return [ParameterSpec(name, weight.dtype, tuple(weight.shape)) for name, weight in weights]
+
+
+def num_tokens(groups: list[Group]) -> int:
+    """Tokens that the policy wrote in some groups."""
+    return sum(group.num_generated for group in groups)

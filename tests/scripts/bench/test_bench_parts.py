@@ -1,0 +1,113 @@
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import load, random_sequences, save_tiny_model
+
+from config import Config
+from data.records import Group, Ticket, check_trajectory
+from scripts.bench import harness, parts
+from scripts.bench.rig import num_tokens
+from scripts.bench.work import LONG, SHORT, WORKS, work_of
+from trainer.packing import bundle, pack
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    return save_tiny_model(str(tmp_path / "model"))
+
+
+def test_forced_lengths_follow_their_law():
+    long = [LONG.length(seed) for seed in range(4000)]
+    assert long == [LONG.length(seed) for seed in range(4000)]
+    assert min(long) >= 1 and max(long) == 256
+    assert statistics.median(long) == pytest.approx(30, rel=0.05)
+    assert statistics.fmean(long) == pytest.approx(47, rel=0.05)
+    assert {SHORT.length(seed) for seed in range(100)} == {4}
+
+
+def test_a_work_is_known_by_its_longest_response():
+    assert all(work_of(work.config().max_response_tokens) is work for work in WORKS.values())
+
+
+def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gradient(one_rank, model_path):
+    config = Config(model=model_path, algo="reinforce", warmup=0, lr=1e-2)
+    sequences = random_sequences(12)
+    policy, plain = load(config), parts.PlainStep(config, model_path)
+    before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
+    version = int(max(s.policy_versions.max() for s in sequences))
+    policy.train_step([[bundle(sequences[:5]), bundle(sequences[5:])]], policy_version=version)
+    plain.step([pack(bundle(half), one_row=False) for half in (sequences[:5], sequences[5:])])
+    for (name, ours), (_, theirs) in zip(policy.named_full_parameters(), plain.model.named_parameters(), strict=True):
+        assert not torch.equal(theirs, before[name])
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_sequences_of_a_work_have_its_lengths(model_path):
+    sequences = parts.make_sequences(LONG.config(model=model_path), model_path, count=16)
+    assert [s.num_trained for s in sequences] == [LONG.length(i) for i in range(16)]
+    assert not any(s.loss_mask[0] for s in sequences)
+
+
+def test_tickets_are_those_of_a_run(model_path):
+    tickets = parts.make_tickets(WORKS["natural"].config(model=model_path), model_path, 11)
+    assert [(t.group_id, t.member) for t in tickets] == [(0, i) for i in range(8)] + [(1, i) for i in range(3)]
+
+
+def test_memcpy_is_timed_for_all_bytes():
+    assert 1e-6 < parts.memcpy_s(10**6) < 0.1
+
+
+def test_an_echoed_response_is_one_that_the_trainer_takes():
+    ticket = Ticket(3, 1, 2, 1, 0, (5, 6, 7), "a", None, seed=0, min_version=0)
+    trajectory = parts.echo(ticket, version=4)
+    check_trajectory(trajectory)
+    assert trajectory.num_generated == 9 and trajectory.min_version == 4 and trajectory.tokens[:3].tolist() == [5, 6, 7]
+    group = Group(1, (parts.echo(ticket, 0, 4), parts.echo(ticket, 0, 5)))
+    assert num_tokens([group, group]) == 18
+    assert np.isfinite(group.trajectories[0].behavior_logprobs).all()
+
+
+def test_the_queue_alone_consumes_all_groups_of_all_steps(tmp_path, model_path):
+    config = Config(model=model_path, async_ratio=1.0, groups_per_step=2, group_size=2)
+    with parts.echoing(config, per_message=3, steps=5, logs=tmp_path) as measure:
+        measured = measure()
+    assert measured["cpu_us"] > 0 and measured["wall_us"] > 0
+    assert (tmp_path / "queue-3" / "events.jsonl").read_text().count('"event": "trajectory"') >= 5 * 2 * 2
+
+
+def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
+    assert parts.record("rollout long", 90.0, 100.0)["ratio"] == pytest.approx(0.9)
+    assert parts.record("speed-up natural α=1", 0.4, 0.5)["ratio"] == pytest.approx(1.25)
+    assert parts.record("queue 1 per message", 80.0)["ratio"] is None
+
+
+def test_whole_steps_give_overlap_pause_and_speed_up():
+    of_ratio = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
+    found = {"α=0": {"step_s": 2.0}, "α=1": {"step_s": 1.25, **of_ratio}, "α=2": {"step_s": 1.0, **of_ratio}}
+    ratios = {r["part"]: r["ratio"] for r in parts.overlapped(found)}
+    assert ratios["overlap α=1"] == 1.25 and ratios["pause α=2"] == 0.1 and ratios["speed-up natural α=1"] == 1.6
+
+
+def test_every_case_is_there_in_both_sizes():
+    for size in parts.SIZES:
+        cases = list(parts.cases(SimpleNamespace(size=size)))
+        assert {case.name.split()[0] for case in cases} == {
+            "rollout", "trainer", "publish", "update", "queue", "job", "frozen_lake"
+        }  # fmt: skip
+
+
+def test_the_records_of_the_repository_give_their_page(tmp_path):
+    text = "\n".join(parts.report(harness.load(harness.ROOT / "results/parts/parts.jsonl"), tmp_path))
+    rollout = "| rollout natural | rollout worker, tokens/s | 5 | 8500 [7468–9462] | 8876 [7711–9437] |"
+    assert f"{rollout} 0.968 [0.887–1.040] | ≥ 0.95 | yes | plain AsyncLLM |" in text
+    assert "| 1.237 [1.198–1.659] | ≤ 1.1 | no | slower half alone |" in text
+    assert "µs | 5 | 203 [189–228] | – | – | – | – | – |" in text
+    assert "| overlap α=1 | 5 | 249 [" in text
+    lines = parts.summary(harness.load(harness.ROOT / "results/parts/parts.jsonl"))
+    assert (
+        len(lines) == 2 + 15
+        and "| trainer long | train_step | plain step | 0.878 [0.740–0.909] | ≥ 0.9 | no |" in lines
+    )
