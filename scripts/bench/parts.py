@@ -16,15 +16,13 @@ in work.py.
 """
 
 import argparse
-import asyncio
 import json
 import math
-import queue
 import random
 import statistics
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,22 +33,17 @@ import psutil
 import torch
 from torch import nn
 
-from cluster.placement import WorkerPlacement, WorkerSpec
-from cluster.processes import freeze_garbage
 from config import Config
-from controller.tickets import PromptSource, TicketSource
-from controller.worker_process import WorkerProcess
-from data.messages import Connect, Finished, Ready, SampledTokens, Stop, Tickets, Update, Updated
-from data.models import load_tokenizer, resolve_model, stop_token_ids
+from data.messages import Finished, Ready, SampledTokens, Stop, Tickets, Update, Updated
+from data.models import load_tokenizer, resolve_model
 from data.records import Ticket, Trajectory
 from data.tasks import load_task
 from data.tiny import VOCABULARY, build_tokenizer
-from engine.proxy import LLMProxy
 from records.time_ledger import Activity
-from rollout import run_worker
 from scripts.bench import harness
+from scripts.bench.bare import PHASES, PhasedWorker, PlainWorker, make_tickets, worker
 from scripts.bench.harness import Arm, Bench, Case, Column
-from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, num_tokens, one_rank, running, specs_of
+from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, num_tokens, one_rank, running
 from scripts.bench.work import (
     LONG,
     NATURAL,
@@ -58,7 +51,6 @@ from scripts.bench.work import (
     SAMPLES_PER_STEP,
     Work,
     run_work_worker,
-    start_proxy,
     start_work_worker,
     work_of,
 )
@@ -67,16 +59,11 @@ from scripts.qwen3_shapes import qwen3_config
 from trainer.batch import distribute
 from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
-from weights.shm import ShmTransport
 
-PHASES = ("pause", "start", "load", "finish", "version", "resume")
-"""Of a weight update, as vLLM's engine is asked for them."""
 LATENCY = "lognormal:2,0.8 scale:0.01"
 """Of a turn, as in rollout.py: 0.1 s in the mean."""
-FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64}
-SLOTS = 1024
-"""Of the worker where the environment is slow, so that they are never what is short."""
-TIMEOUT_S = 300.0
+# Slots enough that they are never what is short where the environment is slow.
+FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64, "max_running_requests": 1024}
 SIZES = {
     "full": {"natural": 3072, "long": 768, "steps": 10, "queue_steps": 30},
     "tiny": {"natural": 16, "long": 16, "steps": 2, "queue_steps": 2},
@@ -86,153 +73,7 @@ SIZES = {
 Measure = Callable[[], dict]
 
 
-# A worker process without a controller
-
-
-class PlainEngine:
-    """AsyncLLM and nothing else: all requests at once, by the same parameters, and only their tokens are counted."""
-
-    def __init__(self, spec: WorkerSpec, connection, proxy: LLMProxy):
-        self.spec, self.connection, self.proxy = spec, connection, proxy
-
-    @classmethod
-    async def start(cls, spec: WorkerSpec, connection) -> "PlainEngine":
-        """Start the engine, and say so."""
-        proxy = await start_proxy(spec, stop_token_ids(spec.model_path, load_tokenizer(spec.model_path)))
-        freeze_garbage()
-        connection.send(Ready(0.0))
-        return cls(spec, connection, proxy)
-
-    async def serve(self) -> None:
-        """Act on messages in their order."""
-        try:
-            while True:
-                match await asyncio.to_thread(self.connection.recv):
-                    case Connect(init_info):
-                        await self.proxy.connect(init_info)
-                    case Update() as update:
-                        await self.update(update)
-                    case Tickets(tickets):
-                        self.connection.send(sum(await asyncio.gather(*map(self._sample, tickets))))
-                    case Stop():
-                        return
-        finally:
-            self.proxy.shutdown()
-
-    async def update(self, update: Update) -> None:
-        """Load new weights and report."""
-        pause_s = await self.proxy.update(update.version, update.update_infos)
-        self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()))
-
-    async def _sample(self, ticket: Ticket) -> int:
-        from vllm.inputs import tokens_input
-
-        work = work_of(self.spec.config.max_response_tokens)
-        tokens = work.length(ticket.seed) if work.forced else work.max_response_tokens
-        params = self.proxy.sampling_params(ticket.seed, tokens, 1)
-        prompt = tokens_input(list(ticket.prompt_tokens))
-        async for output in self.proxy.engine.generate(prompt, params, str(ticket.ticket_id)):
-            if output.finished:
-                return len(output.outputs[0].token_ids)
-        raise RuntimeError(f"request {ticket.ticket_id} ended without an output")
-
-
-class PhasedEngine(PlainEngine):
-    """An engine that stands idle while each phase of an update is waited for and timed by itself."""
-
-    async def update(self, update: Update) -> None:
-        """Load new weights and report the seconds of each phase."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine, (update_info,) = self.proxy.engine, update.update_infos
-        calls = (
-            lambda: engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False),
-            engine.start_weight_update,
-            lambda: engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)),
-            engine.finish_weight_update,
-            lambda: engine.update_weight_version(str(update.version)),
-            engine.resume_generation,
-        )
-        seconds = {}
-        for phase, call in zip(PHASES, calls, strict=True):
-            start = time.perf_counter()
-            await call()
-            seconds[phase] = time.perf_counter() - start
-        self.connection.send(seconds)
-
-
-class Worker:
-    """A worker process without a controller."""
-
-    def __init__(self, start: Callable, config: Config, model_path: str, log: Path, threads: ThreadPoolExecutor):
-        """`start` is run_worker's."""
-        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), model_path, "shm", str(log))
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.process = WorkerProcess(spec, partial(run_worker, start=start), self._inbox.put, threads)
-
-    def receive(self):
-        """The next message. Raises RuntimeError if the process has ended, queue.Empty after the timeout."""
-        message = self._inbox.get(timeout=TIMEOUT_S)
-        if message is None:
-            raise RuntimeError(f"a worker ended: {self.process.death_report()}")
-        return message
-
-    def connect(self, weights: Weights) -> None:
-        """Give the engine its first weights, when it is up."""
-        self.weights, self.version, self.transport = weights, -1, ShmTransport(specs_of(weights))
-        self.receive()
-        self.process.send(Connect(self.transport.init_info()))
-        self.publish()
-
-    def publish(self) -> dict[str, float]:
-        """Stage and transfer the weights. Returns seconds of each, and of what the worker reports: pause or phases."""
-        self.version += 1
-        start = time.monotonic()
-        staged = self.transport.stage(self.version, self.weights)
-        stage_s = time.monotonic() - start
-        self.process.send(Update(self.version, staged.messages, ()))
-        match self.receive():
-            case Updated(pause_s=pause_s):
-                reported = {"pause_s": pause_s}
-            case dict(phases):
-                reported = phases
-        self.transport.announce(staged)
-        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, **reported}
-
-    def sample(self, tickets: list[Ticket]) -> float:
-        """Run tickets to their end. Returns tokens per second."""
-        start = time.monotonic()
-        self.process.send(Tickets(tickets))
-        tokens = num_finished = 0
-        while num_finished < len(tickets):
-            match self.receive():
-                case Finished(trajectories):
-                    tokens += sum(trajectory.num_generated for trajectory in trajectories)
-                    num_finished += len(trajectories)
-                case int(count):
-                    tokens, num_finished = count, len(tickets)
-        return tokens / (time.monotonic() - start)
-
-
-@contextmanager
-def worker(start: Callable, config: Config, path: str, weights: Weights, logs: Path) -> Iterator[Worker]:
-    """A connected worker, for a `start` of run_worker and the model at a path; nothing of it is left afterwards."""
-    with ThreadPoolExecutor(2) as threads:
-        made = Worker(start, config, path, logs / f"worker-{len(list(logs.iterdir()))}.log", threads)
-        try:
-            made.connect(weights)
-            yield made
-        finally:
-            made.process.send(Stop())
-            made.process.stop(10.0)
-
-
-def make_tickets(config: Config, model_path: str, count: int) -> list[Ticket]:
-    """The first tickets that a run would send, all of them runnable at version 0."""
-    task, tokenizer = load_task(config.task, config.seed), load_tokenizer(model_path)
-    source = TicketSource(config, PromptSource(task.train_problem, [], lambda p: task.encode_prompt(p, tokenizer)))
-    groups = -(-count // config.group_size)
-    return [ticket for _ in range(groups) for ticket in source.for_group(source.next_group_id(), 0)][:count]
+# What is measured
 
 
 def large_model(logs: Path) -> tuple[str, Weights]:
@@ -440,7 +281,7 @@ def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
 def cpu_seconds(rig: Rig) -> dict[str, float]:
     """CPU time so far of this process, of the workers, of their engines, and of what scores for them."""
     used = {"trainer": time.process_time(), "worker": 0.0, "engine": 0.0, "rewards": 0.0}
-    for process in (psutil.Process(worker.process.process.pid) for worker in rig.controller.workers):
+    for process in (psutil.Process(one.process.process.pid) for one in rig.controller.workers):
         used["worker"] += sum(process.cpu_times()[:2])
         for child in process.children(recursive=True):
             is_engine = "".join(child.cmdline()[:1]).startswith("engine ")
@@ -448,50 +289,24 @@ def cpu_seconds(rig: Rig) -> dict[str, float]:
     return used
 
 
-# Parts, their limits and their targets
+# What is recorded and shown
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is ours, with its unit, and what it is divided by, in the same unit; empty where there is nothing."""
+    """What is ours and what it is divided by: a line of parts.toml, where it says what is what."""
 
     ours: str
-    limit: str
-    form: str
+    limit: str = ""
+    form: str = ".3f"
     factor: float = 1.0
-    """From the record's unit to the one shown."""
     target: float | None = None
-    """Of the ratio."""
     better: int = 1
-    """Whether the ratio is to be at least the target, 1, or at most, −1."""
     speed_up: bool = False
-    """Whether the ratio is limit ÷ ours."""
 
 
-PARTS = {
-    **dict.fromkeys(
-        ("rollout natural", "rollout long"), Part("rollout worker, tokens/s", "plain AsyncLLM", ".0f", target=0.95)
-    ),
-    **dict.fromkeys(("trainer natural", "trainer long"), Part("train_step, tokens/s", "plain step", ".0f", target=0.9)),
-    **dict.fromkeys(("publish tiny", "publish large"), Part("stage and transfer, GB/s", "memcpy", ".3f", 1e-9)),
-    "stage large": Part("stage alone, GB/s", "memcpy", ".3f", 1e-9),
-    **{f"update: {phase}": Part("ms", "", ".2f", 1e3) for phase in PHASES},
-    **dict.fromkeys(
-        ("pause α=1", "pause α=2"), Part("pause of generation per update, ms", "step", ".1f", 1e3, 0.01, better=-1)
-    ),
-    **dict.fromkeys(
-        ("queue 1 per message", "queue 16 per message"),
-        Part("CPU time per trajectory in the trainer's process, µs", "", ".0f"),
-    ),
-    **dict.fromkeys(
-        ("overlap α=1", "overlap α=2"), Part("s per step", "slower half alone", ".3f", target=1.10, better=-1)
-    ),
-    **{
-        f"speed-up {task} α={ratio}": Part(f"s per step at α = {ratio}", "s per step at α = 0", ".3f", speed_up=True)
-        for task in ("natural", "frozen_lake")
-        for ratio in (1, 2)
-    },
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PARTS = {name: Part(**fields) for name, fields in _TABLES.items()}
 
 
 def record(name: str, ours: float, limit: float | None = None, **more) -> dict:
@@ -505,8 +320,8 @@ def against_plain(name: str, found: dict[str, dict]) -> list[dict]:
     return [record(name, found["ours"]["tokens_per_s"], found["plain"]["tokens_per_s"])]
 
 
-def published(name: str, found: dict[str, dict]) -> Iterator[dict]:
-    """Publishing, and of the large model its staging alone, against memcpy."""
+def against_memcpy(name: str, found: dict[str, dict]) -> Iterator[dict]:
+    """Publishing, and of the large model its staging alone."""
     m = found["ours"]
     limit = m["bytes"] / m["memcpy_s"]
     yield record(f"publish {name}", m["bytes"] / m["publish_s"], limit, **m)
@@ -514,7 +329,7 @@ def published(name: str, found: dict[str, dict]) -> Iterator[dict]:
         yield record(f"stage {name}", m["bytes"] / m["stage_s"], limit)
 
 
-def overlapped(found: dict[str, dict]) -> Iterator[dict]:
+def against_halves(found: dict[str, dict]) -> Iterator[dict]:
     """Overlap, pause and speed-up of whole steps."""
     for ratio in (1, 2):
         m = found[f"α={ratio}"]
@@ -523,16 +338,16 @@ def overlapped(found: dict[str, dict]) -> Iterator[dict]:
         yield record(f"speed-up natural α={ratio}", m["step_s"], found["α=0"]["step_s"])
 
 
-def sped_up(found: dict[str, dict]) -> Iterator[dict]:
+def against_synchronous(found: dict[str, dict]) -> Iterator[dict]:
     """Speed-up where environments are slow."""
-    for m, ratio in ((found[f"α={ratio}"], ratio) for ratio in (1, 2)):
+    for ratio in (1, 2):
+        m = found[f"α={ratio}"]
         yield record(f"speed-up frozen_lake α={ratio}", m["step_s"], found["α=0"]["step_s"], **m)
 
 
 def cases(given: argparse.Namespace) -> Iterator[Case]:
     """All parts, in the size that is asked for."""
-    size = SIZES[given.size]
-    start = {"ours": start_work_worker, "plain": PlainEngine.start}
+    size, start = SIZES[given.size], {"ours": start_work_worker, "plain": PlainWorker.start}
     for work in (NATURAL, LONG):
         arms = [Arm(who, partial(sampling, start[who], work, size[work.name])) for who in start]
         yield Case(f"rollout {work.name}", arms, partial(against_plain, f"rollout {work.name}"))
@@ -540,20 +355,21 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
         arms = [Arm(who, partial(training, who, work, size["steps"])) for who in start]
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
     for name, model in (("tiny", tiny_model), ("large", large_model)):
-        arm = Arm("ours", partial(publishing, start_work_worker, model))
-        yield Case(f"publish {name}", [arm], partial(published, name))
-    arm = Arm("phased", partial(publishing, PhasedEngine.start, tiny_model))
-    yield Case("update", [arm], lambda found: [record(f"update: {p}", found["phased"][p]) for p in PHASES])
+        arms = [Arm("ours", partial(publishing, start_work_worker, model))]
+        yield Case(f"publish {name}", arms, partial(against_memcpy, name))
+    arms = [Arm("phased", partial(publishing, PhasedWorker.start, tiny_model))]
+    yield Case("update", arms, lambda found: [record(f"update: {p}", found["phased"][p]) for p in PHASES])
     arms = [Arm(f"queue {n} per message", partial(echoing, NATURAL.config(), n, size["queue_steps"])) for n in (1, 16)]
     yield Case("queue", arms, lambda found: [record(name, m["cpu_us"], **m) for name, m in found.items()])
-    configs = {ratio: NATURAL.config(async_ratio=float(ratio)) for ratio in (0, 1, 2)}
-    arms = [Arm(f"α={ratio}", partial(stepping, configs[ratio], size["steps"], halves=ratio > 0)) for ratio in configs]
-    yield Case("job", arms, overlapped)
-    lake = {**FROZEN_LAKE, "max_running_requests": SLOTS}
-    configs = {ratio: Config(**lake, async_ratio=float(ratio)).checked() for ratio in (0, 1, 2)}
-    main = run_latency_worker(LATENCY)
-    arms = [Arm(f"α={ratio}", partial(stepping, configs[ratio], size["steps"], worker_main=main)) for ratio in configs]
-    yield Case("frozen_lake", arms, sped_up)
+    configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
+    yield Case("job", [_of_ratio(config, size, halves=config.async_ratio > 0) for config in configs], against_halves)
+    configs = [Config(**FROZEN_LAKE, async_ratio=ratio).checked() for ratio in (0.0, 1.0, 2.0)]
+    arms = [_of_ratio(config, size, worker_main=run_latency_worker(LATENCY)) for config in configs]
+    yield Case("frozen_lake", arms, against_synchronous)
+
+
+def _of_ratio(config: Config, size: dict, **options) -> Arm:
+    return Arm(f"α={config.async_ratio:g}", partial(stepping, config, size["steps"], **options))
 
 
 # Tables

@@ -1,9 +1,9 @@
 """Every rollout mechanism against its baseline, on the real engine: `python scripts/bench/rollout.py`.
 
 A real Controller, two worker processes with a vLLM engine each, weights through shared memory; no trainer: the tiny
-model's weights are published again and again, under a rising version. What is compared is in rollout.toml; an arm has engines
-of its own. One measurement is a few rollout steps: publish, take a batch, publish, …, take a batch, timed from
-the first publish to the last batch. Where async_ratio is above 0, batches that wait already are taken before.
+model's weights are published again and again, under a rising version. What is compared is in rollout.toml; each arm
+has engines of its own. One measurement is a few rollout steps: publish, take a batch, publish, …, take a batch, timed
+from the first publish to the last batch. Where async_ratio is above 0, batches that wait already are taken before.
 
 All arms do the same work. Lengths are forced and drawn from a long-tailed law by the ticket's seed; with one request
 for a whole group, its members get the lengths of the tickets that they would have been. Rewards of single turns are

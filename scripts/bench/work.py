@@ -10,7 +10,7 @@ import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from cluster.placement import WorkerSpec
@@ -111,21 +111,11 @@ run_work_worker = functools.partial(run_worker, start=start_work_worker)
 # Simulated rewards and latencies
 
 
-class SimulatedReward:
-    """Stands in for a pool of one reward process: a fixed time for each response, one at a time."""
-
-    def __init__(self, process: asyncio.Lock, reward: float):
-        self.process, self.reward = process, reward
-
-    async def score(self, answer: str, response: str) -> float:
-        """The reward that was given."""
-        async with self.process:
-            await asyncio.sleep(REWARD_S)
-        return self.reward
-
-
 class SimulatedRewards:
-    """Environments of one turn without processes: every second member of some groups has a reward of 1, others of 0."""
+    """Environments of one turn, and the one reward process that they share: a fixed time for each response.
+
+    Every second member of some groups has a reward of 1, all others 0.
+    """
 
     def __init__(self, config: Config, tokenizer, lengths: dict[int, list[int]]):
         """`lengths`: seed of a request for a whole group -> its members' lengths, which are put there."""
@@ -136,7 +126,13 @@ class SimulatedRewards:
         if ticket.num_members > 1 and ticket.seed not in self.lengths:
             self.lengths[ticket.seed] = member_lengths(self.config, ticket.group_id)
         varies = random.Random(repr(ticket.prompt_tokens)).random() < VARYING_SHARE
-        return SingleTurn(ticket, self.tokenizer, SimulatedReward(self._process, float(varies and member % 2)))
+        return SingleTurn(replace(ticket, answer=str(int(varies and member % 2))), self.tokenizer, self)
+
+    async def score(self, answer: str, response: str) -> float:
+        """The answer, which is the reward."""
+        async with self._process:
+            await asyncio.sleep(REWARD_S)
+        return float(answer)
 
     def close(self) -> None:
         """Nothing was started."""

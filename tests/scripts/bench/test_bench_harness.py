@@ -1,6 +1,8 @@
 import contextlib
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -143,3 +145,10 @@ def test_uncommitted_changes_make_no_records_in_results_and_are_said_elsewhere(t
     with pytest.raises(ValueError, match=r"changes are uncommitted; commit them or give --out"):
         harness.check([case], harness.ROOT / "results" / "race", made)
     assert "commit c0ffee, with changes; 2 CPU cores" in harness.made_by([made])[0]
+
+
+@pytest.mark.parametrize("script", ["rollout", "parts", "bandit"])
+def test_a_bench_runs_as_a_script_although_it_may_hide_a_module_of_that_name(script):
+    command = [sys.executable, f"scripts/bench/{script}.py", "--help"]
+    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "--report" in done.stdout, done.stderr

@@ -8,7 +8,7 @@ from tiny_policy import load, random_sequences, save_tiny_model
 
 from config import Config
 from data.records import Group, Ticket, check_trajectory
-from scripts.bench import harness, parts
+from scripts.bench import bare, harness, parts
 from scripts.bench.rig import num_tokens
 from scripts.bench.work import LONG, SHORT, WORKS, work_of
 from trainer.packing import bundle, pack
@@ -52,7 +52,7 @@ def test_sequences_of_a_work_have_its_lengths(model_path):
 
 
 def test_tickets_are_those_of_a_run(model_path):
-    tickets = parts.make_tickets(WORKS["natural"].config(model=model_path), model_path, 11)
+    tickets = bare.make_tickets(WORKS["natural"].config(model=model_path), model_path, 11)
     assert [(t.group_id, t.member) for t in tickets] == [(0, i) for i in range(8)] + [(1, i) for i in range(3)]
 
 
@@ -87,7 +87,7 @@ def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
 def test_whole_steps_give_overlap_pause_and_speed_up():
     of_ratio = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
     found = {"α=0": {"step_s": 2.0}, "α=1": {"step_s": 1.25, **of_ratio}, "α=2": {"step_s": 1.0, **of_ratio}}
-    ratios = {r["part"]: r["ratio"] for r in parts.overlapped(found)}
+    ratios = {r["part"]: r["ratio"] for r in parts.against_halves(found)}
     assert ratios["overlap α=1"] == 1.25 and ratios["pause α=2"] == 0.1 and ratios["speed-up natural α=1"] == 1.6
 
 
