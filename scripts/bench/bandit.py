@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pandas
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from algos import LOSSES, LossInputs
@@ -161,22 +162,17 @@ def table(records: list[dict], num_tokens: int, name: str) -> list[str]:
 
 def draw(records: list[dict], lengths: list[int], path: Path) -> None:
     """Write the figure: a row per arm length, a column per measure, a line per loss over the lag."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(13, 4 * len(lengths)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(lengths), len(MEASURES), squeeze=False)
-    for (row, num_tokens), (column, name) in itertools.product(enumerate(lengths), enumerate(MEASURES)):
-        panel = panels[row][column]
-        for index, (algo, values) in enumerate(by_lag(records, num_tokens, name).iterrows()):
-            # Several losses lie on each other: dashes of different phase let all of them show.
-            style, color = ("-", "--", "-.", ":")[index % 4], "k" if algo == REFERENCE else f"C{index % 10}"
-            panel.plot(values.index, values, style, color=color, label=algo)
+    # Several losses lie on each other: dashes of different phase let all of them show.
+    styles = [
+        f"{'k' if algo == REFERENCE else f'C{i % 10}'}{('-', '--', '-.', ':')[i % 4]}" for i, algo in enumerate(ROWS)
+    ]
+    for panel, (num_tokens, name) in zip(panels.flat, itertools.product(lengths, MEASURES), strict=True):
+        by_lag(records, num_tokens, name).T.plot(ax=panel, style=styles, legend=False, grid=True)
         panel.set(xlabel="lag, updates", title=f"{MEASURES[name][0]},  T = {num_tokens}")
         if name != "cosine":
             panel.set_yscale("symlog", linthresh=0.1 if name == "bias" else 1)
-        panel.grid(alpha=0.3)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(path, dpi=110)
 
@@ -185,11 +181,12 @@ def write(out: Path) -> None:
     """Write bandit.png and README.md from bandit.jsonl, whose first line says what made it."""
     made, *records = load(out / "bandit.jsonl")
     lengths = sorted({record["tokens"] for record in records})
+    torch_version = made.get("torch") or made["packages"]["torch"]
     draw(records, lengths, out / "bandit.png")
     text = [
         "# Which gradient survives stale data: a tabular softmax bandit",
-        f"`{made['command']}`: commit {made['commit']}; {made['hardware']}; n = {made['n']} random starts, "
-        f"{made['choices']} choices per token, lr {made['lr']}; every loss with its default options.",
+        f"`{made['command']}`: commit {made['commit']}; {made['hardware']}; torch {torch_version}; n = {made['n']} "
+        f"random starts, {made['choices']} choices per token, lr {made['lr']}; every loss with its default options.",
         "Means over the starts (their standard deviations are in `bandit.jsonl`) of "
         + "; ".join(f"{name}, {formula}" for name, (formula, _) in MEASURES.items())
         + ". What is computed, and how exactly, is on top of `scripts/bench/bandit.py`.",

@@ -37,13 +37,12 @@ MAKERS = ("commit", "changes", "size", "hardware", "packages")
 class Arm:
     """One of the things that are compared. `start(logs)` starts it and yields what measures it once.
 
-    The first measurement may wait until the arm is up. Arms of a case end together, each in a thread of its own.
+    A record says by `options` how the arm differs from others. All arms of a case end together, each in a thread.
     """
 
     name: str
     start: Callable[[Path], AbstractContextManager[Callable[[], dict]]]
     options: dict = field(default_factory=dict)
-    """In which it differs from the others, for the record."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Bench:
-    """A script beside this file; `name` is the script's, its folder's in results/ and its records'."""
+    """A script beside this file; `name` is the script's, its folder's in results/ and its records'.
+
+    `cases` gives all cases for a command line, of which --only picks some, or raises ValueError for what cannot be;
+    `report` the paragraphs of table.md, and puts figures into the folder. A record is of what the fields in `key` say,
+    and of a round. The field `shown` is printed after each measurement.
+    """
 
     name: str
     title: str
     cases: Callable[[argparse.Namespace], Iterable[Case]]
-    """All cases for a command line, of which --only picks some. Raises ValueError for what cannot be."""
     report: Callable[[list[dict], Path], Iterable[str]]
-    """Paragraphs of table.md; figures go into the folder."""
     key: tuple[str, ...]
-    """Fields of a record that say what it is of, apart from its round."""
     shown: str = "seconds"
-    """Field that is printed after each measurement."""
     repeats: int = 5
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
 
@@ -184,20 +184,19 @@ def started(name: str, arms: Sequence[Arm]) -> Iterator[dict[str, Callable[[], d
 
 @dataclass(frozen=True)
 class Column:
-    """A number of each record, and what it is held against."""
+    """A number of each record: its key, a heading with its unit, how it is shown, and the factor to that unit.
+
+    `better` is 1 where more is better, and −1 where less is. `against` heads a column beside it: how many times better
+    a row is than the first. `target` is the least median, or the most where less is better; it has two columns beside.
+    """
 
     key: str
     heading: str
-    """With the unit that is shown."""
     form: str = ".2f"
     factor: float = 1.0
-    """From the unit of the record to the one shown."""
     better: int = 0
-    """1 where more is better, −1 where less is, 0 where neither."""
     against: str = ""
-    """Heading of a column beside it: how many times better than the first row this one is. None if empty."""
     target: float | None = None
-    """Of the median: at least, or at most where less is better. In two columns beside it."""
 
     def headings(self) -> list[str]:
         """Of this column and of those beside it."""

@@ -4,12 +4,11 @@ A rig stands still between two steps, so several of them can be measured in turn
 weights are published again and again, under a rising version. A `TrainingRig` is the loop of train_async.py.
 """
 
-import contextlib
 import io
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,19 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.cluster import Cluster
+from cluster.node_watch import NodeWatch
 from cluster.placement import available_cores, place
 from config import Config
-from controller.controller import Controller
-from controller.tickets import PromptSource, TicketSource
-from controller.workers import Workers
-from data.models import load_tokenizer, resolve_model
 from data.records import Group
-from data.tasks import load_task
-from job.node import Node
-from job.probe import Probe
+from job.node import Start, start_rollout
 from job.publisher import Publisher
 from job.step_log import StepLog
-from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 from scripts.bench.work import NO_LEARNING, run_work_worker
 from trainer import batch
@@ -55,19 +48,15 @@ class Rig:
         """Of the weights that are published next."""
         self.published_at: dict[int, float] = {}
         """Unix time by version."""
-        self.node = self._make_node(worker_main)
-        self.controller = self.node.controller
+        self.worker_main = worker_main
 
-    def _make_node(self, worker_main: Callable) -> Node:
-        config, task = self.config, load_task(self.config.task, self.config.seed)
-        placement, model_path = place(config, 0, available_cores(), 1), resolve_model(config.model, config.task)
-        tokenizer = load_tokenizer(model_path)
-        prompts = PromptSource(task.train_problem, [], lambda problem: task.encode_prompt(problem, tokenizer))
-        run, clock = RunDirectory(config), TrainerClock()
-        workers = Workers(config, placement, model_path, run.path, worker_main)
-        controller = Controller(config, workers, TicketSource(config, prompts), run.record, clock)
-        fields = config, Cluster(), placement, torch.device("cpu"), model_path, clock, Probe(config)
-        return Node(*fields, run, tokenizer, controller)
+    def start(self, on_end: ExitStack) -> None:
+        """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
+        alone, cpu, placement = Cluster(), torch.device("cpu"), place(self.config, 0, available_cores(), 1)
+        start = Start(self.config, alone, placement, cpu, TrainerClock(), self.worker_main, on_end, NodeWatch(alone))
+        with quiet():
+            self.node = start_rollout(start)
+        self.controller = self.node.controller
 
     def connect(self) -> None:
         """Wait until the engines are up, and join them to the weights."""
@@ -147,13 +136,10 @@ class TrainingRig(Rig):
 @contextmanager
 def running(rig: Rig) -> Iterator[Rig]:
     """A rig whose engines are up; nothing of it is left afterwards."""
-    try:
-        rig.controller.launch()
+    with ExitStack() as on_end:
+        rig.start(on_end)
         rig.connect()
         yield rig
-    finally:
-        rig.controller.stop()
-        rig.node.run.close()
 
 
 @contextmanager
@@ -169,7 +155,7 @@ def one_rank() -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the progress that a run prints."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    with redirect_stdout(io.StringIO()):
         yield
 
 

@@ -21,6 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import pandas
+from matplotlib.figure import Figure
+
 from config import Config
 from data.records import Group, Trajectory
 from scripts.bench import harness
@@ -181,25 +184,17 @@ def report(records: list[dict], out: Path) -> Iterator[str]:
 
 
 def draw(measured: dict[str, list[dict]], path: Path) -> None:
-    """Write the figure: a panel per comparison; bars are medians, lines their minimum to maximum, dots measurements."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Write the figure: a panel per comparison; bars are medians, lines their minimum to maximum."""
     drawn = [comparison for comparison in COMPARISONS if comparison.name in measured]
-    num_rows = -(-len(drawn) // 3)
-    figure = Figure(figsize=(18, 3 * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(18, 3 * math.ceil(len(drawn) / 3)), layout="constrained")
     for index, comparison in enumerate(drawn):
-        panel, column = figure.add_subplot(num_rows, 3, index + 1), comparison.columns[0]
-        arms = harness.rounds(measured[comparison.name], "arm")
-        for row, values in enumerate(map(column.values, arms.values())):
-            panel.barh(row, statistics.median(values), color="C0", alpha=0.6)
-            panel.plot([min(values), max(values)], [row, row], "k-", linewidth=1)
-            panel.plot(values, [row] * len(values), "k.", markersize=3)
-        panel.set_yticks(range(len(arms)), arms)
-        panel.invert_yaxis()
-        panel.set(title=f"{comparison.name}, n = {min(map(len, arms.values()))}", xlabel=column.heading)
-        panel.grid(axis="x", alpha=0.3)
+        arms, column = harness.rounds(measured[comparison.name], "arm"), comparison.columns[0]
+        values = pandas.DataFrame({arm: pandas.Series(column.values(found)) for arm, found in arms.items()})
+        values = values[values.columns[::-1]]  # from the bottom
+        medians = values.median()
+        panel = figure.add_subplot(math.ceil(len(drawn) / 3), 3, index + 1)
+        medians.plot.barh(ax=panel, xerr=[medians - values.min(), values.max() - medians], alpha=0.6)
+        panel.set(title=f"{comparison.name}, n = {values.count().min()}", xlabel=column.heading)
     figure.savefig(path, dpi=110)
 
 
