@@ -128,21 +128,17 @@ def token_drift(current: Tensor, behavior: Tensor) -> float:
 def study(num_tokens: int, num_choices: int, max_lag: int, num_starts: int, lr: float) -> list[dict]:
     """One record per loss and lag: the MEASURES and the drift, each as mean and standard deviation over the starts."""
     arms, rewards = all_arms(num_tokens, num_choices)
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    found = []
     for seed in range(num_starts):
         path = policies(max_lag, num_choices, lr, arms, rewards, seed)
         true = true_gradient(path[-1], arms, rewards)
         for lag, algo in itertools.product(range(max_lag + 1), ROWS):
             values = measure(*arm_gradients(algo, path[-1], path[-1 - lag], arms, rewards), true)
-            values["drift"] = token_drift(path[-1], path[-1 - lag])
-            found.setdefault((algo, lag), []).append(values)
-    spreads = {of: pandas.DataFrame(runs).agg(["mean", "std"]) for of, runs in found.items()}
-    return [
-        {"tokens": num_tokens, "algo": algo, "lag": lag}
-        | both.loc["mean"].to_dict()
-        | both.loc["std"].dropna().add_suffix("_sd").to_dict()
-        for (algo, lag), both in spreads.items()
-    ]
+            drift = token_drift(path[-1], path[-1 - lag])
+            found.append({"tokens": num_tokens, "algo": algo, "lag": lag, **values, "drift": drift})
+    starts = pandas.DataFrame(found).groupby(["tokens", "algo", "lag"], sort=False)
+    spreads = starts.std().dropna(axis=1).add_suffix("_sd")
+    return starts.mean().join(spreads).reset_index().to_dict("records")
 
 
 def by_lag(records: list[dict], num_tokens: int, name: str) -> pandas.DataFrame:
@@ -181,12 +177,13 @@ def write(out: Path) -> None:
     """Write bandit.png and README.md from bandit.jsonl, whose first line says what made it."""
     made, *records = load(out / "bandit.jsonl")
     lengths = sorted({record["tokens"] for record in records})
-    torch_version = made.get("torch") or made["packages"]["torch"]
+    dirty, torch_version = ", with changes" * made.get("dirty", False), made.get("torch") or made["packages"]["torch"]
     draw(records, lengths, out / "bandit.png")
     text = [
         "# Which gradient survives stale data: a tabular softmax bandit",
-        f"`{made['command']}`: commit {made['commit']}; {made['hardware']}; torch {torch_version}; n = {made['n']} "
-        f"random starts, {made['choices']} choices per token, lr {made['lr']}; every loss with its default options.",
+        f"`{made['command']}`: commit {made['commit']}{dirty}; {made['hardware']}; torch {torch_version}; "
+        f"n = {made['n']} random starts, {made['choices']} choices per token, lr {made['lr']}; every loss with "
+        "its default options.",
         "Means over the starts (their standard deviations are in `bandit.jsonl`) of "
         + "; ".join(f"{name}, {formula}" for name, (formula, _) in MEASURES.items())
         + ". What is computed, and how exactly, is on top of `scripts/bench/bandit.py`.",

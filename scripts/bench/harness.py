@@ -156,8 +156,9 @@ def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> N
             new = case.records(found) if case.records else [{"options": arm.options, **found[arm.name]}]
             for record in ({**of, **record, **made} for record in new):
                 add(record, path, bench.key)
-                what = ", ".join(str(record[name]) for name in bench.key)
-                print(f"{what} {of['repeat'] + 1}/{repeats}: {bench.shown} {record.get(bench.shown)}", flush=True)
+                what, number = ", ".join(str(record[name]) for name in bench.key), record.get(bench.shown)
+                shown = f"{number:.4g}" if isinstance(number, float) else number
+                print(f"{what} {of['repeat'] + 1}/{repeats}: {bench.shown} {shown}", flush=True)
             found = {}
 
 
