@@ -24,7 +24,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -292,26 +292,13 @@ def cpu_seconds(rig: Rig) -> dict[str, float]:
 # What is recorded and shown
 
 
-@dataclass(frozen=True)
-class Part:
-    """What is ours and what it is divided by: a line of parts.toml, where it says what is what."""
-
-    ours: str
-    limit: str = ""
-    form: str = ".3f"
-    factor: float = 1.0
-    target: float | None = None
-    better: int = 1
-    speed_up: bool = False
-
-
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PARTS = {name: Part(**fields) for name, fields in _TABLES.items()}
+PARTS: dict[str, dict] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""Name of each part -> what is shown of it, and how; parts.toml says what is what."""
 
 
 def record(name: str, ours: float, limit: float | None = None, **more) -> dict:
     """One measurement of a part; `more` are numbers beside it."""
-    ratio = None if limit is None else (limit / ours if PARTS[name].speed_up else ours / limit)
+    ratio = None if limit is None else (limit / ours if "speed_up" in PARTS[name] else ours / limit)
     return {"part": name, "ours": ours, "limit": limit, "ratio": ratio, **more}
 
 
@@ -329,20 +316,15 @@ def against_memcpy(name: str, found: dict[str, dict]) -> Iterator[dict]:
         yield record(f"stage {name}", m["bytes"] / m["stage_s"], limit)
 
 
-def against_halves(found: dict[str, dict]) -> Iterator[dict]:
-    """Overlap, pause and speed-up of whole steps."""
+def against_synchronous(task: str, found: dict[str, dict]) -> Iterator[dict]:
+    """Speed-up over α = 0, and for the task whose halves are measured too, overlap and pause."""
     for ratio in (1, 2):
         m = found[f"α={ratio}"]
-        yield record(f"overlap α={ratio}", m["step_s"], max(m["generate_alone_s"], m["train_alone_s"]), **m)
-        yield record(f"pause α={ratio}", m["pause_s"], m["step_s"])
-        yield record(f"speed-up natural α={ratio}", m["step_s"], found["α=0"]["step_s"])
-
-
-def against_synchronous(found: dict[str, dict]) -> Iterator[dict]:
-    """Speed-up where environments are slow."""
-    for ratio in (1, 2):
-        m = found[f"α={ratio}"]
-        yield record(f"speed-up frozen_lake α={ratio}", m["step_s"], found["α=0"]["step_s"], **m)
+        halves = "generate_alone_s" in m
+        if halves:
+            yield record(f"overlap α={ratio}", m["step_s"], max(m["generate_alone_s"], m["train_alone_s"]), **m)
+            yield record(f"pause α={ratio}", m["pause_s"], m["step_s"])
+        yield record(f"speed-up {task} α={ratio}", m["step_s"], found["α=0"]["step_s"], **({} if halves else m))
 
 
 def cases(given: argparse.Namespace) -> Iterator[Case]:
@@ -362,10 +344,14 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
     arms = [Arm(f"queue {n} per message", partial(echoing, NATURAL.config(), n, size["queue_steps"])) for n in (1, 16)]
     yield Case("queue", arms, lambda found: [record(name, m["cpu_us"], **m) for name, m in found.items()])
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
-    yield Case("job", [_of_ratio(config, size, halves=config.async_ratio > 0) for config in configs], against_halves)
+    yield Case(
+        "job",
+        [_of_ratio(config, size, halves=config.async_ratio > 0) for config in configs],
+        partial(against_synchronous, "natural"),
+    )
     configs = [Config(**FROZEN_LAKE, async_ratio=ratio).checked() for ratio in (0.0, 1.0, 2.0)]
     arms = [_of_ratio(config, size, worker_main=run_latency_worker(LATENCY)) for config in configs]
-    yield Case("frozen_lake", arms, against_synchronous)
+    yield Case("frozen_lake", arms, partial(against_synchronous, "frozen_lake"))
 
 
 def _of_ratio(config: Config, size: dict, **options) -> Arm:
@@ -385,15 +371,16 @@ def rows(records: list[dict]) -> Iterator[list[str]]:
     """The cells of each part."""
     of_parts = harness.rounds(records, "part")
     for name, part, found in ((name, part, of_parts[name]) for name, part in PARTS.items() if name in of_parts):
-        columns = [Column(key, key, part.form, part.factor) for key in ("ours", "limit")]
-        columns.append(Column("ratio", "ratio", ".3f", better=part.better, target=part.target))
+        form, factor = part.get("form", ".3f"), part.get("factor", 1.0)
+        columns = [Column("ours", "ours", form, factor), Column("limit", "limit", form, factor)]
+        columns.append(Column("ratio", "ratio", ".3f", better=part.get("better", 1), target=part.get("target")))
         cells = [cell for column in columns for cell in column.cells(found, found)]
-        yield [name, part.ours, str(len(found)), *cells, *["–"] * (5 - len(cells)), part.limit or "–"]
+        yield [name, part["ours"], str(len(found)), *cells, *["–"] * (5 - len(cells)), part.get("limit", "–")]
 
 
 def summary(records: list[dict]) -> list[str]:
     """Markdown lines of the parts that have a limit: ratio and target."""
-    of_limit = ((r[0], r[1].split(",")[0], r[8], *r[5:8]) for r in rows(records) if PARTS[r[0]].limit)
+    of_limit = ((r[0], r[1].split(",")[0], r[8], *r[5:8]) for r in rows(records) if "limit" in PARTS[r[0]])
     return harness.markdown(["part", "what", "against", "ours ÷ limit", "target", "reached"], of_limit)
 
 

@@ -120,6 +120,8 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
         rig.step()  # workers say at an update what they have sampled since the one before
     rig.wait_until_idle()
     rest = rig.controller.take_report()
+    rebuilds = rig.config.on_update in ("recompute", "resume")
+    rebuilt = [t for groups in batches for group in groups for t in group.trajectories if rebuilds]
     found = {
         "seconds": seconds,
         "seconds_per_step": seconds / steps,
@@ -127,7 +129,7 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
         "pause_s": statistics.fmean(first.pauses_s + rest.pauses_s),
         "update_s": statistics.fmean(rig.update_seconds(first_version)),
         "discarded_per_step": (first.sampled.discarded + rest.sampled.discarded) / steps,
-        "recomputed_per_step": recomputed(batches, rig.config) / steps,
+        "recomputed_per_step": sum(map(recomputed_tokens, rebuilt)) / steps,
         "ledger": {k: n - before[k] for k, n in rest.ledger.items() if n > before[k] and not k.endswith("resident")},
     }
     if counts_sampled:  # what APRIL (arXiv 2509.18521) measures: new tokens, and how many of them continue a response
@@ -147,15 +149,8 @@ def trained(batches: list[list[Group]], first_version: int, seconds: float) -> d
     return {"groups": sum(map(len, batches)), "tokens": tokens, **shares}
 
 
-def recomputed(batches: list[list[Group]], config: Config) -> int:
-    """Tokens that engines which keep no KV computed anew for these batches."""
-    if config.on_update not in ("recompute", "resume"):
-        return 0
-    return sum(recomputed_tokens(t) for groups in batches for group in groups for t in group.trajectories)
-
-
 def recomputed_tokens(trajectory: Trajectory) -> int:
-    """Tokens before each change of version, prompt included."""
+    """Tokens before each change of version, prompt included: what an engine computes anew if it keeps no KV."""
     versions = trajectory.policy_versions
     return sum(i for i in range(1, len(versions)) if -1 < versions[i - 1] < versions[i])
 

@@ -87,7 +87,7 @@ def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
 def test_whole_steps_give_overlap_pause_and_speed_up():
     of_ratio = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
     found = {"α=0": {"step_s": 2.0}, "α=1": {"step_s": 1.25, **of_ratio}, "α=2": {"step_s": 1.0, **of_ratio}}
-    ratios = {r["part"]: r["ratio"] for r in parts.against_halves(found)}
+    ratios = {r["part"]: r["ratio"] for r in parts.against_synchronous("natural", found)}
     assert ratios["overlap α=1"] == 1.25 and ratios["pause α=2"] == 0.1 and ratios["speed-up natural α=1"] == 1.6
 
 
