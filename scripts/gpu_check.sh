@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measurements on the first GPU, in one table: bash scripts/gpu_check.sh [options of scripts/bench_gpu.py]
+# Tests and measurements on the first GPU, in one table: bash scripts/gpu_check.sh [options of scripts/bench/gpu.py]
 # Installs nothing, needs no network, takes eight minutes at most. Without a GPU it says so, checks nothing, exits with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,4 +12,4 @@ if [ "$gpus" -eq 0 ]; then
     echo "gpu_check: skipped, nothing was checked: torch $("$python" -c 'import torch; print(torch.__version__)') sees no NVIDIA GPU"
     exit 0
 fi
-exec "$python" scripts/bench_gpu.py "$@"
+exec "$python" scripts/bench/gpu.py "$@"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench_gpu import on_update
+from scripts.bench.gpu import on_update
 from scripts.qwen3_shapes import save_random_qwen3
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,7 @@ import torch
 
 from cluster.memory import GIB, kv_bytes_per_token
 from cluster.shape import read_shape
-from scripts.bench_gpu import on_update
-from scripts.bench_gpu_parts import Pair
-from scripts.bench_gpu_setup import Setup, one_rank
+from scripts.bench.gpu_setup import Pair, Setup, one_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -32,7 +30,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def session(needs_gpu, tmp_path_factory):
-    setup = Setup("cuda", "0.6b", tmp_path_factory.mktemp("models"), on_update())
+    setup = Setup("cuda", "0.6b", tmp_path_factory.mktemp("models"))
     with one_rank("cuda"):
         pair = Pair(setup, async_ratio=0.0, colocate="sleep")
         yield Session(pair)

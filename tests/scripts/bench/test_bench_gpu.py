@@ -1,15 +1,11 @@
 """The GPU bench: its arithmetic, its table, and that a part that fails leaves the others."""
 
-import json
-
 import pytest
 
 from cluster.shape import ModelShape
-from scripts import bench_gpu
-from scripts.bench_gpu import Part, chosen, last_error, run_parts, table
-from scripts.bench_gpu_parts import job_numbers
-from scripts.bench_gpu_setup import Setup
-from scripts.bench_gpu_trainer import throughput, trainer, training_flops
+from scripts.bench import gpu, harness
+from scripts.bench.gpu_parts import FUNCTIONS, job_numbers, throughput, trainer, training_flops
+from scripts.bench.gpu_setup import Setup
 
 
 def brute_force_flops(layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, num_trained):
@@ -52,7 +48,8 @@ def test_a_jobs_numbers_leave_the_warm_up_out_but_not_its_disagreement():
 
 
 def record(part, **numbers):
-    return {"part": part, "kind": part.split()[0], "size": part.split()[1], "numbers": numbers}
+    kind, model = part.split()
+    return {"case": part, "kind": kind, "model": model, "gpu": None, "numbers": numbers}
 
 
 JOB = {"step_s": 3.0, "spread_s": 0.1, "steps": 4, "publish_s": 0.02, "tokens_per_s": 9e3, "peak_gib": 20.0,
@@ -60,7 +57,7 @@ JOB = {"step_s": 3.0, "spread_s": 0.1, "steps": 4, "publish_s": 0.02, "tokens_pe
 
 
 def test_the_table_has_a_row_for_every_number_and_every_failure():
-    shown = table(
+    shown = gpu.table(
         [
             record("sync 0.6b", transport="ipc", gb=1.2, stage_s=0.01, load_s=0.05, spread_s=0.004, gb_per_s=20.0,
                    rounds=5, gap_mean=3e-3, gap_max=0.03, gap_tokens=1020, trainer_peak_gib=5.0, gpu_used_gib=50.0),
@@ -69,46 +66,57 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
             record("job-sync 0.6b", **JOB),
             record("job-async 0.6b", **JOB | {"step_s": 2.0}),
             record("tests -", summary="30 passed, 2 skipped"),
-            {"part": "trainer 0.6b", "kind": "trainer", "size": "0.6b", "failed": "exited with 1; oh", "log": "/tmp/x"},
+            {"case": "trainer 0.6b", "kind": "trainer", "failed": "exited with 1; oh (/tmp/x)"},
         ]
     )  # fmt: skip
     rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
     assert "1.20 GB in 0.010 + 0.050 s (trainer + engine), 20.0 GB/s" in rows["weight sync 0.6b, ipc"]
     assert "mean 3.00e-03" in rows["|engine − trainer| 0.6b, nats"]
     assert rows["rollout over bare vLLM"].endswith("0.90")
-    assert rows["job async over job sync"].endswith("1.50× faster per step")
+    assert rows["job-async over job-sync"].endswith("1.50× faster per step")
     assert rows["trainer 0.6b"].endswith("exited with 1; oh (/tmp/x)")
-    assert "30 passed" in rows["tests/gpu"] and len(rows) == 11
+    assert rows["memory, job-sync 0.6b"].endswith("20.0 GiB peak of the trainer")
+    assert "30 passed" in rows["tests/gpu"] and len(rows) == 15
 
 
 def test_the_last_error_is_what_a_failed_part_says():
     log = "starting\nValueError: no room\nTraceback\nRuntimeError: engine died\ncleaning up\n"
-    assert last_error(log) == "RuntimeError: engine died"
-    assert last_error("a\nb\n") == "b"
-    assert last_error("") == "it printed nothing"
+    assert gpu.last_error(log) == "RuntimeError: engine died"
+    assert gpu.last_error("a\nb\n") == "b"
+    assert gpu.last_error("") == "it printed nothing"
 
 
-def test_parts_are_chosen_by_kind_or_name_and_unknown_ones_refused():
-    assert [part.name for part in chosen("cuda", None, ["sync"])] == ["sync 0.6b", "sync 1.7b", "sync 4b"]
-    assert [part.name for part in chosen("cuda", None, ["sync 4b", "tests"])] == ["sync 4b", "tests -"]
-    assert {part.size for part in chosen("cpu", None, None)} == {"tiny"}
-    with pytest.raises(ValueError, match="--only 'sinc' is none of"):
-        chosen("cuda", None, ["sinc"])
-    assert sum(part.limit_s for part in bench_gpu.PARTS[:2]) < bench_gpu.BUDGET_S
+def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budget():
+    kinds = {part.split()[0] for part in (*gpu.PARTS, *gpu.TINY_PARTS)}
+    assert kinds == FUNCTIONS.keys() == gpu.ROWS.keys()
+    assert sum(list(gpu.PARTS.values())[:2]) < gpu.BUDGET_S
 
 
-def test_parts_that_fail_or_have_no_time_left_leave_the_others(tmp_path):
+def run_bench(monkeypatch, out, *options):
+    """Records and exit status of the bench on the CPU."""
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--out", str(out), *options])
+    with pytest.raises(SystemExit) as exited:
+        gpu.main()
+    return harness.load(out / "gpu.jsonl"), exited.value.code
+
+
+def test_parts_that_fail_or_have_no_time_left_leave_the_others(tmp_path, monkeypatch, capsys):
     """Real processes: one ends with an error, one is ended, one has no time left."""
-    parts = [Part("no-such-part", "tiny", 30), Part("trainer", "no-such-size", 0.2), Part("trainer", "tiny", 1000)]
-    records = run_parts(parts, "cpu", 30, {"commit": "x"}, tmp_path / "bench.jsonl")
+    monkeypatch.setattr(gpu, "TINY_PARTS", {"no-such-part tiny": 30, "trainer no-such-size": 0.2, "trainer tiny": 1000})
+    records, status = run_bench(monkeypatch, tmp_path, "--budget-s", "30")
     assert "exited with 1; KeyError: 'no-such-part'" in records[0]["failed"]
     assert "took more than 0 s" in records[1]["failed"]
-    assert "not run" in records[2]["failed"]
-    lines = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
-    assert [line["commit"] for line in lines] == ["x"] * 3
+    assert "not run" in records[2]["failed"] and "commit" in records[2]
+    assert status == 1 and capsys.readouterr().out.count("not run") == 1
+
+
+def test_what_was_measured_on_the_cpu_stays_out_of_the_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    _, status = run_bench(monkeypatch, tmp_path / "results" / "gpu")
+    assert status == 2 and "keep it out of results/ with --out" in capsys.readouterr().err
 
 
 def test_the_trainer_part_really_runs_on_the_cpu(tmp_path):
-    found = trainer(Setup("cpu", "tiny", tmp_path, "keep"))
+    found = trainer(Setup("cpu", "tiny", tmp_path))
     assert 0 < found["mfu"] < 1 and found["tokens_per_s"] > 0
-    assert "MFU of the trainer tiny" in table([record("trainer tiny", **found)])
+    assert "MFU of the trainer tiny" in gpu.table([record("trainer tiny", **found)])

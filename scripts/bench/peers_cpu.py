@@ -1,4 +1,4 @@
-"""What TRL 1.16 lacks to run without a GPU, and forced lengths for its three ways to generate; see bench_peers.py.
+"""What TRL 1.16 lacks to run without a GPU, and forced lengths for its three ways to generate; see peers.py.
 
 Each replacement is the fastest that we have. Runs in the peers' own environment.
 """
@@ -17,17 +17,14 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from scripts.bench_peers_attention import varlen_attention
-from scripts.bench_work import Work, work_of
+from scripts.bench.work import Work, work_of
 from weights.shm import ShmTransport
 from weights.transport import ParameterSpec
 
-# The asynchronous trainer: TRL takes its attention from a CUDA kernel, whatever the device
 
-
-def use_no_gpu() -> None:
-    """Have TRL's packed attention computed by torch, and its utilisation of a GPU left out."""
-    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+def use_no_gpu(attention: Callable[..., Tensor]) -> None:
+    """Give the asynchronous trainer, whose packed attention is a CUDA kernel, another one, and measure no GPU."""
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
 
 
@@ -42,6 +39,7 @@ class ShmWeightTransfer:
 
     def __init__(self, server_url: str):
         self.client = VLLMClient(server_url)
+        self.pause, self.resume = self.client.pause, self.client.resume
         self.named_parameters: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
         self._version = 0
 
@@ -51,9 +49,6 @@ class ShmWeightTransfer:
         self.client.wait_for_server_ready()
         self.client.init_weight_transfer_engine(self._transport.init_info())
 
-    def pause(self) -> None:
-        self.client.pause()
-
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         staged = self._transport.stage(self._version, iterator)
         self.client.start_weight_update()
@@ -62,9 +57,6 @@ class ShmWeightTransfer:
         self.client.finish_weight_update()
         self._transport.announce(staged)
         self._version += 1
-
-    def resume(self) -> None:
-        self.client.resume()
 
     def destroy(self) -> None:
         pass

@@ -1,0 +1,309 @@
+"""Ours against TRL on the same work, on the CPU: `python scripts/bench/peers.py`.
+
+Model, task, reward, batch (32 groups of 8), token limits, optimizer (AdamW, 1e-3 after 5 steps of warm-up, clipped at
+norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in work.py: on `natural` the policy
+ends its responses, learning is real, and weights are kept every few steps and scored afterwards, on the same 256
+held-out problems for all; on `short` and `long` lengths are forced, by the same law, and only speed is measured. TRL
+comes into a folder of its own on top of .venv, so that torch, transformers and vLLM are the same ones.
+
+Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
+checkpointing, bfloat16, saving, prompt shuffling or reference model. `generate` is transformers' with its cache; it
+is on policy and needs no log-probs. `colocate` is vLLM in the trainer's process with our engine options, without the
+importance correction, which would cost a forward pass to correct by 1e-6. `async` is TRL's asynchronous trainer and a
+vLLM server with our engine options, its default staleness of 4, and 256 samples in each step. Where TRL cannot run
+without a GPU, it gets the fastest that we have (peers_cpu.py): weights through shared memory, torch's attention,
+vLLM's reload. One thread and two are tried; what is compared is the best arm of each.
+
+Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the
+steps to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to
+an accuracy is from the start of the process to the weights that have it, infinite for a run without such weights.
+
+The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time per sample that
+it takes; and for comparison generation alone (two workers of one thread) and training alone (two threads).
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cluster.processes import kill_session
+from data.models import resolve_model
+from data.tasks import load_task
+from data.tiny import sampled_accuracy
+from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, markdown, rounds, table
+from scripts.bench.work import MODEL_TASK, WORKS
+
+PINS = ("trl==1.16.0", "accelerate==1.15.0")
+"""What .venv lacks of TRL."""
+TIMEOUT_S = 900.0
+POLL_S = 2.0
+STEPS = {"natural": 64, "short": 32, "long": 16}
+SYNCHRONOUS_STEPS = {"natural": 64, "short": 32, "long": 6}
+"""Of TRL's synchronous modes, which take up to ten times as long, and begin every step with nothing in store."""
+SNAPSHOT_EVERY = 4
+TINY_STEPS = 5
+EVAL_PROBLEMS = 256
+WANTED_ACCURACY = 0.8
+TARGETS = {"natural": 2.0, "short": 1.0, "long": 2.0}
+"""Samples/s of our best arm, in multiples of the best arm of TRL."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What an arm runs to do a work."""
+
+    mode: str
+    """Of TRL; or train, for ours, or generate or learn, for one half of ours."""
+    is_peer: bool = False
+    """Whether it is TRL's."""
+    threads: int = 1
+    """OMP_NUM_THREADS; ours places its threads itself."""
+    options: dict = field(default_factory=dict)
+    """Of Config."""
+
+    def steps(self, work: str) -> int:
+        """Steps of a run that is long enough for a steady state."""
+        return (SYNCHRONOUS_STEPS if self.is_peer and self.mode != "async" else STEPS)[work]
+
+    def learns(self, work: str) -> bool:
+        """Whether weights are worth keeping: not with forced lengths, and not of half the work."""
+        return work == "natural" and (self.is_peer or self.mode == "train")
+
+
+WAYS = {
+    "ours α=1": Way("train", options={"async_ratio": 1.0}),
+    "ours α=2": Way("train", options={"async_ratio": 2.0}),
+    "ours α=2, 2 workers": Way("train", options={"async_ratio": 2.0, "num_rollout_workers": 2}),
+    "TRL generate, 1 thread": Way("generate", is_peer=True),
+    "TRL generate, 2 threads": Way("generate", is_peer=True, threads=2),
+    "TRL colocate, 1 thread": Way("colocate", is_peer=True),
+    "TRL colocate, 2 threads": Way("colocate", is_peer=True, threads=2),
+    "TRL async, 1 thread": Way("async", is_peer=True),
+    "generation alone": Way("generate"),
+    "training alone": Way("learn"),
+}
+
+
+def install(folder: Path) -> None:
+    """Install TRL into a folder, unless it is there. Raises ValueError if that fails."""
+    if all((folder / f"{pin.replace('==', '-')}.dist-info").exists() for pin in PINS):
+        return
+    print(f"installing {', '.join(PINS)} into {folder}", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--upgrade", "--target", str(folder), *PINS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
+
+
+# One measurement
+
+
+def measure(way: Way, work: str, peers: Path, tiny: bool, logs: Path) -> dict:
+    """Run from start to end, with TRL from the folder `peers`. Returns what its steps and its processes say."""
+    model_path, steps = resolve_model("tiny", MODEL_TASK), TINY_STEPS if tiny else way.steps(work)
+    out = Path(tempfile.mkdtemp(prefix=f"{way.mode}-{work}-", dir=logs))
+    options = {"mode": way.mode, "work": work, "steps": steps, "out": str(out), **way.options}
+    options |= {"model": model_path} if way.is_peer else {}
+    options |= {"snapshot_every": min(SNAPSHOT_EVERY, steps)} if way.learns(work) else {}
+    script = ROOT / "scripts" / "bench" / ("peers_trl.py" if way.is_peer else "peers_ours.py")
+    started_at = time.time()
+    looks = run([sys.executable, str(script), json.dumps(options)], environment(way, peers), out / "log")
+    lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    found = {"work": work, "steps": steps, "peer": PINS[0], **steady_state(lines)}
+    found["start_s"] = lines[0]["time"] - started_at
+    found["cores_busy"] = cores_busy(looks, lines[len(lines) // 4]["time"], lines[-1]["time"])
+    found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
+    found |= {"cores": len(os.sched_getaffinity(0)), "peak_memory_gb": max(memory for *_, memory in looks) / 1e9}
+    if way.learns(work):
+        found["curve"] = accuracy_curve(out, model_path, started_at)
+        found["to_accuracy_s"] = seconds_to(found["curve"])
+    return found
+
+
+def environment(way: Way, peers: Path) -> dict[str, str]:
+    """Variables that Python, vLLM, torch and transformers read."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *[str(peers)] * way.is_peer]),
+        "OMP_NUM_THREADS": str(way.threads), "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+        # TRL looks into the engine of its own process, and the asynchronous trainer's server has one of its own.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if way.mode == "colocate" else "1",
+    }  # fmt: skip
+
+
+def run(command: list[str], environment: dict[str, str], log: Path) -> list[tuple[float, float, int]]:
+    """Run a command to its end. Returns what `look` saw now and then.
+
+    Raises RuntimeError, with the last lines of its log, if it fails or takes longer than TIMEOUT_S.
+    """
+    with open(log, "w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    looks, deadline = [(time.time(), 0.0, 0)], time.monotonic() + TIMEOUT_S
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            looks.append(look(process.pid))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(POLL_S, TIMEOUT_S))
+    finally:
+        kill_session(process.pid)  # what is left of it, if anything
+    if process.returncode != 0:
+        status = f"none after {TIMEOUT_S:g} s" if process.returncode is None else process.returncode
+        lines = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}; its last lines, of {log}:\n{lines}")
+    return looks
+
+
+def look(pid: int) -> tuple[float, float, int]:
+    """Unix time, CPU time (s) and memory (bytes, shared pages once) of a process and its descendants that are alive."""
+    at, cpu_s, memory = time.time(), 0.0, 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                cpu_s += sum(process.cpu_times()[:2])  # user and system
+                memory += process.memory_full_info().pss
+    return at, cpu_s, memory
+
+
+def cores_busy(looks: list[tuple[float, float, int]], start: float, end: float) -> float:
+    """Cores kept busy between two Unix times, up to the last look before the second: soon after it processes end, and
+    what they used is not seen any more. 0 if nobody looked in between."""
+    seen = [(at, seconds) for at, seconds, _ in looks if at <= end]
+    if not seen or seen[-1][0] <= start:
+        return 0.0
+    at, used = zip(*seen, strict=True)
+    return float(used[-1] - np.interp(start, at, used)) / (at[-1] - start)
+
+
+def steady_state(lines: list[dict]) -> dict[str, float]:
+    """Rates from the end of the first quarter of the steps to the end of the last one."""
+    first = len(lines) // 4
+    steady, seconds = lines[first + 1 :], lines[-1]["time"] - lines[first]["time"]
+    samples, tokens = (sum(line[name] for line in steady) for name in ("samples", "tokens"))
+    rates = {"samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
+    return {"step_s": seconds / len(steady), **rates, "tokens_per_sample": tokens / samples}
+
+
+def accuracy_curve(out: Path, model_path: str, started_at: float) -> list[tuple[int, float, float]]:
+    """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept."""
+    problems = load_task(MODEL_TASK, 0).eval_problems(EVAL_PROBLEMS)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    curve = []
+    for weights in [*out.glob("snapshots/step_*/*.safetensors"), *out.glob("run/checkpoints/step_*/*.safetensors")]:
+        model.load_state_dict(load_file(weights), strict=False)
+        step, seconds = int(weights.parent.name.removeprefix("step_")), weights.stat().st_mtime - started_at
+        curve.append((step, seconds, sampled_accuracy(model, problems)))
+    return sorted(curve)
+
+
+def seconds_to(curve: list[tuple[int, float, float]], wanted: float = WANTED_ACCURACY) -> float | None:
+    """Seconds to the first weights whose accuracy is at least `wanted`, or None if none has it."""
+    return next((seconds for _, seconds, accuracy in curve if accuracy >= wanted), None)
+
+
+# Tables
+
+COLUMNS = {
+    column.key: column
+    for column in (
+        Column("samples_per_s", "samples/s", ".0f"),
+        Column("tokens_per_s", "tokens/s", ".0f"),
+        Column("tokens_per_sample", "tokens per sample", ".1f"),
+        Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
+        Column("cores_busy", "cores busy"),
+        Column("limit", "limit of the machine, samples/s", ".0f"),
+        Column("to_accuracy_s", f"s to held-out {WANTED_ACCURACY:g}", ".0f"),
+        Column("start_s", "s to the end of step 1", ".0f"),
+        Column("peak_memory_gb", "peak memory, GB", ".1f"),
+    )
+}
+
+
+def arms_of(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
+    """Work -> arm -> its records, with the limit of the machine, and an infinite time to what was not reached."""
+    limits = [1e3 * r["cores"] / r["cpu_ms_per_sample"] if r.get("cpu_ms_per_sample") else None for r in records]
+    times = [(r["to_accuracy_s"] or math.inf) if "curve" in r else None for r in records]
+    more = [{**r, "limit": most, "to_accuracy_s": s} for r, most, s in zip(records, limits, times, strict=True)]
+    return {work: rounds(of_work, "arm") for work, of_work in rounds(more, "work").items()}
+
+
+def rate(found: list[dict]) -> float:
+    """Median samples per second."""
+    return statistics.median(r["samples_per_s"] for r in found)
+
+
+def best(arms: dict[str, list[dict]], prefix: str) -> str | None:
+    """The fastest arm whose name begins so."""
+    return max((name for name in arms if name.startswith(prefix)), key=lambda name: rate(arms[name]), default=None)
+
+
+def summary(records: list[dict]) -> list[str]:
+    """Markdown rows: on each work our best arm and TRL's best, ours over TRL's, and the machine's limit for both."""
+    speed, limit, to_accuracy = (COLUMNS[key] for key in ("samples_per_s", "limit", "to_accuracy_s"))
+    rows, columns = [], ()
+    for work, arms in arms_of(records).items():
+        columns = speed, Column("over_peer", "÷ TRL", better=1, target=TARGETS[work]), limit, to_accuracy
+        ours, peer = best(arms, "ours"), best(arms, "TRL")
+        if ours and peer:
+            arms[ours] = [{**r, "over_peer": r["samples_per_s"] / rate(arms[peer])} for r in arms[ours]]
+        for name in filter(None, (ours, peer)):
+            cells = [cell for column in columns for cell in column.cells(arms[name], arms[name])]
+            rows.append([work, name, str(len(arms[name])), *cells])
+    return markdown(["work", "best arms", "n", *(heading for c in columns for heading in c.headings())], rows)
+
+
+def report(records: list[dict], _: Path) -> Iterator[str]:
+    """The best arms, and then all of them, work by work."""
+    yield "\n".join(summary(records))
+    for work, arms in arms_of(records).items():
+        yield "\n".join(table(work, arms, tuple(COLUMNS.values())))
+
+
+# The command line
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What this bench alone can be told."""
+    parser.add_argument("--arms", nargs="+", choices=WAYS, metavar="ARM", help=f"of {', '.join(map(repr, WAYS))}")
+    parser.add_argument("--env", type=Path, default=ROOT / ".peers", help="folder of TRL, made on first use")
+
+
+def cases(given: argparse.Namespace) -> list[Case]:
+    """Each work, done by each of the chosen arms."""
+    names, peers = given.arms or list(WAYS), given.env.absolute()
+    if any(WAYS[name].is_peer for name in names):
+        install(peers)
+
+    def arm(name: str, work: str) -> Arm:
+        run_once = functools.partial(measure, WAYS[name], work, peers, given.size == "tiny")
+        return Arm(name, lambda logs: contextlib.nullcontext(functools.partial(run_once, logs)))
+
+    return [Case(work, [arm(name, work) for name in names], warm_up=0) for work in WORKS]
+
+
+BENCH = Bench(
+    "peers", "Ours and TRL on the same work", cases, report, key=("work", "arm"), shown="samples_per_s", repeats=3,
+    add_options=add_options,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    main(BENCH)

@@ -1,0 +1,216 @@
+"""One training run of TRL for peers.py; writes steps.jsonl and snapshots.
+
+Its one argument is what `main` takes, in JSON. Each mode has the fastest settings found for it that are correct: see
+the top of peers.py.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+
+from data.rewards import score
+from data.tasks import load_task
+from scripts.bench.peers_ours import ended, save_weights
+from scripts.bench.work import GROUP_SIZE, MAX_PROMPT_TOKENS, MODEL_TASK, SAMPLES_PER_STEP, WORKS, Work
+
+NUM_PROBLEMS = 4096
+SEGMENTS_AT_ONCE = 64
+"""Segments of similar length that one call of attention pads to the longest of them."""
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The asynchronous trainer takes conversations only; this one is the text as it is."""
+
+
+class Recorder(TrainerCallback):
+    """Writes a line per optimizer step, and the weights every `snapshot_every` steps."""
+
+    def __init__(self, out: Path, snapshot_every: int):
+        self.out, self.snapshot_every, self._ended_at = out, snapshot_every, 0.0
+
+    def on_step_end(self, arguments, state, control, model=None, **_) -> None:
+        """Stamp the step, before weights are published."""
+        self._ended_at = time.time()
+        if self.snapshot_every and state.global_step % self.snapshot_every == 0:
+            folder = self.out / "snapshots" / f"step_{state.global_step}"
+            save_weights(model.named_parameters(), folder)
+            os.utime(folder / "model.safetensors", (self._ended_at, self._ended_at))
+
+    def on_log(self, arguments, state, control, logs=None, **_) -> None:
+        """Write the step's line; the summary at the end has no lengths."""
+        if (tokens := trained_tokens(logs)) is not None:
+            with open(self.out / "steps.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(ended(state.global_step, self._ended_at, tokens)) + "\n")
+
+
+def trained_tokens(logs: dict) -> float | None:
+    """Response tokens of one step in TRL's log."""
+    if "batch/trained_tokens_per_step" in logs:
+        return logs["batch/trained_tokens_per_step"]
+    mean = logs.get("completions/mean_length")
+    return None if mean is None else mean * SAMPLES_PER_STEP
+
+
+def addition_reward(completions: list, answer: list[str], **_) -> list[float]:
+    """Reward of each completion, a text or a conversation of one message, by the task's own score."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [score(MODEL_TASK, right, text) for right, text in zip(answer, texts, strict=True)]
+
+
+def problems(conversational: bool) -> Dataset:
+    """The task's own training problems, in their order."""
+    task = load_task(MODEL_TASK, seed=0)
+    rows = [task.train_problem(index) for index in range(NUM_PROBLEMS)]
+    prompts = [[{"role": "user", "content": row.prompt}] if conversational else row.prompt for row in rows]
+    return Dataset.from_dict({"prompt": prompts, "answer": [row.answer for row in rows]})
+
+
+def common_options(work: Work, steps: int, out: str) -> dict:
+    """What all three modes share: the batch, the optimizer as ours, float32, and nothing that only costs time."""
+    return {
+        "output_dir": out, "max_steps": steps,
+        "per_device_train_batch_size": SAMPLES_PER_STEP, "gradient_accumulation_steps": 1,
+        "num_generations": GROUP_SIZE, "max_completion_length": work.max_response_tokens, "temperature": 1.0,
+        "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5,
+        "weight_decay": 0.0, "max_grad_norm": 1.0, "epsilon": 0.2,
+        "bf16": False, "gradient_checkpointing": False, "use_cpu": True, "dataloader_pin_memory": False,
+        "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def synchronous_trainer(mode: str, work: Work, model: str, options: dict, recorder: Recorder):
+    """GRPOTrainer, sampling by transformers' generate or by vLLM in the same process."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from scripts.bench import peers_cpu
+
+    if mode == "colocate":
+        peers_cpu.use_our_engine_options()
+        longest = MAX_PROMPT_TOKENS + work.max_response_tokens
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": longest}
+        options |= {"vllm_importance_sampling_correction": False}  # engine and trainer differ by 1e-6 nats here
+    arguments = GRPOConfig(**options, beta=0.0, loss_type="dapo", shuffle_dataset=False)
+    rows = problems(conversational=False)
+    trainer = GRPOTrainer(model, addition_reward, args=arguments, train_dataset=rows, callbacks=[recorder])
+    if work.forced and mode == "colocate":
+        peers_cpu.force_colocated(trainer.vllm_generation.llm, work)
+    elif work.forced:
+        peers_cpu.force_generate(trainer.model, work, trainer.processing_class.eos_token_id)
+    return trainer
+
+
+def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Recorder, url: str):
+    """The asynchronous trainer, sampling by a vLLM server."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    from scripts.bench import peers_cpu
+
+    peers_cpu.use_no_gpu(varlen_attention)
+    if work.forced:
+        peers_cpu.force_async()
+    transfer = peers_cpu.ShmWeightTransfer(url)
+    options |= {"vllm_server_base_url": url, "token_budget": -1, "max_staleness": 4, "weight_sync_steps": 1}
+    trainer = AsyncGRPOTrainer(
+        model,
+        addition_reward,
+        args=AsyncGRPOConfig(**options),
+        train_dataset=problems(conversational=True),
+        processing_class=plain_tokenizer(model),
+        callbacks=[recorder],
+        weight_transfer=transfer,
+    )
+    transfer.named_parameters = trainer.model.named_parameters
+    return trainer
+
+
+def plain_tokenizer(model: str):
+    """The model's tokenizer with a chat template that adds nothing, and an answer that is all content."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {}}}
+    return tokenizer
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, *_, softmax_scale: float, **__
+) -> Tensor:
+    """Causal attention of S segments, as flash_attn_varlen_func: the last query of each sees all of its keys.
+
+    Args: query [N, H, D], key and value [K, H, D]; starts [S + 1] int32. Returns [N, H, D].
+    """
+    lengths_q, lengths_k = starts_q.diff().long(), starts_k.diff().long()
+    computed, positions = [], []
+    for segments in lengths_k.argsort().split(SEGMENTS_AT_ONCE):
+        rows, columns = _rows(starts_q, lengths_q, segments), _rows(starts_k, lengths_k, segments)
+        behind = (lengths_k - lengths_q)[segments, None, None]
+        seen = torch.arange(columns.shape[1]) <= torch.arange(rows.shape[1])[:, None] + behind
+        padded = (t.transpose(1, 2) for t in (query[rows], key[columns], value[columns]))
+        attended = scaled_dot_product_attention(*padded, attn_mask=seen[:, None], scale=softmax_scale)
+        valid = torch.arange(rows.shape[1]) < lengths_q[segments, None]
+        computed.append(attended.transpose(1, 2)[valid])
+        positions.append(rows[valid])
+    return torch.cat(computed)[torch.cat(positions).argsort()]
+
+
+def _rows(starts: Tensor, lengths: Tensor, segments: Tensor) -> Tensor:
+    """Packed positions of some segments, [segments, longest]; past a segment's end its last position."""
+    offsets = torch.arange(int(lengths[segments].max())).minimum(lengths[segments, None] - 1)
+    return starts.long()[segments, None] + offsets
+
+
+@contextlib.contextmanager
+def server(work: Work, model: str, out: Path) -> Iterator[str]:
+    """A vLLM server with the engine options of engine/vllm_setup.py; yields its address, and ends it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+        "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192",
+        "--no-enable-prefix-caching",  # a prefix would outlive the weights it was computed with
+        "--max-model-len", str(MAX_PROMPT_TOKENS + work.max_response_tokens), "--max-num-seqs", "128",
+        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+        "--kv-cache-memory-bytes", str(1 << 30), "--disable-log-stats", "--disable-uvicorn-access-log",
+        "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        "--weight-transfer-config", '{"backend": "shm"}',
+        "--worker-extension-cls", "engine.extension.EngineExtension",
+    ]  # fmt: skip
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # with the endpoints that load weights
+    with open(out / "server.log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def main(mode: str, work: str, model: str, steps: int, out: str, snapshot_every: int = 0) -> None:
+    """Train, and write steps.jsonl and snapshots into the folder `out`. `mode`: generate, colocate or async."""
+    chosen, recorder = WORKS[work], Recorder(Path(out), snapshot_every)
+    options = common_options(chosen, steps, out)
+    with server(chosen, model, Path(out)) if mode == "async" else contextlib.nullcontext() as url:
+        if url:
+            trainer = asynchronous_trainer(chosen, model, options, recorder, url)
+        else:
+            trainer = synchronous_trainer(mode, chosen, model, options, recorder)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

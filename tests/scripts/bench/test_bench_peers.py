@@ -1,0 +1,233 @@
+import json
+import os
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.tasks import load_task
+from data.tiny import VOCABULARY, build_tokenizer, sampled_accuracy
+from data.tiny_model import untrained_model
+from scripts.bench import harness, peers, peers_ours, peers_trl
+
+
+def run_of(arm, work="long", **measured):
+    defaults = {"samples_per_s": 1.0, "tokens_per_s": 2.0, "tokens_per_sample": 2.0, "start_s": 9.0}
+    return {"arm": arm, "work": work, **defaults, "peak_memory_gb": 1.5, **measured}
+
+
+def test_packed_attention_is_causal_attention_of_each_segment_on_its_own():
+    torch.manual_seed(0)
+    lengths_q, lengths_k = [3, 1, 5, 2] * 20, [3, 7, 5, 9] * 20  # more segments than are computed at once
+    starts_q, starts_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
+    query, key, value = (torch.randn(int(starts[-1]), 2, 4) for starts in (starts_q, starts_k, starts_k))
+    packed = peers_trl.varlen_attention(query, key, value, starts_q, starts_k, 5, 9, softmax_scale=0.3, causal=True)
+    for s, (num_q, num_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        for i in range(num_q):
+            seen = slice(int(starts_k[s]), int(starts_k[s]) + num_k - num_q + i + 1)
+            for head in range(2):
+                scores = key[seen, head] @ query[starts_q[s] + i, head] * 0.3
+                expected = scores.softmax(0) @ value[seen, head]
+                torch.testing.assert_close(packed[starts_q[s] + i, head], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_attention_passes_gradients_on():
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    query, key, value = (torch.randn(5, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: peers_trl.varlen_attention(q, k, v, starts, starts, 3, 3, softmax_scale=0.5),
+        (query, key, value),
+    )
+
+
+def test_steady_state_begins_with_the_end_of_the_first_quarter():
+    times = [100.0, 101.0, 102.0, 102.5, 103.0, 103.5, 104.0, 104.5]
+    lines = [{"time": t, "samples": 4, "tokens": 10 + i} for i, t in enumerate(times)]
+    found = peers.steady_state(lines)
+    assert found["step_s"] == 0.5 and found["samples_per_s"] == 8.0
+    assert found["tokens_per_s"] == (13 + 14 + 15 + 16 + 17) / 2.5 and found["tokens_per_sample"] == 75 / 20
+
+
+def test_time_to_an_accuracy_is_that_of_the_first_weights_which_have_it():
+    curve = [(4, 10.0, 0.5), (8, 11.0, 0.81), (12, 12.0, 0.79), (16, 13.0, 0.9)]
+    assert peers.seconds_to(curve) == 11.0
+    assert peers.seconds_to(curve, 0.95) is None
+
+
+def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "EVAL_PROBLEMS", 8)
+    model = untrained_model(VOCABULARY)
+    model.save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    for folder, seconds in (("snapshots/step_12", 30.0), ("run/checkpoints/step_4", 20.0)):
+        (tmp_path / folder).mkdir(parents=True)
+        weights = {name: p.detach() + 0.1 * seconds for name, p in model.named_parameters()}
+        save_file(weights, tmp_path / folder / "model.safetensors")
+        os.utime(tmp_path / folder / "model.safetensors", (1000 + seconds, 1000 + seconds))
+    curve = peers.accuracy_curve(tmp_path, str(tmp_path / "model"), started_at=1000.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 3.0
+    expected = sampled_accuracy(model, load_task("addition", 0).eval_problems(8))
+    assert curve == [(4, 20.0, curve[0][2]), (12, 30.0, expected)]
+
+
+def test_weights_are_kept_under_their_names(tmp_path):
+    peers_ours.save_weights([("a", torch.ones(2)), ("b", torch.zeros(3))], tmp_path / "step_4")
+    assert {name: w.tolist() for name, w in load_file(tmp_path / "step_4/model.safetensors").items()} == {
+        "a": [1.0, 1.0],
+        "b": [0.0, 0.0, 0.0],
+    }
+
+
+def test_steps_of_ours_are_read_from_its_run(tmp_path):
+    events = [{"event": "update"}, {"event": "step", "step": 1, "spans": [["wait", 5.0, 6.0], ["other", 6.0, 6.5]]}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "tokens/trained": 700}) + "\n")
+    assert peers_ours.steps_of(tmp_path) == [{"step": 1, "time": 6.5, "samples": 256, "tokens": 700}]
+
+
+def test_tokens_of_a_step_of_trl_are_read_from_its_log():
+    assert peers_trl.trained_tokens({"completions/mean_length": 2.5}) == 640
+    assert peers_trl.trained_tokens({"completions/mean_length": 3, "batch/trained_tokens_per_step": 7}) == 7
+    assert peers_trl.trained_tokens({"train_runtime": 3.0}) is None
+
+
+def test_trl_is_asked_and_rewarded_as_the_task_says():
+    row, talk = peers_trl.problems(False)[0], peers_trl.problems(True)[0]
+    problem = load_task("addition", 0).train_problem(0)
+    assert row == {"prompt": problem.prompt, "answer": problem.answer}
+    assert talk["prompt"] == [{"role": "user", "content": problem.prompt}]
+    completions = [problem.answer, [{"role": "assistant", "content": "nothing"}]]
+    assert peers_trl.addition_reward(completions, [problem.answer] * 2) == [1.0, 0.0]
+
+
+def test_the_template_of_a_conversation_is_the_text_as_it_is(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = peers_trl.plain_tokenizer(str(tmp_path))
+    prompt = load_task("addition", 0).train_problem(0).prompt
+    messages = [{"role": "user", "content": prompt}]
+    talk = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert talk == tokenizer.encode(prompt)
+
+
+def cells(lines, name):
+    """Heading -> cell of the row of an arm."""
+    heading, row = (next(line for line in lines if what in line).strip("| ").split(" | ") for what in ("| n |", name))
+    return dict(zip(heading, row, strict=True))
+
+
+def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
+    rates = {"ours α=1": 150.0, "ours α=2": 180.0, "TRL a": 30.0, "TRL b": 60.0, "training alone": 1200.0}
+    cost = {"cores": 2, "cpu_ms_per_sample": 10.0, "cores_busy": 1.8}
+    records = [run_of(name, samples_per_s=rate, **cost) for name, rate in rates.items() for _ in range(3)]
+    lines = peers.summary(records)
+    assert len(lines) == 4, "the best of each"
+    ours, peer = cells(lines, "ours α=2"), cells(lines, "TRL b")
+    assert (ours["÷ TRL"], ours["target"], ours["reached"]) == ("3.00 [3.00–3.00]", "≥ 2", "yes")
+    assert peer["÷ TRL"] == "–" and peer["samples/s"] == "60 [60–60]"
+    assert ours["limit of the machine, samples/s"] == "200 [200–200]"
+    lines = peers.summary([*records, run_of("TRL c", samples_per_s=100.0)])
+    assert cells(lines, "ours α=2")["÷ TRL"] == "1.80 [1.80–1.80]" and cells(lines, "ours α=2")["reached"] == "no"
+    assert len(peers.summary([run_of("ours α=1")])) == 3, "without TRL there is nothing to compare with"
+
+
+def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
+    learns = {"work": "natural", "curve": [(4, 1.0, 0.5)]}
+    records = [run_of("TRL a", samples_per_s=10.0, to_accuracy_s=50.0, **learns)]
+    records += [run_of("TRL a", samples_per_s=12.0, to_accuracy_s=None, **learns)]
+    records += [run_of("TRL a", samples_per_s=11.0, to_accuracy_s=70.0, **learns)]
+    records += [run_of("ours α=1", cores_busy=1.5), run_of("ours α=1")]
+    _, natural, long = (text.splitlines() for text in peers.report(records, tmp_path))
+    found = cells(natural, "TRL a")
+    assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11 [10–12]")
+    assert found["s to held-out 0.8"] == "70 [50–inf]" and found["CPU ms per sample"] == "–"
+    found = cells(long, "ours α=1")
+    assert (found["cores busy"], found["s to held-out 0.8"]) == ("1.50 [1.50–1.50], n = 1", "–")
+
+
+def test_the_committed_records_give_a_table_of_each_work():
+    records = harness.load(harness.ROOT / "results" / "peers" / "peers.jsonl")
+    arms = peers.arms_of(records)
+    assert arms.keys() == peers.TARGETS.keys()
+    for work, of_work in arms.items():
+        ours, peer = peers.best(of_work, "ours"), peers.best(of_work, "TRL")
+        ratio = f"{peers.rate(of_work[ours]) / peers.rate(of_work[peer]):.2f} ["
+        rows = [line for line in peers.summary(records) if line.startswith(f"| {work} |")]
+        assert len(rows) == 2 and ratio in rows[0] and of_work.keys() <= peers.WAYS.keys()
+
+
+def test_a_run_that_fails_says_so_with_its_last_lines(tmp_path):
+    command = [sys.executable, "-c", "print('something'); raise SystemExit(3)"]
+    with pytest.raises(RuntimeError, match=r"(?s)ended with status 3; its last lines.*something"):
+        peers.run(command, dict(os.environ), tmp_path / "log")
+
+
+def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "TIMEOUT_S", 0.2)
+    with pytest.raises(RuntimeError, match=r"ended with status none after 0\.2 s"):
+        peers.run(["sleep", "60"], dict(os.environ), tmp_path / "log")
+
+
+def test_memory_and_cpu_time_of_a_process_that_has_gone_are_nothing():
+    at, cpu_s, memory = peers.look(os.getpid())
+    assert cpu_s > 0.1 and memory > 1e7 and abs(at - time.time()) < 10
+    assert peers.look(2**22 + 1)[1:] == (0.0, 0)
+
+
+def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "POLL_S", 0.1)
+    begun = time.time()
+    looks = peers.run([sys.executable, "-c", BUSY], dict(os.environ), tmp_path / "log")
+    assert max(memory for *_, memory in looks) > 1e6
+    assert 0.3 < peers.cores_busy(looks, begun + 0.5, begun + 1.5) <= 1.1
+    looks = [(0.0, 0.0, 0), (2.0, 4.0, 0), (4.0, 7.0, 0), (6.0, 1.0, 0)]
+    assert peers.cores_busy(looks, 1.0, 5.0) == (7.0 - 2.0) / 3.0, "at 6.0 most processes have gone"
+    assert peers.cores_busy(looks, 4.5, 5.0) == 0.0, "nobody looked"
+
+
+BUSY = """
+import time
+while time.process_time() < 1.8: pass
+"""
+
+
+@pytest.mark.parametrize("name", peers.WAYS)
+def test_an_arm_has_the_environment_that_it_needs(name, tmp_path):
+    way = peers.WAYS[name]
+    found = peers.environment(way, tmp_path)
+    assert way.is_peer == name.startswith("TRL") == (str(tmp_path) in found["PYTHONPATH"])
+    assert found["OMP_NUM_THREADS"] == str(way.threads)
+
+
+def test_a_run_is_told_its_work_and_what_it_says_is_kept(tmp_path, monkeypatch):
+    """A script that stands in for ours: it writes what it was told as its steps."""
+    (tmp_path / "scripts" / "bench").mkdir(parents=True)
+    (tmp_path / "scripts" / "bench" / "peers_ours.py").write_text(STANDS_IN)
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    monkeypatch.setattr(peers, "resolve_model", lambda *_: "no model")
+    way = peers.Way("generate", options={"num_rollout_workers": 3})
+    found = peers.measure(way, "short", tmp_path, True, tmp_path)
+    assert (found["work"], found["steps"], found["peer"]) == ("short", 5, "trl==1.16.0")
+    assert found["tokens_per_sample"] == 3.0 and found["samples_per_s"] == pytest.approx(256.0)
+    assert "curve" not in found, "half of the work does not learn"
+
+
+STANDS_IN = """
+import json, pathlib, sys
+told = json.loads(sys.argv[1])
+assert told["mode"] == "generate" and told["work"] == "short"
+lines = [{"time": i, "samples": 256, "tokens": 256 * told["num_rollout_workers"]} for i in range(told["steps"])]
+pathlib.Path(told["out"], "steps.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+"""
+
+
+def test_an_installation_that_is_there_is_left_alone_and_one_that_fails_says_why(tmp_path, monkeypatch):
+    for pin in peers.PINS:
+        (tmp_path / f"{pin.replace('==', '-')}.dist-info").mkdir()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    peers.install(tmp_path)
+    with pytest.raises(ValueError, match=r"pip install .* failed"):
+        peers.install(tmp_path / "another")
