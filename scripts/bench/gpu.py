@@ -37,9 +37,6 @@ PARTS = {
 TINY_PARTS = {f"{kind} tiny": 200 for kind in ("sync", "trainer", "rollout", "bare", "job-sync", "job-async")}
 
 
-# Running
-
-
 def run_part(part: str, limit_s: float, device: str, models: Path, deadline: float) -> dict:
     """Run a part in a process of its own, and no longer than to `deadline`. Returns its numbers, or how it failed."""
     (kind, model), left = part.split(), deadline - time.monotonic()
@@ -132,6 +129,7 @@ RATIOS = (
 
 def table(records: list[dict]) -> str:
     """A row for each number that was taken, and one for each part that failed."""
+    records = {record["case"]: record for record in records}.values()  # the newest of each part
     measured = {record["kind"]: record["numbers"] for record in records if "numbers" in record}
     rows = [row for record in records if "numbers" in record for row in _rows(record)]
     for what, above, below, key, form in RATIOS:
@@ -151,15 +149,10 @@ def _rows(record: dict) -> list[tuple[str, str]]:
     return rows
 
 
-def newest(records: list[dict]) -> list[dict]:
-    """The last record of each part."""
-    return list({record["case"]: record for record in records}.values())
-
-
 def report(records: list[dict], _: Path) -> list[str]:
     """The GPUs and the table."""
-    gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in newest(records))
-    return [", ".join(gpus), f"```\n{table(newest(records))}\n```"]
+    gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in records)
+    return [", ".join(gpus), f"```\n{table(records)}\n```"]
 
 
 # The command line
@@ -198,7 +191,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
         these = functools.partial(cases, models=Path(models))
         bench = Bench("gpu", "What a GPU gives", these, report, key=("case",), repeats=1, add_options=add_options)
-        records = newest(harness.main(bench))
+        records = harness.main(bench)
     print(table(records), flush=True)
     sys.exit(any("failed" in record for record in records))
 

@@ -24,6 +24,7 @@ from data.tasks import load_task
 from engine.vllm_setup import engine_options
 from rollout import run_worker
 from scripts.bench.gpu_setup import TRANSPORTS, Pair, Setup, enter_worker, one_rank, peak_memory, place_here, timed
+from scripts.bench.harness import ROOT
 from scripts.bench.rig import load_weights, specs_of
 from trainer.batch import distribute
 from trainer.model import compute_dtype
@@ -31,15 +32,12 @@ from trainer.packing import TrainSequence
 from trainer.policy import load_policy
 from weights.transport import Announcement
 
-ROOT = Path(__file__).resolve().parents[2]
 SYNC_ROUNDS = 5
 ENGINE_SHARE = 0.25
 """Of the GPU, for an engine beside a trainer that makes no step."""
 TRAIN_STEPS = ROLLOUT_STEPS = 4
 """Of which the first warms up."""
-JOB_GROUPS = 16
-JOB_STEPS = 6
-JOB_WARM_UP = 2
+JOB_GROUPS, JOB_STEPS, JOB_WARM_UP = 16, 6, 2
 
 
 # Weight sync, and engine against trainer

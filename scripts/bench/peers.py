@@ -222,20 +222,17 @@ def seconds_to(curve: list[tuple[int, float, float]], wanted: float = WANTED_ACC
 
 # Tables
 
-COLUMNS = {
-    column.key: column
-    for column in (
-        Column("samples_per_s", "samples/s", ".0f"),
-        Column("tokens_per_s", "tokens/s", ".0f"),
-        Column("tokens_per_sample", "tokens per sample", ".1f"),
-        Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
-        Column("cores_busy", "cores busy"),
-        Column("limit", "limit of the machine, samples/s", ".0f"),
-        Column("to_accuracy_s", f"s to held-out {WANTED_ACCURACY:g}", ".0f"),
-        Column("start_s", "s to the end of step 1", ".0f"),
-        Column("peak_memory_gb", "peak memory, GB", ".1f"),
-    )
-}
+COLUMNS = (
+    Column("samples_per_s", "samples/s", ".0f"),
+    Column("tokens_per_s", "tokens/s", ".0f"),
+    Column("tokens_per_sample", "tokens per sample", ".1f"),
+    Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
+    Column("cores_busy", "cores busy"),
+    Column("limit", "limit of the machine, samples/s", ".0f"),
+    Column("to_accuracy_s", f"s to held-out {WANTED_ACCURACY:g}", ".0f"),
+    Column("start_s", "s to the end of step 1", ".0f"),
+    Column("peak_memory_gb", "peak memory, GB", ".1f"),
+)
 
 
 def arms_of(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
@@ -258,7 +255,7 @@ def best(arms: dict[str, list[dict]], prefix: str) -> str | None:
 
 def summary(records: list[dict]) -> list[str]:
     """Markdown rows: on each work our best arm and TRL's best, ours over TRL's, and the machine's limit for both."""
-    speed, limit, to_accuracy = (COLUMNS[key] for key in ("samples_per_s", "limit", "to_accuracy_s"))
+    speed, *_, limit, to_accuracy, _, _ = COLUMNS
     rows, columns = [], ()
     for work, arms in arms_of(records).items():
         columns = speed, Column("over_peer", "÷ TRL", better=1, target=TARGETS[work]), limit, to_accuracy
@@ -275,10 +272,7 @@ def report(records: list[dict], _: Path) -> Iterator[str]:
     """The best arms, and then all of them, work by work."""
     yield "\n".join(summary(records))
     for work, arms in arms_of(records).items():
-        yield "\n".join(table(work, arms, tuple(COLUMNS.values())))
-
-
-# The command line
+        yield "\n".join(table(work, arms, COLUMNS))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

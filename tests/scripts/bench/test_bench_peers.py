@@ -179,10 +179,10 @@ def test_memory_and_cpu_time_of_a_process_that_has_gone_are_nothing():
 
 def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "POLL_S", 0.1)
-    begun = time.time()
     looks = peers.run([sys.executable, "-c", BUSY], dict(os.environ), tmp_path / "log")
     assert max(memory for *_, memory in looks) > 1e6
-    assert 0.3 < peers.cores_busy(looks, begun + 0.5, begun + 1.5) <= 1.1
+    (begun, _, _), (ended, used, _) = looks[0], looks[-1]
+    assert used > 1.0 and peers.cores_busy(looks, begun, time.time()) == used / (ended - begun)
     looks = [(0.0, 0.0, 0), (2.0, 4.0, 0), (4.0, 7.0, 0), (6.0, 1.0, 0)]
     assert peers.cores_busy(looks, 1.0, 5.0) == (7.0 - 2.0) / 3.0, "at 6.0 most processes have gone"
     assert peers.cores_busy(looks, 4.5, 5.0) == 0.0, "nobody looked"
