@@ -1,188 +1,228 @@
-"""A grid of real runs: `python scripts/ablate.py --algos grpo tis --async-ratio 0 1 --publish-delay 0 4 --seeds 3`.
+"""A grid of real runs, its tables and its figures.
+
+    python scripts/ablate.py --algos grpo grpo:clip_high=0.4 tis --async-ratio 0 --publish-delay 0 4 --seeds 3
+    python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=true|false' -- --steps 40
+    python scripts/ablate.py --replay runs/A runs/B --algos tis topr    # on the batches of runs made with --record
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of consumed samples. A finished
-cell is one line of OUT/cells.jsonl (what was run, on what, and its curves) and is not run again, so an interrupted grid
-goes on where it stopped. What follows `--` is handed to every run. Then ablation_report.py draws and tabulates. Without
-options: three losses at two async ratios, 3 seeds, 18 runs of about a minute.
+cell is a line of OUT/cells.jsonl and is not run again: the same --out goes on where it stopped. What follows `--` is
+handed to every run. grids.py says what is kept, and makes table.md, paired.md, cells.csv and the figures of it.
 """
 
 import argparse
 import itertools
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config import Algo
+from config import Config, flag
 from job.command_line import read_options
-from scripts.ablation_report import read_records, report
-from scripts.plot import column, evaluations, read_metrics
+from scripts.grids import RECORDED, key, loss, read_records, record_of, report
+from scripts.runs import load
+from scripts.table import show
 
 ROOT = Path(__file__).resolve().parent.parent
-
-SERIES = {
-    "reward": "reward/mean",
-    "staleness_mean": "staleness/mean",
-    "staleness_max": "staleness/max",
-    "step_s": "time/step_s",
-    "samples": "samples",
-}
-"""What a cell keeps of every step: its name here and in metrics.jsonl."""
-DIGITS = 5  # of every kept number
 TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
+REPLAY = (sys.executable, "scripts/replay.py")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of the grid."""
-
-    algo: str
-    async_ratio: float
-    publish_delay: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Directory name of its run."""
-        return f"{self.algo}-a{self.async_ratio:g}-k{self.publish_delay}-s{self.seed}"
-
-    def options(self) -> list[str]:
-        """Its command-line options."""
-        return [f"--{key.replace('_', '-')}={value}" for key, value in asdict(self).items()]
+# Cells
 
 
-def grid(algos: list[str], async_ratios: list[float], publish_delays: list[int], seeds: int) -> list[Cell]:
-    """All cells, seeds outermost: a grid that is stopped early has whole seeds, and a busy hour falls on all alike."""
-    combinations = itertools.product(range(seeds), publish_delays, async_ratios, algos)
-    return [Cell(algo, ratio, delay, seed) for seed, delay, ratio, algo in combinations]
+def read_value(name: str, text: str) -> dict:
+    """One value of an option; that of `algo` may have the loss's own options behind a colon. Raises ValueError."""
+    algo, own = re.fullmatch(r"(.*?)(?::(\w+=.*))?", text).groups()
+    if name == "algo" and own:
+        return read_value("algo", algo) | read_value("algo_args", own)
+    default = getattr(Config(), name, None)
+    if isinstance(default, bool) and text not in ("true", "false"):
+        raise ValueError(f"--{flag(name)} is true or false, got {text!r}")
+    value = text == "true" if isinstance(default, bool) else text.split() if isinstance(default, tuple) else text
+    value = getattr(read_options(options({name: value})), name)
+    return {name: list(value) if isinstance(value, tuple) else value}
 
 
-def read_cells(out: Path) -> dict[Cell, dict]:
-    """The finished cells of a grid and their records."""
-    return {Cell(**record["cell"]): record for record in read_records(out)}
+def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
+    """The command line of a cell's run, with the options that all runs are given."""
+    words = []
+    for name, value in cell.items():
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag(name)}")
+        elif name not in ("kind", "of"):
+            words += [f"--{flag(name)}", *value] if isinstance(value, list) else [f"--{flag(name)}={value}"]
+    return [*words, *extra]
 
 
-def run_cell(cell: Cell, extra: list[str], train: tuple[str, ...] = TRAIN) -> dict:
-    """Run one cell to its end.
+def cell_name(cell: dict) -> str:
+    """Name of a cell's run."""
+    short = {"async_ratio": "a", "publish_delay": "k", "seed": "s"}
+    parts = [f"{letter}{cell[name]:g}" for name, letter in short.items() if name in cell]
+    others = {name: show(value) for name, value in cell.items() if name not in (*short, "algo", "algo_args")}
+    parts += others.values() if "of" in cell else [f"{name}={value}" for name, value in others.items()]
+    return re.sub(r"[^\w.+=-]", "+", "-".join([loss(cell), *parts]))
+
+
+def grid(axes: dict[str, list[dict]]) -> list[dict]:
+    """All cells, seeds outermost: a grid that is stopped early has whole seeds, and a busy hour falls on all alike.
+
+    Raises ValueError if two axes say something of one option, or a cell is there twice.
+    """
+    named, cells = ("algo", "algo_args", "async_ratio", "publish_delay", "seed"), {}
+    order = ["seed", "publish_delay", "async_ratio", *(name for name in axes if name not in named), "algo_args", "algo"]
+    for parts in itertools.product(*(axes.get(name, [{}]) for name in order)):
+        merged = {name: value for part in parts for name, value in part.items()}
+        cell = {name: merged[name] for name in dict.fromkeys([*named, *merged]) if name in merged}
+        if len(merged) < sum(map(len, parts)) or key(cell) in cells:
+            raise ValueError(f"{cell_name(cell)}, or an option of it, is there twice; name each value and option once")
+        cells[key(cell)] = cell
+    return list(cells.values())
+
+
+# Runs
+
+
+def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) -> dict:
+    """Run one cell to its end by a command, all but where its run goes; `keep_in` keeps that directory.
 
     Returns its record: a run that ends with an error (a loss that is not finite, say) is a result, and its record holds
-    the error and the steps it made. Raises ValueError, with the error of the run, if it did not make a step.
+    the error and the steps it made. Raises ValueError, with the run's error, if it did not make a step.
     """
-    runs = Path(tempfile.mkdtemp(prefix="ablate-"))
-    options = [*cell.options(), *extra]
-    command = [*train, *options, f"--runs-dir={runs}", f"--run-name={cell.name}"]
-    start = time.monotonic()
-    try:
-        job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        record = {"cell": asdict(cell), "options": options, "seconds": round(time.monotonic() - start, 1)}
+    name, start, record = cell_name(cell), time.monotonic(), {"cell": cell}
+    with tempfile.TemporaryDirectory(prefix="ablate-") as folder:
+        runs = keep_in or Path(folder)
+        runs.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(runs / name, ignore_errors=True)  # of a grid that was interrupted
+        words = [*command, f"--runs-dir={runs.resolve()}", f"--run-name={name}"]
+        job = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        record["seconds"] = round(time.monotonic() - start, 1)
         if job.returncode:
-            record["error"] = _error(job.stderr)
-        return record | read_run(runs / cell.name)
-    except ValueError:
-        error = _error(job.stderr).strip()
-        raise ValueError(f"cell {cell.name} has no metrics (exit status {job.returncode}): {error}") from None
-    finally:
-        shutil.rmtree(runs)
-
-
-def read_run(run: Path) -> dict:
-    """What a cell keeps of its run directory. Raises ValueError if the run did not make a step."""
-    metrics = read_metrics(run)
-    header = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    kept = {key: header[key] for key in ("git_commit", "hardware", "packages")}
-    kept["git_dirty"] = bool(header["git_diff"])
-    series = {name: [round(value, DIGITS) for value in column(metrics, key)] for name, key in SERIES.items()}
-    return kept | {"evaluations": evaluations(metrics), "series": series}
-
-
-def _error(stderr: str) -> str:
-    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    return lines[0] if lines else stderr[-500:]
-
-
-def run_grid(
-    cells: list[Cell], out: Path, parallel: int, extra: list[str], run: Callable[[Cell, list[str]], dict] = run_cell
-) -> None:
-    """Run the cells that are not finished, `parallel` at a time, and append each record as it comes."""
-    missing = missing_cells(cells, read_cells(out), extra)
-    print(f"{len(cells)} cells, {len(cells) - len(missing)} of them finished before", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    for record in run_all(missing, parallel, lambda cell: run(cell, extra)):
-        keep(record, out)
-
-
-def run_all(cells: list[Cell], parallel: int, run: Callable[[Cell], dict]) -> Iterator[dict]:
-    """Yield the record of each cell when it ends.
-
-    After a ValueError no other cell is started; it is raised when those that run have ended and are yielded. Ctrl-C
-    also ends the runs themselves: that is not a result of theirs, so none of them is yielded.
-    """
-    failures = []
-
-    def attempt(cell: Cell) -> dict | None:
+            lines = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
+            record["error"] = lines[0] if lines else job.stderr[-500:].strip()
         try:
-            return None if failures else run(cell)
+            return record | record_of(load(runs / name), cell)
+        except ValueError as error:
+            raise ValueError(f"cell {name} has no metrics: {record.get('error', error)}") from None
+
+
+def run_missing(
+    cells: list[dict], path: Path, run: Callable[[dict], dict], extra: Sequence[str] = (), parallel: int = 1
+) -> None:
+    """Run the cells that are not finished, `parallel` at a time, and append each record as it comes.
+
+    After a ValueError no other cell is started; it is raised when those that run have ended and are kept. Ctrl-C also
+    ends the runs themselves: that is not a result of theirs, so none of them is kept.
+    """
+    finished, failures = {key(record["cell"]): record for record in read_records(path)}, []
+    for cell in cells:
+        words = options(cell, extra)
+        if (made := finished.get(key(cell), {}).get("options", words)) != words:
+            made_with = f"{cell_name(cell)} was run with {shlex.join(made)}, not {shlex.join(words)}"
+            raise ValueError(f"{made_with}; give another --out")
+    missing = [cell for cell in cells if key(cell) not in finished]
+    print(f"{len(cells)} cells, {len(cells) - len(missing)} of them finished before; {path}", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def attempt(cell: dict) -> dict | None:
+        try:
+            return None if failures else run(cell) | {"options": options(cell, extra)}
         except ValueError as error:
             failures.append(error)
 
     pool = ThreadPoolExecutor(parallel)
     try:
-        yield from filter(None, (future.result() for future in as_completed([pool.submit(attempt, c) for c in cells])))
+        for future in as_completed([pool.submit(attempt, cell) for cell in missing]):
+            if (record := future.result()) is not None:
+                with open(path, "a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(record) + "\n")
+                last = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
+                outcome = record.get("error", f"held-out accuracy {last:.3f}")
+                print(f"{cell_name(record['cell'])}: {outcome}", flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
     if failures:
         raise failures[0]
 
 
-def missing_cells(cells: list[Cell], finished: dict[Cell, dict], extra: list[str]) -> list[Cell]:
-    """The cells to run. Raises ValueError if one is finished, but with other options than `extra`."""
-    for cell in cells:
-        if cell in finished and finished[cell]["options"] != (options := [*cell.options(), *extra]):
-            kept = " ".join(finished[cell]["options"])
-            raise ValueError(f"{cell.name} was run with {kept}, not {' '.join(options)}; give another --out")
-    return [cell for cell in cells if cell not in finished]
+# Command line
 
 
-def keep(record: dict, out: Path) -> None:
-    """Append a record to the finished cells, and print how it ended."""
-    with open(out / "cells.jsonl", "a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
-    last = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
-    outcome = record.get("error", f"held-out accuracy {last:.3f}")
-    print(f"{Cell(**record['cell']).name}: {outcome}, {record['seconds']:.0f} s", flush=True)
+def read_arguments() -> argparse.Namespace:
+    """The command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    text = "losses, each with options of its own if it has any (default: grpo tis topr)"
+    add("--algos", nargs="+", default=["grpo", "tis", "topr"], metavar="ALGO[:NAME=VALUE ...]", help=text)
+    add("--async-ratio", nargs="+", default=["0", "4"], metavar="ALPHA", help="freshness bounds (default: 0 4)")
+    add("--publish-delay", nargs="+", default=["0"], metavar="K", help="steps that weights are late (default: 0)")
+    add("--seeds", type=int, default=3, metavar="N", help="seeds 0 … N − 1 (default: 3)")
+    text = "values of any option of train_async.py, a list's items apart by blanks; may be given several times"
+    add("--sweep", action="append", default=[], metavar="OPTION=V1|V2", help=text)
+    add("--replay", nargs="+", default=[], type=Path, metavar="RUN", help="replay these runs with each of --algos")
+    add("--out", type=Path, help="where records, tables and figures go; unset makes runs/ablation-DATE-TIME")
+    add("--keep-runs", action="store_true", help="keep the directories of the runs, in OUT/runs")
+    add("--parallel", type=int, default=1, metavar="N", help="runs at a time; above 1, times mean less (default: 1)")
+    add("--report", action="store_true", help="run nothing, make the tables and figures of --out again")
+    add("extra", nargs="*", metavar="-- --option=value", help="options of every run")
+    return parser.parse_args()
 
 
-def check_extra(cells: list[Cell], extra: list[str]) -> None:
-    """Refuse options that no run would accept, before the first of them starts."""
+def cells_of(arguments: argparse.Namespace) -> list[dict]:
+    """The cells that the command line asks for. Raises ValueError if a run would not accept one."""
+    from algos import hyperparameters
+
+    losses, cells = [read_value("algo", algo) for algo in arguments.algos], []
+    for run in arguments.replay:
+        config = load(run).info["config"]
+        own = {name: config[name] for name in ("algo", "algo_args") if config.get(name)}
+        cells.append({"kind": RECORDED, "of": run.name, **own})
+        cells += [{"kind": "replay", "of": run.name, **one} for one in losses]
+    if cells:
+        return cells
+    axes = {"algo": losses, "seed": [{"seed": seed} for seed in range(arguments.seeds)]}
+    for name in ("async_ratio", "publish_delay"):
+        axes[name] = [read_value(name, text) for text in getattr(arguments, name)]
+    for sweep in arguments.sweep:
+        name, separator, values = sweep.partition("=")
+        if not separator:
+            raise ValueError(f"--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got {sweep!r}")
+        name = name.replace("-", "_")
+        axes[name] = [read_value(name, value) for value in values.split("|")]
+    cells = grid(axes)
     for cell in cells:
         try:
-            read_options([*cell.options(), *extra]).checked()
+            config = read_options(options(cell, arguments.extra)).checked()
+            hyperparameters(config.algo, config.algo_args)
         except ValueError as error:
-            sys.exit(f"error: cell {cell.name}: {error}")
+            raise ValueError(f"cell {cell_name(cell)}: {error}") from None
+    return cells
 
 
 def main() -> None:
     """Read the command line, run what is missing, report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--algos", nargs="+", default=["grpo", "tis", "topr"], choices=Algo.__args__, metavar="ALGO")
-    parser.add_argument("--async-ratio", nargs="+", type=float, default=[0.0, 4.0], metavar="ALPHA")
-    parser.add_argument("--publish-delay", nargs="+", type=int, default=[0], metavar="K")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 … N − 1")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "ablation", help="where cells.jsonl is kept")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time; above 1, times mean less")
-    parser.add_argument("extra", nargs="*", metavar="-- --option=value", help="options of every run")
-    arguments = parser.parse_args()
-    cells = grid(arguments.algos, arguments.async_ratio, arguments.publish_delay, arguments.seeds)
-    check_extra(cells, arguments.extra)
+    arguments = read_arguments()
+    out = arguments.out or ROOT / "runs" / f"ablation-{time.strftime('%Y%m%d-%H%M%S')}"
+    recorded, extra = {run.name: run.resolve() for run in arguments.replay}, arguments.extra
+
+    def run(cell: dict) -> dict:
+        if cell.get("kind") == RECORDED:
+            return {"cell": cell} | record_of(load(recorded[cell["of"]]), cell)
+        command = [*REPLAY, str(recorded[cell["of"]]), "--evaluate"] if recorded else TRAIN
+        return run_cell(cell, [*command, *options(cell, extra)], out / "runs" if arguments.keep_runs else None)
+
     try:
-        run_grid(cells, arguments.out, arguments.parallel, arguments.extra)
-        report(arguments.out)
+        if not arguments.report:
+            path = out / ("replays.jsonl" if recorded else "cells.jsonl")
+            run_missing(cells_of(arguments), path, run, extra, arguments.parallel)
+        report(out)
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -1,73 +1,96 @@
-"""Tabulate runs by one option: `python scripts/table.py RUN [RUN ...] --by async_ratio`, as Markdown on stdout.
+"""Tabulate runs, as Markdown on stdout: `python scripts/table.py RUN [RUN ...] [--by OPTION [OPTION ...]]`.
 
-Each row is one value of the option: mean ± standard deviation over its n runs, of the numbers that plot.py summarises.
+A row per run: its name, the options in which the runs differ, and what runs.py summarises. With --by a row per
+combination of the options' values: mean ± standard deviation over the n runs that have it.
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
-from pathlib import Path
 
-from scripts.plot import read_metrics, summarise
+from config import nearest
+from scripts.runs import Run, load, names, summarise
 
 COLUMNS = {
-    "accuracy_first": ("held-out accuracy, first", "{:.3f}"),
-    "accuracy_last": ("last", "{:.3f}"),
-    "staleness_mean": ("staleness, mean", "{:.2f}"),
-    "staleness_max": ("max", "{:.0f}"),
-    "seconds_per_step": ("s per step", "{:.2f}"),
-    "tokens_per_s": ("tokens/s", "{:.0f}"),
+    "accuracy_first": ("held-out accuracy, first", "{:.3f}"), "accuracy_last": ("last", "{:.3f}"),
+    "staleness_mean": ("staleness, mean", "{:.2f}"), "staleness_max": ("max", "{:.0f}"),
+    "seconds_per_step": ("s per step", "{:.2f}"), "tokens_per_s": ("tokens/s", "{:.0f}"),
     "wait_share": ("trainer waited", "{:.0%}"),
-}
+}  # fmt: skip
 """Columns of the table: key of the summary, heading, format."""
+MISSING = "–"
 
 
-def summarise_run(run: Path) -> dict:
-    """The summary of one run, its options and its hardware."""
-    summary = summarise(read_metrics(run))
-    header = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    made_on = {"config": header["config"], "hardware": header.get("hardware")}
-    return {**made_on, "seconds_per_step": summary["seconds"] / summary["steps"], **summary}
+def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
+    """The lines of the table. Raises ValueError for an option that no run has."""
+    options = by or differing_options(runs)
+    for option in options:
+        known = dict.fromkeys(name for run in runs for name in run.info["config"])
+        if option not in known:
+            raise ValueError(f"--by {option}: no run has such an option{nearest(option, known)}; run.json has them all")
+    groups: dict[tuple, list[dict]] = {}
+    for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
+        values = [run.info["config"].get(option) for option in options]
+        order = tuple(map(sort_key, values)) if by else (index,)
+        label = tuple(map(show, values)) if by else (name, *map(show, values))
+        groups.setdefault((order, label), []).append(summarise(run.metrics))
+    head = [*([] if by else ["run"]), *(f"`{option}`" for option in options), *(["n"] if by else [])]
+    lines = [[*head, *(heading for heading, _ in COLUMNS.values())]]
+    for (_, label), chosen in sorted(groups.items()):
+        cells = [spread([one[key] for one in chosen], template) for key, (_, template) in COLUMNS.items()]
+        lines.append([*label, *([str(len(chosen))] if by else []), *cells])
+    return markdown(lines)
 
 
-def table(summaries: list[dict], option: str) -> list[str]:
-    """The lines of the whole table."""
-    heading = f"| `{option}` | n | {' | '.join(heading for heading, _ in COLUMNS.values())} |"
-    return [heading, "|" + "---|" * (len(COLUMNS) + 2), *rows(summaries, option)]
+def markdown(lines: list[list[str]]) -> list[str]:
+    """A table's lines, the first cells of which are the headings."""
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    return [head, "|" + "---|" * len(lines[0]), *body]
 
 
-def rows(summaries: list[dict], option: str) -> list[str]:
-    """Markdown rows, one per value of the option, in order of the values."""
-    by_value = sorted(summaries, key=lambda s: s["config"][option])
-    lines = []
-    for value, group in itertools.groupby(by_value, key=lambda s: s["config"][option]):
-        runs = list(group)
-        cells = [cell([run[key] for run in runs], template) for key, (_, template) in COLUMNS.items()]
-        lines.append(f"| {value:g} | {len(runs)} | {' | '.join(cells)} |")
-    return lines
+def differing_options(runs: list[Run]) -> list[str]:
+    """The options that do not have one value in all runs, but for the names of the runs."""
+    options = [run.info["config"] for run in runs]
+    values = {name: {json.dumps(of.get(name)) for of in options} for of in options for name in of}
+    return [name for name, found in values.items() if len(found) > 1 and name not in ("run_name", "runs_dir")]
 
 
-def cell(values: list[float], template: str) -> str:
+def show(value) -> str:
+    """An option's value as the command line has it."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(show, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def sort_key(value) -> tuple[bool, float, str]:
+    """Numbers in their order, then all else in that of its text."""
+    is_number = isinstance(value, int | float)
+    return not is_number, value if is_number else 0.0, show(value)
+
+
+def spread(values: list[float | None], template: str) -> str:
     """Mean ± standard deviation in the format of one number; the number itself where all are equal."""
-    mean = template.format(statistics.mean(values))
-    if len(set(values)) == 1:
-        return mean
-    return f"{mean} ± {template.format(statistics.stdev(values))}"
+    measured = [value for value in values if value is not None]
+    if not measured:
+        return MISSING
+    mean = template.format(statistics.mean(measured))
+    return mean if len(set(measured)) == 1 else f"{mean} ± {template.format(statistics.stdev(measured))}"
 
 
 def main() -> None:
     """Read the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="directory of a run")
-    parser.add_argument("--by", required=True, metavar="OPTION", help="numeric option, as in run.json")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run")
+    text = "options, as in run.json, whose values share a row; unset gives every run its own"
+    parser.add_argument("--by", nargs="+", metavar="OPTION", help=text)
     arguments = parser.parse_args()
     try:
-        summaries = [summarise_run(run) for run in arguments.runs]
+        print("\n".join(table([load(run) for run in arguments.runs], arguments.by)))
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print("\n".join(table(summaries, arguments.by)))
 
 
 if __name__ == "__main__":

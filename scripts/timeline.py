@@ -7,12 +7,13 @@ and follow on each other without a gap. Times are seconds since the run's start.
 
 import heapq
 import itertools
-from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from scripts.runs import Run, rows
+
 EVALUATION_GROUP = -1
-"""group of the trajectories of an evaluation, as in data/records.py, which needs numpy."""
+"""group of the trajectories of an evaluation, as in data/records.py."""
 TRAJECTORY_FIELDS = (
     "ticket", "group", "member", "tokens", "min_version", "max_version", "reward", "finish_reason", "failure",
 )  # fmt: skip
@@ -23,29 +24,31 @@ STATE_COLORS = {
     "environment": "#3d9970", "starved": "#d32020", "gated": "#b7bfcc", "paused": "#e08b2c", "restarting": "#e57373",
 }  # fmt: skip
 """Of the states in records/time_ledger.py."""
+MOMENTS = ("started", "died")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that took time."""
+    """Something that took time, or a moment: bars of one row do not overlap."""
 
     row: int
-    """Row of its lane; the bars of one row do not overlap."""
     start: float
     end: float
     kind: str
-    """`trajectory`, `evaluation`, `step`, `update`, or a state of records/time_ledger.py."""
+    """`trajectory`, `evaluation`, `step`, `update`, a state of records/time_ledger.py, or one of MOMENTS."""
+    name: str
+    """Its label; that of a trajectory is its oldest version, as Perfetto colours bars by their name."""
     details: dict
 
-
-@dataclass(frozen=True)
-class Mark:
-    """A moment."""
-
-    time: float
-    kind: str
-    """`started` or `died`."""
-    details: dict
+    def data(self) -> list:
+        """The bar for the page's script: row, start, end, then the fields of a trajectory, or a kind and a text."""
+        span = [self.row, round(self.start, 4), round(self.end, 4)]
+        if self.kind == "trajectory":
+            values = [self.details.get(name) for name in TRAJECTORY_FIELDS]
+            return [*span, *(values if values[-1] else values[:-1])]
+        values = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in self.details.items()}
+        text = [self.name, *(f"{key.replace('_', ' ')}: {value}" for key, value in values.items())]
+        return [*span, self.kind, "\n".join(text)]
 
 
 @dataclass
@@ -56,12 +59,20 @@ class Lane:
     row_names: list[str]
     """Names of the first rows; the others are slots for trajectories."""
     bars: list[Bar] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[Bar] = field(default_factory=list)
+    """Moments."""
 
     @property
     def num_rows(self) -> int:
         """Rows, at least those that have a name."""
         return max([len(self.row_names), *(bar.row + 1 for bar in self.bars)])
+
+    def data(self) -> dict:
+        """The lane for the page's script."""
+        bars = [[bar.data() for bar in self.bars if (bar.kind == "trajectory") is is_one] for is_one in (False, True)]
+        marks = [[start, kind, text] for _, start, _, kind, text in (mark.data() for mark in self.marks)]
+        shape = {"name": self.name, "named_rows": len(self.row_names), "rows": self.num_rows}
+        return shape | {"bars": bars[0], "trajectories": bars[1], "marks": marks}
 
 
 @dataclass(frozen=True)
@@ -75,97 +86,85 @@ class Timeline:
     lanes: list[Lane]
 
 
-def build_timeline(run: dict, events: list[dict]) -> Timeline:
-    """Lay out the `events` of a run whose run.json is `run`."""
-    started = datetime.fromisoformat(run["started_at"]).timestamp()
-    start, end = min([started, *map(_first_moment, events)]), max([started, *(event["time"] for event in events)])
-    of_kind: dict[str, list[dict]] = defaultdict(list)
-    for event in events:
-        of_kind[event["event"]].append(_since(start, event))
-    of_nodes = {event["worker"] for event in events if "worker" in event}
-    workers = sorted(of_nodes, key=lambda worker: (isinstance(worker, str), worker))  # those of other nodes come last
-    lanes = [_trainer(of_kind["step"]), _evaluations(of_kind["evaluation"], of_kind["trajectory"])]
-    lanes += [_worker(index, of_kind, end - start) for index in workers]
+def build_timeline(run: Run) -> Timeline:
+    """Lay out the events of a run."""
+    started = datetime.fromisoformat(run.info["started_at"]).timestamp()
+    times = [started, *(time for events in run.events.values() for time in events["time"])]
+    start, end = min(times), max(times)
+    of_kind = {kind: [_since(start, event) for event in rows(events)] for kind, events in run.events.items()}
+    lanes = [_trainer(of_kind.get("step", []))]
+    lanes.append(_evaluations(of_kind.get("evaluation", []), of_kind.get("trajectory", [])))
+    of_worker: dict[tuple[int, int], dict[str, list[dict]]] = {}
+    for kind, events in of_kind.items():
+        for event in (event for event in events if "worker" in event):
+            of_worker.setdefault((event["node"], event["worker"]), {}).setdefault(kind, []).append(event)
+    for (node, worker), mine in sorted(of_worker.items()):
+        lanes.append(_worker(f"worker {node}.{worker}" if node else f"worker {worker}", mine, end - start))
     return Timeline(start, end - start, lanes)
-
-
-def _first_moment(event: dict) -> float:
-    """When what an event tells of began, Unix seconds."""
-    match event["event"]:
-        case "trajectory":
-            return event["started_at"]
-        case "worker_ready":
-            return event["time"] - event["startup_s"]
-        case "step":
-            return event["spans"][0][1]
-    return event["time"]
 
 
 def _since(start: float, event: dict) -> dict:
     """The event with its Unix times as seconds since `start`."""
     moved = {name: event[name] - start for name in ("time", "started_at", "ended_at", "until") if name in event}
-    if "spans" in event:
-        moved["spans"] = [(state, *(time - start for time in span)) for state, *span in event["spans"]]
-    if "changes" in event:
-        moved["changes"] = [(time - start, state, reason) for time, state, reason in event["changes"]]
+    moved["spans"] = [(state, *(time - start for time in span)) for state, *span in event.get("spans", [])]
+    moved["changes"] = [(time - start, state, reason) for time, state, reason in event.get("changes", [])]
     return event | moved
 
 
 def _trainer(steps: list[dict]) -> Lane:
     lane = Lane("trainer", ["steps", "states"])
-    for event in steps:
+    for event in (event for event in steps if event["node"] == 0):
         details, spans = {"step": event["step"]}, event["spans"]
-        lane.bars.append(Bar(0, spans[0][1], spans[-1][2], "step", details))
-        lane.bars += [Bar(1, start, end, state, details) for state, start, end in spans]
+        lane.bars.append(Bar(0, spans[0][1], spans[-1][2], "step", f"step {event['step']}", details))
+        lane.bars += [Bar(1, start, end, state, state, details) for state, start, end in spans]
     return lane
 
 
 def _evaluations(ended: list[dict], trajectories: list[dict]) -> Lane:
     """A bar per evaluation. They follow one another, and a version may have several."""
-    lane = Lane("evaluation", ["evaluations"])
-    responses: list[dict] = []
+    lane, responses = Lane("evaluation", ["evaluations"]), []
+
+    def add(end: float, version: int | None, accuracy: float | None) -> None:
+        start = min(event["started_at"] for event in responses)
+        details = {"version": version, "responses": len(responses), "accuracy": accuracy}
+        lane.bars.append(Bar(0, start, end, "evaluation", f"evaluation v{version}", details))
+        responses.clear()
+
     of_evaluations = [event for event in trajectories if event["group"] == EVALUATION_GROUP]
     for event in sorted([*of_evaluations, *ended], key=lambda event: event["time"]):
         if event["event"] == "trajectory":
             responses.append(event)
         elif responses:
-            lane.bars.append(_evaluation(responses, event["time"], event["version"], event["accuracy"]))
-            responses = []
+            add(event["time"], event["version"], event.get("accuracy"))
     if responses:  # the run ended before the evaluation did
-        lane.bars.append(_evaluation(responses, responses[-1]["time"], responses[0].get("min_version"), None))
+        add(responses[-1]["time"], responses[0].get("min_version"), None)
     return lane
 
 
-def _evaluation(responses: list[dict], end: float, version: int | None, accuracy: float | None) -> Bar:
-    details = {"version": version, "responses": len(responses), "accuracy": accuracy}
-    return Bar(0, min(event["started_at"] for event in responses), end, "evaluation", details)
-
-
-def _worker(index: int | str, of_kind: dict[str, list[dict]], end: float) -> Lane:
-    mine = {kind: [e for e in events if e.get("worker") == index] for kind, events in of_kind.items()}
-    lane = Lane(f"worker {index}", ["states", "updates"])
-    life = [event for kind in _LIFE for event in mine.get(kind, [])]
-    lane.bars += _states(sorted(life, key=lambda event: event["time"]), end)
+def _worker(name: str, mine: dict[str, list[dict]], end: float) -> Lane:
+    lane = Lane(name, ["states", "updates"], _states(mine, end))
     for event in mine.get("update", []):
-        details = {"version": event["version"], "pause_s": event["pause_s"]}
-        lane.bars.append(Bar(1, event["time"] - event["pause_s"], event["time"], "update", details))
-    lane.bars += _slots(mine.get("trajectory", []))
-    for event in mine.get("worker_ready", []):
-        lane.marks.append(Mark(event["time"], "started", {"startup_s": event["startup_s"]}))
-    for event in mine.get("worker_died", []):
-        details = {"exit_code": event["exit_code"], "tickets": event["tickets"]}
-        lane.marks.append(Mark(event["time"], "died", details))
+        version, pause_s, end = event["version"], event["pause_s"], event["time"]
+        details = {"version": version, "pause_s": pause_s}
+        lane.bars.append(Bar(1, end - pause_s, end, "update", f"update v{version}", details))
+    ordered = sorted(mine.get("trajectory", []), key=lambda event: event["started_at"])
+    spans = [(event["started_at"], max(event["started_at"], event["ended_at"])) for event in ordered]
+    for event, span, row in zip(ordered, spans, pack(spans), strict=True):
+        details = {name: event[name] for name in TRAJECTORY_FIELDS if name in event}
+        label = f"v{event['min_version']}" if "min_version" in event else "no tokens"
+        lane.bars.append(Bar(row + 2, *span, "trajectory", label, details))
+    for kind, moment, told in (("ready", "started", ("startup_s",)), ("died", "died", ("exit_code", "tickets"))):
+        for event in mine.get(f"worker_{kind}", []):
+            details = {name: event[name] for name in told if name in event}
+            lane.marks.append(Bar(0, event["time"], event["time"], moment, f"worker {moment}", details))
     return lane
 
 
-_LIFE = ("worker_started", "worker_state", "worker_died", "worker_time")
-"""Events that tell in which state a worker is."""
-
-
-def _states(life: list[dict], end: float) -> list[Bar]:
+def _states(mine: dict[str, list[dict]], end: float) -> list[Bar]:
     """A bar per state of a worker, from its first start to what is known last; without an end, to the run's."""
     changes, last = [], end
-    for event in life:
+    kinds = ("worker_started", "worker_state", "worker_died", "worker_time")
+    for event in sorted((event for kind in kinds for event in mine.get(kind, [])), key=lambda event: event["time"]):
         match event["event"]:
             case "worker_started" if not event["attempt"]:
                 changes.append((event["time"], "starting", ""))
@@ -178,19 +177,9 @@ def _states(life: list[dict], end: float) -> list[Bar]:
     times = list(itertools.accumulate((time for time, _, _ in changes), max))  # clocks differ where a process ends
     ends = [*times[1:], max(times[-1], last)] if times else []
     return [
-        Bar(0, start, stop, state, {"why": reason} if reason else {})
+        Bar(0, start, stop, state, state, {"why": reason} if reason else {})
         for (_, state, reason), start, stop in zip(changes, times, ends, strict=True)
         if stop > start
-    ]
-
-
-def _slots(trajectories: list[dict]) -> list[Bar]:
-    """A bar per trajectory, in rows below those that have a name."""
-    ordered = sorted(trajectories, key=lambda event: event["started_at"])
-    spans = [(event["started_at"], max(event["started_at"], event["ended_at"])) for event in ordered]
-    return [
-        Bar(row + 2, start, end, "trajectory", {name: event[name] for name in TRAJECTORY_FIELDS if name in event})
-        for event, (start, end), row in zip(ordered, spans, pack(spans), strict=True)
     ]
 
 
@@ -198,52 +187,28 @@ def pack(spans: list[tuple[float, float]]) -> list[int]:
     """The row of each span (start, end), sorted by start: the lowest in which it overlaps none."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []  # end, row
-    rows = []
+    of_spans = []
     for start, end in spans:
         while busy and busy[0][0] <= start:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        rows.append(heapq.heappop(free) if free else len(busy))
-        heapq.heappush(busy, (end, rows[-1]))
-    return rows
+        of_spans.append(heapq.heappop(free) if free else len(busy))
+        heapq.heappush(busy, (end, of_spans[-1]))
+    return of_spans
 
 
 def trace(timeline: Timeline) -> dict:
     """The timeline in the Chrome trace-event format: a process per lane, a thread per row, times in µs."""
     events = []
     for pid, lane in enumerate(timeline.lanes, start=1):
-        events += _names(pid, lane)
-        for bar in lane.bars:
-            ts = _microseconds(bar.start)
+        slots = [f"slot {i}" for i in range(lane.num_rows - len(lane.row_names))]
+        named = [("process_name", 0, {"name": lane.name}), ("process_sort_index", 0, {"sort_index": pid})]
+        named += [("thread_name", tid, {"name": row}) for tid, row in enumerate([*lane.row_names, *slots])]
+        named += [("thread_sort_index", tid, {"sort_index": tid}) for tid in range(lane.num_rows)]
+        events += [{"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args} for name, tid, args in named]
+        for bar in [*lane.bars, *lane.marks]:
             # Ends are rounded, not durations, so that bars which touch do not overlap.
-            span = {"ph": "X", "ts": ts, "dur": max(0, _microseconds(bar.end) - ts), "pid": pid, "tid": bar.row}
-            events.append({"name": bar_name(bar), "cat": bar.kind, **span, "args": bar.details})
-        for mark in lane.marks:
-            moment = {"ph": "i", "s": "p", "ts": _microseconds(mark.time), "pid": pid, "tid": 0}
-            events.append({"name": f"worker {mark.kind}", "cat": mark.kind, **moment, "args": mark.details})
+            start, end = round(bar.start * 1e6), round(bar.end * 1e6)
+            form = {"ph": "i", "s": "p"} if bar.kind in MOMENTS else {"ph": "X", "dur": max(0, end - start)}
+            event = {"name": bar.name, "cat": bar.kind, "ts": start, "pid": pid, "tid": bar.row, "args": bar.details}
+            events.append(event | form)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": timeline.start}}
-
-
-def _names(pid: int, lane: Lane) -> list[dict]:
-    """What Perfetto calls the lane and its rows, and their order."""
-    rows = [*lane.row_names, *(f"slot {i}" for i in range(lane.num_rows - len(lane.row_names)))]
-    named = [("process_name", 0, {"name": lane.name}), ("process_sort_index", 0, {"sort_index": pid})]
-    for tid, row in enumerate(rows):
-        named += [("thread_name", tid, {"name": row}), ("thread_sort_index", tid, {"sort_index": tid})]
-    return [{"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args} for name, tid, args in named]
-
-
-def bar_name(bar: Bar) -> str:
-    """Its label; that of a trajectory is its oldest version, as Perfetto colours bars by their name."""
-    details = bar.details
-    match bar.kind:
-        case "step":
-            return f"step {details['step']}"
-        case "update" | "evaluation":
-            return f"{bar.kind} v{details['version']}"
-        case "trajectory":
-            return f"v{details['min_version']}" if "min_version" in details else "no tokens"
-    return bar.kind
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)

@@ -1,126 +1,162 @@
-"""Grids and their report, from synthetic cells and from runs that a stub of the training script makes."""
+"""Grids of runs that a stub of the training script makes: which cells there are, which are run, what is kept."""
 
-import csv
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from scripts import ablate
-from scripts import ablation_report as grid_report
-from scripts.ablate import Cell
+from scripts.ablate import cell_name, grid, options, read_value, run_cell, run_missing
+from scripts.grids import key, read_records, record_of, replay_table
+from scripts.runs import load
 
 ROOT = Path(__file__).parents[2]
 
-FIGURES = ("curves.png", "wallclock.png", "staleness.png")
 STUB = """
 import json, pathlib, sys
 given = dict(option[2:].split("=") for option in sys.argv[1:])
-if given["algo"] == "gspo":
-    sys.exit("error: no room for gspo")
 run = pathlib.Path(given["runs-dir"], given["run-name"])
 run.mkdir()
 header = {"git_commit": "c", "git_diff": "", "hardware": {}, "packages": {}, "config": given}
 (run / "run.json").write_text(json.dumps(header))
 line = {"step": 1, "samples": 8, "reward/mean": 1 / 3, "staleness/mean": 0.0, "staleness/max": 0, "time/step_s": 2.0,
         "eval/accuracy": 0.5, "eval/policy_version": 1}
-(run / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
-if given["algo"] == "kimi":
+(run / "metrics.jsonl").write_text("" if given["algo"] == "gspo" else json.dumps(line) + "\\n")
+if given["algo"] in ("kimi", "gspo"):
     sys.exit("a trace\\nerror: the loss is not finite")
 """
 
 
-def make_record(algo="grpo", ratio=0.0, delay=0, seed=0, last=0.75, steps=20, error=None):
-    """The record of a run whose accuracy goes from 0.25 up to 1.0 and ends with `last`."""
-    cell = Cell(algo, ratio, delay, seed)
-    series = {
-        "reward": [step / 20 for step in range(1, steps + 1)],
-        "staleness_mean": [min(step, delay) + ratio for step in range(steps)],
-        "staleness_max": [min(step, delay) + 2 for step in range(steps)],
-        "step_s": [2.0] * steps,
-        "samples": [8 * step for step in range(1, steps + 1)],
-    }
-    record = {"cell": asdict(cell), "options": cell.options(), "seconds": 50.0, "series": series}
-    evaluations = [[0, 0.25], [0, 0.25], [steps // 2, 1.0], [steps, last]]
-    return record | {"evaluations": evaluations} | ({"error": error} if error else {})
+def make_cell(algo="grpo", seed=0, **more):
+    return {"algo": algo, "async_ratio": 0.0, "publish_delay": 0, "seed": seed, **more}
+
+
+def make_record(cell, **more):
+    return {"cell": cell, "options": options(cell), "seconds": 1.0, "evaluations": [[1, 0.5]], "series": {}} | more
 
 
 def write_cells(out, records):
-    out.mkdir(exist_ok=True)
     (out / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return out
 
 
-def run_script(name, *arguments):
-    command = [sys.executable, f"scripts/{name}", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def axes(algos=("grpo",), ratios=("0",), delays=("0",), seeds=1, **sweeps):
+    chosen = {"algo": algos, "async_ratio": ratios, "publish_delay": delays, "seed": map(str, range(seeds)), **sweeps}
+    return {name: [read_value(name, value) for value in values] for name, values in chosen.items()}
 
 
-def body(records):
-    """The rows of the table, without their first column and the heading, by that first column."""
-    rows = [line.strip("| ").split(" | ") for line in grid_report.table(records).splitlines()[2:] if line[:1] == "|"]
-    return {row[0]: row[1:] for row in rows}
+def run_script(*arguments):
+    command = [sys.executable, "scripts/ablate.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def run_stub(tmp_path):
+    """Runs a cell by the stub, and keeps its directory if it is told where."""
+    (tmp_path / "stub.py").write_text(STUB)
+    return lambda cell, keep_in=None: run_cell(cell, [sys.executable, tmp_path / "stub.py", *options(cell)], keep_in)
+
+
+# Cells
 
 
 def test_a_grid_has_whole_seeds_first_and_all_losses_beside_each_other():
-    cells = ablate.grid(["grpo", "tis"], [0.0, 1.0], [0, 4], seeds=2)
-    assert len(set(cells)) == len(cells) == 16
-    assert [cell.name for cell in cells[:5]] == [
+    cells = grid(axes(["grpo", "tis"], ["0", "1"], ["0", "4"], seeds=2))
+    assert len({key(cell) for cell in cells}) == len(cells) == 16
+    assert [cell_name(cell) for cell in cells[:5]] == [
         "grpo-a0-k0-s0", "tis-a0-k0-s0", "grpo-a1-k0-s0", "tis-a1-k0-s0", "grpo-a0-k4-s0",
     ]  # fmt: skip
-    assert [cell.seed for cell in cells] == [0] * 8 + [1] * 8
-    assert cells[0].options() == ["--algo=grpo", "--async-ratio=0.0", "--publish-delay=0", "--seed=0"]
+    assert [cell["seed"] for cell in cells] == [0] * 8 + [1] * 8
+    assert options(cells[0]) == ["--algo=grpo", "--async-ratio=0.0", "--publish-delay=0", "--seed=0"]
+
+
+def test_one_grid_may_have_losses_with_options_of_their_own():
+    bare, high, tis = grid(axes(["grpo", "grpo:clip_low=0.1 clip_high=0.4", "tis"]))
+    assert options(high)[:4] == ["--algo=grpo", "--algo-args", "clip_low=0.1", "clip_high=0.4"]
+    assert "algo_args" not in bare | tis and cell_name(high) == "grpo+clip_low=0.1+clip_high=0.4-a0-k0-s0"
+
+
+def test_any_option_can_be_swept_whatever_its_type():
+    sweeps = {"lr": ["0.001", "1e-4"], "share_prefix": ["true", "false"], "algo_args": ["", "clip_high=0.4"]}
+    cells = grid(axes(**sweeps))
+    assert len(cells) == 8 and {(cell["lr"], cell["share_prefix"]) for cell in cells} == {
+        (0.001, True), (0.001, False), (0.0001, True), (0.0001, False),
+    }  # fmt: skip
+    assert options(cells[0])[1] == "--algo-args" and options(cells[0])[-2:] == ["--lr=0.001", "--share-prefix"]
+    assert len({cell_name(cell) for cell in cells}) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sweep", "lr"], "--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got 'lr'"),
+        (["--sweep", "lrr=1|2"], "--lrr is no option; did you mean --lr"),
+        (["--sweep", "lr=a|2"], "--lr must be a number, got 'a'"),
+        (["--sweep", "share_prefix=yes|no"], "--share-prefix is true or false, got 'yes'"),
+        (["--algos", "grop"], "--algo must be one of"),
+        (["--algos", "grpo", "grpo"], "grpo-a0-k0-s0, or an option of it, is there twice"),
+        (
+            ["--algos", "grpo:cap=1", "--sweep", "algo_args=cap=2"],
+            "or an option of it, is there twice; name each value and option",
+        ),
+        (["--algos", "grpo", "tis:clip_high=0.3"], "cell tis+clip_high=0.3-a0-k0-s0: "),
+        (["--", "--groups-per-step=0"], "cell grpo-a0-k0-s0: --groups-per-step must be at least 1, got 0"),
+    ],
+)
+def test_what_no_run_would_accept_is_refused_before_the_first_run(tmp_path, arguments, message):
+    done = run_script("--out", tmp_path / "out", *arguments)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+# Runs
 
 
 def test_only_the_cells_that_are_not_finished_are_run_and_each_is_kept(tmp_path):
-    cells = ablate.grid(["grpo", "tis"], [0.0], [0], seeds=2)
-    write_cells(tmp_path, [make_record("tis", seed=0), make_record("grpo", seed=1, error="error: it broke")])
+    cells = grid(axes(["grpo", "tis"], seeds=2))
+    write_cells(tmp_path, [make_record(make_cell("tis")), make_record(make_cell("grpo", 1), error="error: it broke")])
     ran = []
 
-    def run(cell, extra):
+    def run(cell):
         ran.append(cell)
-        return make_record(cell.algo, seed=cell.seed)
+        return make_record(cell)
 
-    ablate.run_grid(cells, tmp_path, 1, [], run)
-    assert ran == [Cell("grpo", 0.0, 0, 0), Cell("tis", 0.0, 0, 1)]
-    assert set(ablate.read_cells(tmp_path)) == set(cells)
-    ablate.run_grid(cells, tmp_path, 2, [], run)
+    run_missing(cells, tmp_path / "cells.jsonl", run)
+    assert ran == [make_cell("grpo"), make_cell("tis", 1)]
+    assert {key(record["cell"]) for record in read_records(tmp_path / "cells.jsonl")} == set(map(key, cells))
+    run_missing(cells, tmp_path / "cells.jsonl", run, parallel=2)
     assert len(ran) == 2
 
 
 def test_after_an_error_no_other_cell_is_started_and_what_is_finished_is_kept(tmp_path):
-    cells = ablate.grid(["reinforce", "grpo", "tis"], [0.0], [0], seeds=1)
+    cells = grid(axes(["reinforce", "grpo", "tis"]))
     ran = []
 
-    def run(cell, extra):
+    def run(cell):
         ran.append(cell)
-        if cell.algo == "grpo":
+        if cell["algo"] == "grpo":
             raise ValueError("it does not start")
-        return make_record(cell.algo)
+        return make_record(cell)
 
     with pytest.raises(ValueError, match="it does not start"):
-        ablate.run_grid(cells, tmp_path, 1, [], run)
-    assert ran == cells[:2] and list(ablate.read_cells(tmp_path)) == cells[:1]
+        run_missing(cells, tmp_path / "cells.jsonl", run)
+    assert ran == cells[:2] and [record["cell"] for record in read_records(tmp_path / "cells.jsonl")] == cells[:1]
 
 
 def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
     script = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-from scripts import ablate
+from scripts.ablate import run_missing
 from pathlib import Path
 
-def run(cell, extra):
+def run(cell):
     print("running", flush=True)
     time.sleep(1)
-    return {{"cell": vars(cell), "evaluations": [], "seconds": 1.0, "error": "SignalException"}}
+    return {{"cell": cell, "evaluations": [], "error": "SignalException"}}
 
-ablate.run_grid(ablate.grid(["grpo", "tis"], [0.0], [0], 2), Path({str(tmp_path)!r}), 1, [], run)
+run_missing([{{"algo": "grpo"}}, {{"algo": "tis"}}], Path({str(tmp_path)!r}) / "cells.jsonl", run)
 """
     job = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while job.stdout.readline() != "running\n":
@@ -131,171 +167,87 @@ ablate.run_grid(ablate.grid(["grpo", "tis"], [0.0], [0], 2), Path({str(tmp_path)
 
 
 def test_cells_of_a_grid_with_other_options_are_refused(tmp_path):
-    write_cells(tmp_path, [make_record()])
+    write_cells(tmp_path, [make_record(make_cell())])
     with pytest.raises(ValueError, match=r"grpo-a0-k0-s0 was run with .*--seed=0, not .*--steps=5; give another --out"):
-        ablate.run_grid([Cell("grpo", 0.0, 0, 0)], tmp_path, 1, ["--steps=5"], run=None)
+        run_missing([make_cell()], tmp_path / "cells.jsonl", None, ["--steps=5"])
 
 
-def test_a_cell_is_a_process_whose_curves_are_kept_also_if_it_ends_with_an_error(tmp_path):
-    stub = tmp_path / "stub.py"
-    stub.write_text(STUB)
-    record = ablate.run_cell(Cell("grpo", 1.0, 0, 3), ["--steps=1"], (sys.executable, str(stub)))
-    assert record["cell"] == {"algo": "grpo", "async_ratio": 1.0, "publish_delay": 0, "seed": 3}
-    assert record["series"]["reward"] == [0.33333] and record["evaluations"] == [(1, 0.5)] and "error" not in record
-    assert record["options"][-1] == "--steps=1" and record["git_dirty"] is False
-    failed = ablate.run_cell(Cell("kimi", 1.0, 0, 3), [], (sys.executable, str(stub)))
+def test_a_cell_is_a_process_whose_curves_are_kept_also_if_it_ends_with_an_error(run_stub):
+    cell = make_cell(seed=3)
+    record = run_stub(cell)
+    assert record["cell"] == cell and record["git_dirty"] is False and "error" not in record
+    assert record["series"]["reward"] == [0.33333] and record["evaluations"] == [(1, 0.5)]
+    failed = run_stub(make_cell("kimi"))
     assert failed["error"] == "error: the loss is not finite" and failed["series"]["samples"] == [8]
 
 
-def test_a_run_that_makes_no_step_is_an_error_that_has_the_run_s_own(tmp_path):
-    stub = tmp_path / "stub.py"
-    stub.write_text(STUB)
-    with pytest.raises(ValueError, match=r"gspo-a0-k0-s0 has no metrics .exit status 1.: error: no room for gspo$"):
-        ablate.run_cell(Cell("gspo", 0.0, 0, 0), [], (sys.executable, str(stub)))
+def test_a_run_that_makes_no_step_is_an_error_that_has_the_run_s_own(run_stub):
+    with pytest.raises(ValueError, match=r"^cell gspo-a0-k0-s0 has no metrics: error: the loss is not finite$"):
+        run_stub(make_cell("gspo"))
 
 
-def test_a_run_is_reduced_to_its_ends_and_its_staleness_after_the_warm_up():
-    assert grid_report.summarise(make_record(delay=4, ratio=0.5, seed=2, error="error:\n  it broke\n")) == {
-        "algo": "grpo",
-        "async_ratio": 0.5,
-        "publish_delay": 4,
-        "seed": 2,
-        "steps": 20,
-        "samples": 160,
-        "final_accuracy": 0.75,
-        "best_accuracy": 1.0,
-        "final_reward": pytest.approx(0.975),
-        "staleness_mean": 4.5,
-        "staleness_max": 6,
-        "seconds": 40.0,
-        "error": "error: it broke",
-    }
+def test_the_directories_of_the_runs_are_kept_if_asked_for_and_a_half_made_one_is_replaced(run_stub, tmp_path):
+    for _ in range(2):
+        run_stub(make_cell(), tmp_path / "runs")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["grpo-a0-k0-s0"]
+    assert (tmp_path / "runs" / "grpo-a0-k0-s0" / "metrics.jsonl").exists()
 
 
-def test_a_cell_of_the_table_is_mean_and_standard_deviation_over_the_seeds_that_did_not_fail():
-    records = [make_record("tis", seed=seed, last=last) for seed, last in enumerate((0.5, 0.7, 0.9))]
-    records += [make_record("grpo", seed=seed, last=0.8, error="e" * (seed > 0)) for seed in range(3)]
-    records += [make_record("grpo", delay=4, seed=seed, error="e") for seed in range(3)]
-    assert body(records) == {
-        "before training": ["0.250 ± 0.000", "0.250 ± 0.000"],
-        "`grpo`": ["0.800, failed 2/3", "failed 3/3"],
-        "`tis`": ["0.700 ± 0.200", "–"],
-    }
-    head, *_, caption = grid_report.table(records).splitlines()
-    assert head == "|  | `async_ratio` 0, `publish_delay` 0 | `async_ratio` 0, `publish_delay` 4 |"
-    assert "standard deviation over n = 3 seeds; failed k/m" in caption and "per run: 160." in caption
+def test_every_record_has_the_options_that_all_runs_were_given(run_stub, tmp_path):
+    run_missing([make_cell()], tmp_path / "cells.jsonl", run_stub, ["--steps=1"])
+    assert read_records(tmp_path / "cells.jsonl")[0]["options"] == [*options(make_cell()), "--steps=1"]
 
 
-def test_the_table_says_n_in_each_cell_where_it_is_not_the_same():
-    records = [make_record("tis", seed=0, last=0.5), make_record("tis", seed=1, last=0.6), make_record("grpo")]
-    assert body(records) == {
-        "before training": ["0.250 ± 0.000, n = 2"],
-        "`grpo`": ["0.750, n = 1"],
-        "`tis`": ["0.550 ± 0.071, n = 2"],
-    }
-
-
-def test_accuracy_before_training_is_averaged_over_the_losses_and_then_over_seeds():
-    records = [make_record(algo, seed=seed) for algo in ("grpo", "tis") for seed in range(2)]
-    for record, start in zip(records, (0.1, 0.5, 0.3, 0.7), strict=True):
-        record["evaluations"] = [[0, start], [20, 0.8]]
-    assert grid_report.initial_accuracies(records) == [pytest.approx(0.2), pytest.approx(0.6)]
-
-
-def test_one_seed_has_no_spread_and_no_evaluation_no_accuracy():
-    records = [make_record("tis"), make_record("grpo") | {"evaluations": []}]
-    assert body(records) == {"before training": ["0.250"], "`grpo`": ["–"], "`tis`": ["0.750"]}
-    assert "accuracy, n = 1 seed. " in grid_report.table(records)
-
-
-def test_runs_are_averaged_at_the_same_step_as_far_as_they_have_come():
-    long = (np.array([0.0, 2.0, 4.0]), np.array([0.0, 20.0, 40.0]), np.array([0.0, 1.0, 1.0]))
-    short = (np.array([1.0, 2.0]), np.array([30.0, 40.0]), np.array([0.0, 0.5]))
-    x, mean, low, high = grid_report.average([long, short])
-    assert x.tolist() == [0, 20, 30, 40]
-    assert mean.tolist() == [0, 0.25, 0.75, 1]
-    assert low.tolist() == [0, 0, 0.5, 1] and high.tolist() == [0, 0.5, 1, 1]
-
-
-def test_curves_stand_at_the_samples_of_a_version_and_at_the_seconds_of_a_step():
-    steps, samples, accuracies = grid_report.accuracy_over_samples(make_record())
-    assert steps.tolist() == [0, 10, 20] and samples.tolist() == [0, 80, 160] and accuracies.tolist() == [0.25, 1, 0.75]
-    steps, seconds, rewards = grid_report.reward_over_seconds(make_record())
-    assert steps[[0, -1]].tolist() == [2, 20] and seconds[[0, -1]].tolist() == [4, 40]
-    assert rewards[[0, -1]].tolist() == pytest.approx([0.075, 0.975])
-
-
-def test_no_two_losses_look_alike_and_an_unknown_one_has_a_look():
-    names = [*ablate.Algo.__args__, "old_loss"]
-    assert len({tuple(grid_report.style(name, names).values()) for name in names}) == len(names)
-    assert grid_report.algos([{"algo": name} for name in reversed(names)]) == names
-
-
-GRIDS = {
-    "many losses, settings and seeds, of unlike lengths, some of them failed": [
-        make_record(algo, ratio, delay, seed, 0.5 + seed / 10, 20 - 3 * seed, "e" * (algo == "gspo" and seed > delay))
-        for algo in ("tis", "gspo")
-        for ratio, delay in ((0.0, 0), (0.0, 4), (1.0, 0), (2.0, 0))
-        for seed in range(2)
-    ],
-    "one run": [make_record()],
-    "one step, of a run that failed": [make_record(steps=1, error="e")],
-    "no evaluations": [make_record() | {"evaluations": []}],
-}
-
-
-@pytest.mark.parametrize("records", GRIDS.values(), ids=GRIDS)
-def test_a_report_writes_the_table_the_csv_and_figures_that_show_something(records, tmp_path, capsys):
-    out = write_cells(tmp_path, records)
-    grid_report.report(out)
-    printed = capsys.readouterr().out
-    assert (out / "table.md").read_text() in printed
-    for name in FIGURES:
-        pixels = imread(out / name)
-        assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
-        assert str(out / name) in printed
-    rows = list(csv.DictReader((out / "cells.csv").open()))
-    assert len(rows) == len(records) and tuple(rows[0]) == grid_report.COLUMNS
-
-
-def test_the_csv_is_sorted_and_rounded_and_leaves_blank_what_was_not_measured(tmp_path):
-    records = [make_record("tis", seed=1, last=1 / 3), make_record("tis", error='a "b",\nc'), make_record("grpo", 1.0)]
-    records[2]["evaluations"] = []
-    grid_report.write_csv([grid_report.summarise(record) for record in records], tmp_path / "cells.csv")
-    assert (tmp_path / "cells.csv").read_text().splitlines()[1:] == [
-        'tis,0.0,0,0,20,160,0.75,1.0,0.975,0.0,2,40.0,"a ""b"", c"',
-        "tis,0.0,0,1,20,160,0.33333,1.0,0.975,0.0,2,40.0,",
-        "grpo,1.0,0,0,20,160,,,0.975,1.0,2,40.0,",
-    ]
-
-
-def test_a_cell_that_was_written_twice_counts_once(tmp_path):
-    out = write_cells(tmp_path, [make_record(last=0.5), make_record(last=0.6)])
-    assert [record["evaluations"][-1][1] for record in grid_report.read_records(out)] == [0.6]
-
-
-def test_a_broken_line_is_named_and_so_is_the_way_out(tmp_path):
-    write_cells(tmp_path, [make_record()])
-    with open(tmp_path / "cells.jsonl", "a") as file:
-        file.write('{"cell": {"al')
-    with pytest.raises(ValueError, match=r"line 2 of 2 is not a cell \(JSONDecodeError.*delete the line"):
-        ablate.read_cells(tmp_path)
-
-
-def test_a_directory_without_cells_is_an_error_in_one_line(tmp_path):
-    done = run_script("ablation_report.py", tmp_path)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ") and "has no finished cell; scripts/ablate.py --out" in done.stderr
-
-
-def test_the_script_reports_a_grid_that_is_finished_without_running_anything(tmp_path):
-    out = write_cells(tmp_path, [make_record("tis", seed=seed) for seed in range(2)])
-    done = run_script("ablate.py", "--algos", "tis", "--async-ratio", 0, "--seeds", 2, "--out", out)
+def test_the_script_goes_on_with_a_grid_that_is_finished_without_running_anything(tmp_path):
+    series = {"reward": [0.5], "staleness_mean": [0.0], "staleness_max": [0], "step_s": [1.0], "samples": [8]}
+    write_cells(tmp_path, [make_record(make_cell("tis", seed), series=series) for seed in range(2)])
+    done = run_script("--algos", "tis", "--async-ratio", 0, "--seeds", 2, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2 cells, 2 of them finished before" in done.stdout and "| `tis` | 0.750 ± 0.000 |" in done.stdout
-    assert all((out / name).exists() for name in FIGURES)
+    assert "2 cells, 2 of them finished before" in done.stdout and "| `tis` | 0.500 |" in done.stdout
+    assert (tmp_path / "curves.png").exists()
 
 
-def test_the_script_refuses_options_that_a_run_would_not_accept(tmp_path):
-    done = run_script("ablate.py", "--out", tmp_path, "--", "--groups-per-step=0")
-    assert done.returncode != 0 and "grpo-a0-k0-s0" in done.stderr and not (tmp_path / "cells.jsonl").exists()
+def test_without_out_a_grid_is_kept_in_a_new_directory_that_git_does_not_track():
+    done = run_script("--report")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"error: {ablate.ROOT / 'runs'}/ablation-20" in done.stderr and "has no finished cell" in done.stderr
+
+
+# Replays
+
+
+def write_recorded(path, seed, accuracy):
+    """A recorded run of ten steps: only the last one, a tenth of them, counts for the means."""
+    (path / "checkpoints" / "step_10").mkdir(parents=True)
+    (path / "checkpoints" / "step_10" / "model.safetensors").write_bytes(b"weights")
+    header = {"command": ["torchrun", "train_async.py"], "git_commit": "0" * 40, "git_diff": "", "hardware": {}}
+    config = {"config": {"algo": "grpo", "seed": seed}, "packages": {}}
+    (path / "run.json").write_text(json.dumps(header | config))
+    lines = [
+        {"step": s, "drift/k3": s / 8, "loss/entropy": 0.5, "loss/ess": 1.0, "loss/grad_norm": 0.1}
+        for s in range(1, 11)
+    ]
+    lines[0] |= {"eval/accuracy": 0.0, "eval/policy_version": 0}
+    lines[-1] |= {"eval/accuracy": accuracy, "eval/policy_version": 10}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_recorded_runs_and_their_replays_are_rows_with_means_over_the_runs(tmp_path):
+    recorded = [load(write_recorded(tmp_path / f"run-{seed}", seed, 0.25 + seed / 2)) for seed in (0, 1)]
+    cells = [{"kind": "recorded run", "of": run.name, "algo": "grpo"} for run in recorded]
+    runs = [{"cell": cell} | record_of(run, cell) for run, cell in zip(recorded, cells, strict=True)]
+    replays = [run | {"cell": run["cell"] | {"kind": "replay", "algo": "tis"}, "accuracy": 1.0} for run in runs]
+    assert replay_table([runs[0], replays[0], runs[1], replays[1]])[2:] == [
+        "| recorded run, `grpo` | 2 | 0.500 ± 0.354 | 1.2500 | 0.500 | 1.000 |",
+        "| `tis` | 2 | 1.000 | 1.2500 | 0.500 | 1.000 |",
+    ]
+    assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"] and runs[0]["command"] == "torchrun train_async.py"
+
+
+def test_a_replay_that_fails_ends_it_with_its_reason_and_keeps_what_was_made(tmp_path):
+    run = write_recorded(tmp_path / "run", 0, 0.5)
+    done = run_script("--replay", run, "--algos", "tis", "--out", tmp_path / "out")
+    assert done.returncode == 1 and "cell tis-replay-run has no metrics: error: " in done.stderr
+    assert "was not recorded" in done.stderr
+    assert [record["cell"]["kind"] for record in read_records(tmp_path / "out" / "replays.jsonl")] == ["recorded run"]

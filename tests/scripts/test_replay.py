@@ -24,7 +24,7 @@ from job.probe import Probe
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import Progress, RunDirectory
 from records.time_ledger import TrainerClock
-from scripts.plot import read_metrics, summarise
+from scripts import runs
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import write_report
 from trainer import batch
@@ -113,7 +113,7 @@ def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(ru
 
 def test_a_replay_is_drawn_and_reported_like_a_run(run, tmp_path):
     replay_to_end(Recording.open(run), tmp_path, "--run-name=replay")
-    assert summarise(read_metrics(tmp_path / "replay"))["steps"] == NUM_STEPS
+    assert runs.summarise(runs.load(tmp_path / "replay").metrics)["steps"] == NUM_STEPS
     page = write_report(tmp_path / "replay", with_trace=True)[0].read_text()
     assert "Where the trainer" in page and "Where the groups went" not in page
 

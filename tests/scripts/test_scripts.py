@@ -33,6 +33,7 @@ if given["--steps"] == "13":
     sys.exit(3)
 run = pathlib.Path(given["--runs-dir"], given["--run-name"])
 run.mkdir(parents=True)
+(run / "run.json").write_text("{{}}")
 (run / "metrics.jsonl").write_text({json.dumps(json.dumps(METRICS))} + "\\n")
 """
 

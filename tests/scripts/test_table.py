@@ -1,14 +1,21 @@
+"""Tables of runs: a row per run, or per value of options of any type."""
+
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+import pytest
+
+from scripts.runs import load
+from scripts.table import table
+
+ROOT = Path(__file__).parents[2]
 
 
-def write_run(path, async_ratio, accuracies, step_s):
+def write_run(path, accuracies, step_s, **config):
     path.mkdir()
-    (path / "run.json").write_text(json.dumps({"config": {"async_ratio": async_ratio}}))
+    (path / "run.json").write_text(json.dumps({"config": {"run_name": path.name, **config}}))
     lines = [
         {
             "step": step,
@@ -16,8 +23,8 @@ def write_run(path, async_ratio, accuracies, step_s):
             "reward/mean": 0.5,
             "eval/accuracy": accuracy,
             "eval/policy_version": step,
-            "staleness/mean": async_ratio,
-            "staleness/max": async_ratio,
+            "staleness/mean": 1.0,
+            "staleness/max": 1,
             "tokens/generated": 100 * step,
             "time/step_s": step_s,
             "time/wait_s": step_s / 4,
@@ -25,23 +32,56 @@ def write_run(path, async_ratio, accuracies, step_s):
         for step, accuracy in enumerate(accuracies, start=1)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return load(path)
 
 
-def test_runs_with_the_same_value_share_a_row_with_mean_and_standard_deviation(tmp_path):
-    runs = [
-        write_run(tmp_path / "a", 1.0, [0.25, 0.5], step_s=2.0),
-        write_run(tmp_path / "b", 1.0, [0.25, 0.75], step_s=2.0),
-        write_run(tmp_path / "c", 0.0, [0.25, 1.0], step_s=4.0),
+@pytest.fixture
+def runs(tmp_path):
+    same = {"seed": 0, "share_prefix": False}
+    return [
+        write_run(tmp_path / "a", [0.25, 0.5], 2.0, algo="tis", async_ratio=10.0, algo_args=[], **same),
+        write_run(tmp_path / "b", [0.25, 0.75], 2.0, algo="tis", async_ratio=10.0, algo_args=[], **same),
+        write_run(tmp_path / "c", [0.25, 1.0], 4.0, algo="grpo", async_ratio=2.0, algo_args=["clip_high=0.3"], **same),
     ]
-    command = [sys.executable, "scripts/table.py", *runs, "--by", "async_ratio"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    _, _, synchronous, asynchronous = done.stdout.splitlines()
-    assert synchronous == "| 0 | 1 | 0.250 | 1.000 | 0.00 | 0 | 4.00 | 25 | 25% |"
-    assert asynchronous == "| 1 | 2 | 0.250 | 0.625 ± 0.177 | 1.00 | 1 | 2.00 | 50 | 25% |"
+
+
+def test_without_an_option_each_run_has_a_row_with_the_options_in_which_they_differ(runs):
+    head, _, first, _, last = table(runs)
+    assert head.startswith("| run | `algo` | `async_ratio` | `algo_args` | held-out accuracy, first |")
+    assert first == "| a | tis | 10 | none | 0.250 | 0.500 | 1.00 | 1 | 2.00 | 50 | 25% |"
+    assert last.startswith("| c | grpo | 2 | clip_high=0.3 | 0.250 | 1.000 |")
+
+
+@pytest.mark.parametrize(
+    ("by", "labels"),
+    [
+        (["async_ratio"], ["2", "10"]),
+        (["algo"], ["grpo", "tis"]),
+        (["algo_args"], ["clip_high=0.3", "none"]),
+        (["share_prefix", "algo"], ["false | grpo", "false | tis"]),
+    ],
+)
+def test_runs_with_the_same_values_share_a_row_with_mean_and_standard_deviation(runs, by, labels):
+    rows = table(runs, by)[2:]
+    cells = {"1": "1 | 0.250 | 1.000 | 1.00 | 1 | 4.00 | 25 | 25% |"}
+    cells["2"] = "2 | 0.250 | 0.625 ± 0.177 | 1.00 | 1 | 2.00 | 50 | 25% |"
+    n = {label: "1" if label.split(" | ")[-1] in ("2", "grpo", "clip_high=0.3") else "2" for label in labels}
+    assert rows == [f"| {label} | {cells[n[label]]}" for label in labels]
+
+
+def test_an_option_that_no_run_has_is_an_error_that_names_the_nearest(runs):
+    with pytest.raises(ValueError, match="--by async_ration: no run has such an option; did you mean async_ratio"):
+        table(runs, ["async_ration"])
+
+
+def test_the_table_of_the_recorded_runs_is_made_again():
+    recorded = ROOT / "results" / "staleness"
+    command = [sys.executable, "scripts/table.py", *sorted(recorded.glob("a*-s*")), "--by", "async_ratio"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == (recorded / "table.md").read_text(), done.stderr
 
 
 def test_a_directory_that_is_no_run_is_one_line(tmp_path):
-    command = [sys.executable, "scripts/table.py", str(tmp_path), "--by", "async_ratio"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    command = [sys.executable, "scripts/table.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,316 @@
+"""What ablate.py keeps of a grid of runs, and the tables and figures that are made of it.
+
+OUT/cells.jsonl has a line per run: its `cell` (loss, seed and what else is varied: its *setting*), how it was made and
+its curves. A run that ended with an error is in no mean.
+
+Runs of one seed share problems, first weights and sampling seeds. So a loss on stale data is compared with the same
+loss and seed on fresh data, async_ratio 0 and publish_delay 0, and not mean with mean. The two are compared at the same
+version that *sampled* a batch: a reward that is seen later because weights are published later is no worse a policy.
+"""
+
+import json
+import math
+import shlex
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from config import Algo
+from records.batches import weights_sha256
+from scripts import figures
+from scripts.runs import Run, evaluations, summarise
+from scripts.table import MISSING, markdown, show, sort_key, spread
+
+SERIES = {
+    "reward": "reward/mean", "staleness_mean": "staleness/mean", "staleness_max": "staleness/max",
+    "step_s": "time/step_s", "samples": "samples",
+}  # fmt: skip
+"""What a cell keeps of every step: its name in the record and in metrics.jsonl."""
+REPLAY_SERIES = {"drift_k3": "drift/k3", "entropy": "loss/entropy", "ess": "loss/ess", "grad_norm": "loss/grad_norm"}
+CSV = {
+    "steps": "steps", "samples": "samples", "accuracy_last": "final_accuracy", "accuracy_best": "best_accuracy",
+    "reward_last": "final_reward", "staleness_settled": "staleness_mean", "staleness_max": "staleness_max",
+    "seconds": "seconds", "error": "error",
+}  # fmt: skip
+"""Columns of cells.csv beside the options: key of the summary, heading."""
+REPLAY_COLUMNS = {
+    "accuracy": ("held-out accuracy of the last weights", "{:.3f}"),
+    "drift_k3": ("KL(behavior ‖ current), nats per token", "{:.4f}"),
+    "entropy": ("entropy, nats per token", "{:.3f}"), "ess": ("effective sample size", "{:.3f}"),
+}  # fmt: skip
+"""Columns of the table of replays; all but the first are means over the last tenth of the steps."""
+RECORDED = "recorded run"
+MEASURES = {
+    "area": "Area: mean training reward of all versions that sampled in both runs, what was earned on the way",
+    "level": "Level: mean training reward of the last part, from the version of half of the steps on",
+    "oscillation": "Oscillation: standard deviation of the reward around a straight line through that last part",
+}
+"""What is compared of two runs. Oscillation uses every point and leaves a trend out; the largest drop from a running
+maximum would rest on two points, and grow with their number."""
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""0.975 quantile of Student's t with 1, 2, … degrees of freedom."""
+MIN_VERSIONS = 5  # fewest in a last part whose level and oscillation are told
+
+
+def read_records(path: Path) -> list[dict]:
+    """The records of a cells.jsonl or replays.jsonl, the last one of each cell; none if there is no such file.
+
+    Raises ValueError, naming the line, if one is broken.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if "of" in record:  # older records of replays have the parts of their cell apart
+                record["cell"] = {name: record[name] for name in ("kind", "of", "algo")}
+            records[key(record["cell"])] = record
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            what = f"{path}, line {number} of {len(lines)} is not a cell ({type(error).__name__}: {error})"
+            raise ValueError(f"{what}; delete the line and ablate.py runs its cell again") from None
+    return list(records.values())
+
+
+def record_of(run: Run, cell: dict) -> dict:
+    """What is kept of a cell's run: provenance, evaluations and curves; of a replay also its last weights."""
+    is_replay, last = "of" in cell, run.metrics["step"].iloc[-1]
+    form, kept = ("{:.4g}", REPLAY_SERIES) if is_replay else ("{:.5f}", SERIES)
+    record = {name: run.info[name] for name in ("git_commit", "hardware", "packages")}
+    record |= {"git_dirty": bool(run.info["git_diff"]), "evaluations": list(evaluations(run.metrics).items())}
+    if is_replay:
+        record |= {"command": shlex.join(run.info["command"]), "seed": run.info["config"]["seed"]}
+        record["accuracy"] = record["evaluations"][-1][1]
+        record["weights_sha256"] = weights_sha256(run.path / "checkpoints" / f"step_{last}")
+    series = {name: run.metrics[metric].to_numpy(float).tolist() for name, metric in kept.items()}
+    return record | {"series": {name: [float(form.format(v)) for v in values] for name, values in series.items()}}
+
+
+def metrics_of(record: dict) -> pd.DataFrame:
+    """The curves of a cell under the names of metrics.jsonl; on which lines its evaluations stand says nothing."""
+    metrics = pd.DataFrame({name: record["series"][kept] for kept, name in SERIES.items()})
+    metrics["step"] = range(1, len(metrics) + 1)
+    return metrics.join(pd.DataFrame(record["evaluations"], columns=["eval/policy_version", "eval/accuracy"]))
+
+
+def key(cell: dict) -> str:
+    """What tells a cell from the others."""
+    return json.dumps(cell, sort_keys=True)
+
+
+def loss(cell: dict) -> str:
+    """The loss of a cell with its own options, as --algos has it."""
+    return ":".join(filter(None, [cell["algo"], " ".join(cell.get("algo_args", []))]))
+
+
+def setting(cell: dict) -> dict:
+    """The options of a cell that are neither loss nor seed."""
+    return {name: value for name, value in cell.items() if name not in ("algo", "algo_args", "seed")}
+
+
+def summaries(records: list[dict]) -> pd.DataFrame:
+    """A row per run, in order of setting, loss and seed: its options, setting and loss, and what summarise says.
+
+    Settings are in the order of their values, losses in that of config.py; those that it does not know are last.
+    """
+    runs, settings, losses, known = [], {}, {}, [*Algo.__args__]
+    for record in records:
+        cell, metrics = record["cell"], metrics_of(record)
+        own = {"setting": ", ".join(f"`{k}` {show(v)}" for k, v in setting(cell).items()), "loss": loss(cell)}
+        settings[own["setting"]] = [sort_key(value) for value in setting(cell).values()]
+        losses[own["loss"]] = (known.index(cell["algo"]) if cell["algo"] in known else len(known), own["loss"])
+        own["initial"] = evaluations(metrics).groupby(level=0).mean().get(0)
+        own["error"] = " ".join(record.get("error", "").split()) or None
+        runs.append({**cell, **own, **summarise(metrics), "record": record})
+    table = pd.DataFrame(runs)
+    for name, order in (("setting", settings), ("loss", losses)):
+        table[name] = pd.Categorical(table[name], sorted(order, key=order.get))
+    return table.sort_values(["setting", "loss", "seed"], ignore_index=True)
+
+
+# Accuracy
+
+
+def table(records: list[dict]) -> list[str]:
+    """Final held-out accuracies, losses × settings, and a caption."""
+    runs = summaries(records)
+    n = int(runs.groupby(["loss", "setting"], observed=True).size().max())
+    by_setting = dict(list(runs.groupby("setting", observed=True)))
+    initial = [of.groupby("seed")["initial"].mean() for of in by_setting.values()]  # losses share version 0
+    lines = [["", *by_setting], ["before training", *(_mean(values, n) for values in initial)]]
+    for name in runs["loss"].cat.categories:
+        chosen = [of[of["loss"] == name] for of in by_setting.values()]
+        lines.append([f"`{name}`", *(_mean(of["accuracy_last"][of["error"].isna()], n, of["error"]) for of in chosen)])
+    finished = runs[runs["error"].isna()]
+    samples = " to ".join(map(str, sorted({finished["samples"].min(), finished["samples"].max()})))
+    failed = "; failed k/m: k of m runs ended with an error, the mean is of the others" * (len(finished) < len(runs))
+    of = f"mean ± standard deviation over n = {n} seeds" if n > 1 else "n = 1 seed"
+    caption = f"Final held-out accuracy, {of}{failed}. Samples trained on, per run: {samples}."
+    return [*markdown(lines), "", f"{caption} `publish_delay` is in steps."]
+
+
+def _mean(values: pd.Series, n: int, errors: pd.Series | None = None) -> str:
+    """Mean and spread, with their number where it is not n, and how many runs failed."""
+    values = values.dropna().tolist()
+    shown = [spread(values, "{:.3f}") + f", n = {len(values)}" * (len(values) < n)] if values else []
+    if errors is not None and errors.notna().any():
+        shown.append(f"failed {errors.notna().sum()}/{len(errors)}")
+    return ", ".join(shown) or MISSING
+
+
+# Pairs
+
+
+def reward_by_version(record: dict) -> pd.Series:
+    """Mean training reward by the policy version that sampled: the batch of step s is of version s − 1 − staleness.
+
+    With publish delay K and async_ratio 0 that is exactly version max(0, s − 1 − K); version 0 sampled K + 1 batches,
+    which are averaged. With an async_ratio the mean version of a batch counts, and rewards are interpolated between.
+    """
+    reward, staleness = (np.array(record["series"][name]) for name in ("reward", "staleness_mean"))
+    by_version = pd.Series(reward, np.arange(len(reward)) - staleness).groupby(level=0).mean()
+    versions = np.arange(math.ceil(by_version.index[0]), math.floor(by_version.index[-1]) + 1)
+    return pd.Series(np.interp(versions, by_version.index, by_version), versions)
+
+
+def measure(reward: pd.Series, start: int) -> pd.Series:
+    """The numbers of MEASURES; the last part begins at version `start`, and NaN says that it is too short."""
+    late, measured = reward[reward.index >= start], {"area": reward.mean(), "level": math.nan, "oscillation": math.nan}
+    if len(late) >= MIN_VERSIONS:
+        residuals = late - np.polyval(np.polyfit(late.index, late, 1), late.index)
+        measured |= {"level": late.mean(), "oscillation": math.sqrt((residuals**2).sum() / (len(late) - 2))}
+    return pd.Series(measured)
+
+
+def differences(records: list[dict]) -> pd.DataFrame:
+    """A row per run on stale data: its MEASURES less those of the same loss, options and seed on fresh data.
+
+    `start` and `end` are the versions of the last part. Empty if the grid has no such pairs.
+    """
+    runs, found = {key(record["cell"]): record for record in records if "error" not in record}, []
+    for run in summaries(records).itertuples():
+        fresh = runs.get(key(run.record["cell"] | {"async_ratio": 0.0, "publish_delay": 0}))
+        if fresh is None or fresh is run.record or "error" in run.record:
+            continue
+        stale, base = reward_by_version(run.record), reward_by_version(fresh)
+        common, start = stale.index.intersection(base.index), run.steps // 2
+        less = measure(stale[common], start) - measure(base[common], start)
+        pair = {"loss": run.loss, "setting": run.setting, "seed": run.seed, "start": start, "end": common[-1]}
+        found.append(pair | dict(less))
+    return pd.DataFrame(found)
+
+
+def paired(records: list[dict], measured: str = "level") -> list[str]:
+    """A table of paired differences of one of MEASURES, a line per loss and setting, and what the pairs show."""
+    found, shown = differences(records).dropna(subset=measured), {}
+    seeds, all_settings = sorted(found["seed"].unique()), summaries(records)["setting"].cat.categories
+    same = set.intersection(*(set(column.split(", ")) for column in all_settings))
+    lines = [["loss", "setting", "versions", *(f"seed {seed}" for seed in seeds), "mean", "95 % t-interval"]]
+    for (column, name), pairs in found.groupby(["setting", "loss"], sort=False):
+        values, column = pairs.set_index("seed")[measured], ", ".join(p for p in column.split(", ") if p not in same)
+        cells = [f"`{name}`", column, f"{pairs['start'].min() if measured != 'area' else 0} … {pairs['end'].min()}"]
+        cells += [_signed(values[seed]) if seed in values else MISSING for seed in seeds]
+        lines.append([*cells, f"**{_signed(values.mean())}**", t_interval(values.tolist())])
+        sign = "below zero" if (values < 0).all() else "above zero" if (values > 0).all() else "not all of one sign"
+        shown.setdefault(column, {}).setdefault(sign, []).append(f"`{name}`")
+    signs = []
+    for column, of_sign in shown.items():
+        signs.append(f"- {column}: " + "; ".join(f"{sign} {', '.join(names)}" for sign, names in of_sign.items()))
+    return [f"**{MEASURES[measured]}.**", "", *markdown(lines), "", "The seeds of a loss are", "", *signs]
+
+
+def t_interval(values: list[float]) -> str:
+    """95 % interval of the mean of paired differences by Student's t: mean ± t·SD/√n, for n = 3 ± 2.48 SD."""
+    if len(values) < 2:
+        return MISSING
+    quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
+    mean, half = statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{_signed(mean - half)} … {_signed(mean + half)}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def paired_page(records: list[dict]) -> list[str]:
+    """All tables of pairs with what they are; nothing if the grid has no pairs."""
+    if differences(records).empty:
+        return []
+    distinct = []
+    for column, of in summaries(records).groupby("setting", observed=True):
+        curves = {str(record["series"]["reward"]) for record in of["record"]}
+        distinct.append(f"{column}: {len(curves)} distinct of {len(of)} runs")
+    return [
+        "Training reward of a loss on stale data less that of the same loss and seed on fresh data (`async_ratio` 0, "
+        "`publish_delay` 0), both at the same policy version that sampled. Runs of one seed share problems, first "
+        "weights and sampling seeds; at one version they see other problems, those of their own steps. The interval is "
+        "of the mean over seeds and takes their differences as normal.",
+        "",
+        f"Runs whose rewards are equal at every step are one run: {'; '.join(distinct)}.",
+        *(line for name in MEASURES for line in ("", *paired(records, name))),
+    ]
+
+
+# Report
+
+
+def replay_table(records: list[dict]) -> list[str]:
+    """Recorded runs first, then a row per loss: mean ± standard deviation over the runs."""
+    groups: dict[str, list[dict]] = {}
+    for record in (record for record in records if "error" not in record):
+        tenths = {name: statistics.fmean(v[-max(1, len(v) // 10) :]) for name, v in record["series"].items()}
+        name = f"{RECORDED}, " * (record["cell"]["kind"] == RECORDED) + f"`{loss(record['cell'])}`"
+        groups.setdefault(name, []).append({"accuracy": record["accuracy"], **tenths})
+    lines = [["trained with", "n", *(heading for heading, _ in REPLAY_COLUMNS.values())]]
+    for name, chosen in groups.items():
+        cells = [spread([one[c] for one in chosen], form) for c, (_, form) in REPLAY_COLUMNS.items()]
+        lines.append([name, str(len(chosen)), *cells])
+    return markdown(lines)
+
+
+def report(out: Path) -> None:
+    """Write the tables and the figures of a grid or of replays, print the first table and where everything is.
+
+    Raises ValueError if nothing is finished.
+    """
+    records, replays = read_records(out / "cells.jsonl"), read_records(out / "replays.jsonl")
+    if not records and not replays:
+        raise ValueError(f"{out / 'cells.jsonl'} has no finished cell; scripts/ablate.py --out {out} makes it")
+    tables = {"table.md": table(records) if records else replay_table(replays)}
+    if records:
+        tables["paired.md"] = paired_page(records)
+        runs, options = summaries(records), dict.fromkeys(name for record in records for name in record["cell"])
+        csv = runs[[*options, *CSV]].rename(columns=CSV).map(lambda v: round(v, 5) if isinstance(v, float) else v)
+        csv.to_csv(out / "cells.csv", index=False, lineterminator="\n")
+        _draw(runs, out)
+    for name, lines in tables.items():
+        if lines:
+            (out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(tables["table.md"]))
+    print(*sorted(path for path in out.iterdir() if path.is_file()), sep="\n")
+
+
+def _draw(runs: pd.DataFrame, out: Path) -> None:
+    failed, several = runs["error"].notna(), runs["seed"].nunique() > 1
+    notes = ["line: mean over seeds; band or bar: minimum to maximum"] * several
+    notes += ["thin, up to ×: a run that ended with an error"] * bool(failed.any())
+    reward = "reward, mean of the last tenth of the steps"
+    for name, curve, *labels in (
+        ("curves", figures.accuracy_over_samples, "samples trained on", "held-out accuracy"),
+        ("wallclock", figures.reward_over_seconds, "time in steps, s", reward),
+    ):
+        panels: figures.Panels = {}
+        for (column, of), chosen in runs.groupby(["setting", "loss"], observed=True):
+            points = [(curve(metrics_of(record)), "error" in record) for record in chosen["record"]]
+            panels.setdefault(column.replace("`", ""), {})[of] = points
+        figures.draw_panels(panels, labels, "; ".join(notes), out / f"{name}.png")
+    panels, names = {"final held-out accuracy": {}, reward: {}}, list(runs["loss"].cat.categories)
+    width = np.ptp(runs["staleness_settled"]) * 0.08 / len(names)  # losses are moved sideways, apart from each other
+    for lines, measured in zip(panels.values(), ("accuracy_last", "reward_last"), strict=True):
+        for (of, _), chosen in runs[~failed].groupby(["loss", "seed"], observed=True):
+            curve = chosen[["staleness_settled", measured]].astype(float).set_axis(["x", "y"], axis=1)
+            curve["x"] += width * (names.index(of) - len(names) / 2)
+            lines.setdefault(of, []).append((curve.set_axis(chosen["setting"].cat.codes).dropna(), False))
+    label = "realised staleness, steps, in the last half of them"
+    figures.draw_panels(panels, (label, ""), "; ".join(notes[:several]), out / "staleness.png", share=False)

@@ -1,0 +1,175 @@
+"""Read what a run has written, in a script or a notebook: `from scripts.runs import load; run = load("runs/NAME")`.
+
+`run.metrics` has a row per step, under the names of metrics.jsonl. `run.events["trajectory"]` has a row per response,
+and so on for every kind of event, with the `node` where it happened: 0, or N for those in node_N/. `run.samples` has
+the readable responses, and `run.info` is run.json. A run that is still going, or was killed, is read as far as it got.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+import pandas as pd
+
+SUMMARY = {
+    "steps": ("steps", "{}"), "samples": ("samples", "{}"), "seconds": ("time in steps, s", "{:.1f}"),
+    "reward_first": ("reward, first tenth of the steps", "{:.3f}"), "reward_last": ("reward, last tenth", "{:.3f}"),
+    "accuracy_first": ("held-out accuracy, first", "{:.3f}"), "accuracy_last": ("held-out accuracy, last", "{:.3f}"),
+    "staleness_mean": ("staleness, mean, steps", "{:.2f}"), "staleness_max": ("staleness, max, steps", "{}"),
+    "tokens_per_s": ("generated tokens/s", "{:.0f}"), "wait_share": ("share of time the trainer waited", "{:.1%}"),
+}  # fmt: skip
+"""What people look at first: key of `summarise`, label, format."""
+
+
+class _Events(dict):
+    def __missing__(self, kind: str) -> pd.DataFrame:
+        return pd.DataFrame()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has written; events and samples are read when they are asked for."""
+
+    path: Path
+    info: dict
+    """run.json."""
+    metrics: pd.DataFrame
+    """A row per step."""
+    _cut: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name of the run's directory."""
+        return self.path.resolve().name
+
+    @cached_property
+    def events(self) -> dict[str, pd.DataFrame]:
+        """The events of all nodes by kind, in the order written; an empty frame for a kind that did not occur."""
+        files = {int(p.parent.name.removeprefix("node_")): p for p in self.path.glob("node_*/events.jsonl")}
+        by_kind = defaultdict(list)
+        for node, file in sorted({0: self.path / "events.jsonl", **files}.items()):
+            for event in _read_lines(self.path, str(file.relative_to(self.path)), self._cut):
+                by_kind[event["event"]].append(event | {"node": node})
+        return _Events({kind: frame(events) for kind, events in by_kind.items()})
+
+    @cached_property
+    def samples(self) -> pd.DataFrame:
+        """A row per readable response."""
+        return frame(_read_lines(self.path, "samples.jsonl", self._cut))
+
+    @property
+    def cut(self) -> list[str]:
+        """Names of files whose last line was being written when the run ended, or when they were read."""
+        _ = self.events, self.samples
+        return self._cut
+
+
+def load(path: str | Path) -> Run:
+    """Read a run's directory.
+
+    Raises ValueError, one line, if the run is not there, has not finished a step, or a line in its files is broken.
+    """
+    path, cut = Path(path), []
+    for name in ("metrics.jsonl", "run.json"):
+        if not (path / name).exists():
+            raise ValueError(f"{path / name} does not exist; give the directory of a run, as in runs/NAME")
+    try:
+        info = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run") from None
+    metrics = _read_lines(path, "metrics.jsonl", cut)
+    if not metrics:
+        raise ValueError(
+            f"{path / 'metrics.jsonl'} is empty: the run has not finished a step; wait for it, or see worker_*.log"
+        )
+    return Run(path, info, frame(metrics), cut)
+
+
+def _read_lines(root: Path, name: str, cut: list[str]) -> list[dict]:
+    """The records of a JSON-lines file, none if it is not there; `cut` gets its name if its last line is half written.
+
+    Raises ValueError for another line that is not JSON.
+    """
+    path = root / name
+    text, records = path.read_text(encoding="utf-8") if path.exists() else "", []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                cut.append(name)
+                break
+            where = f"{path}, line {number} of {len(lines)}"
+            raise ValueError(f"{where} is not JSON: {error}; mend or delete the line") from None
+    return records
+
+
+def frame(records: list[dict]) -> pd.DataFrame:
+    """A row per record and a column per name; where one is missing it is NA, and whole numbers stay whole (Int64)."""
+    known = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in known}
+    kinds = {name: {type(value) for value in values} - {type(None)} for name, values in columns.items()}
+    return pd.DataFrame({n: pd.array(v, "Int64") if kinds[n] == {int} else v for n, v in columns.items()})
+
+
+def rows(table: pd.DataFrame) -> list[dict]:
+    """The rows of a frame as plain dicts, each without what is missing in it."""
+    records = zip(table.to_dict("records"), table.notna().to_dict("records"), strict=True)
+    return [{name: value for name, value in record.items() if is_there[name]} for record, is_there in records]
+
+
+def names(runs: Iterable[Run]) -> list[str]:
+    """What to call each run: its directory's name if that tells it from the others, else its path."""
+    runs = list(runs)
+    of_all = [run.name for run in runs]
+    return [run.name if of_all.count(run.name) == 1 else str(run.path) for run in runs]
+
+
+def evaluations(metrics: pd.DataFrame) -> pd.Series:
+    """Held-out accuracy by policy version; a line may report that of an earlier one."""
+    if "eval/accuracy" not in metrics:
+        return pd.Series(dtype=float)
+    evaluated = metrics.dropna(subset="eval/accuracy")  # null: nothing could be scored
+    return pd.Series(evaluated["eval/accuracy"].to_numpy(float), evaluated["eval/policy_version"].to_numpy(int))
+
+
+def progress(metrics: pd.DataFrame) -> pd.DataFrame:
+    """Samples trained on and seconds of steps when each version existed; the first is there before the first step."""
+    first = metrics["step"].iloc[0] - 1
+    samples = [metrics["samples"].iloc[0] * first / (first + 1), *metrics["samples"]]
+    seconds = [0.0, *metrics["time/step_s"].cumsum()]
+    return pd.DataFrame({"samples": samples, "seconds": seconds}, [first, *metrics["step"]])
+
+
+def summarise(metrics: pd.DataFrame) -> dict[str, float | None]:
+    """Reduce a run to a few numbers; None where nothing was measured.
+
+    Rewards are means over the first and the last tenth of the steps, at least one; accuracies are those of the oldest
+    and the newest version evaluated, and the best. staleness_mean is over all steps, as all have as many samples, and
+    staleness_settled over the last half of them, when a publish delay has run in.
+    """
+    rewards, staleness = metrics["reward/mean"], metrics["staleness/mean"]
+    tenth, seconds, last = max(1, len(metrics) // 10), float(metrics["time/step_s"].sum()), metrics.iloc[-1]
+    accuracies, is_sampled = evaluations(metrics).tolist() or [None], "tokens/generated" in metrics
+    return {
+        "steps": int(last["step"]), "samples": int(last["samples"]), "seconds": seconds,
+        "seconds_per_step": seconds / int(last["step"]),
+        "reward_first": fmean(rewards[:tenth]), "reward_last": fmean(rewards[-tenth:]),
+        "accuracy_first": accuracies[0], "accuracy_last": accuracies[-1],
+        "accuracy_best": max(accuracies, key=lambda accuracy: accuracy or 0),
+        "staleness_mean": fmean(staleness), "staleness_max": int(metrics["staleness/max"].max()),
+        "staleness_settled": fmean(staleness[len(staleness) // 2 :]),
+        "tokens_per_s": float(last["tokens/generated"] / seconds) if is_sampled else None,
+        "wait_share": float(metrics["time/wait_s"].sum() / seconds) if is_sampled else None,
+    }  # fmt: skip
+
+
+def readable_summary(metrics: pd.DataFrame) -> dict[str, str]:
+    """What people look at first, by its label; nothing for what was not measured."""
+    summary = summarise(metrics)
+    return {label: form.format(summary[key]) for key, (label, form) in SUMMARY.items() if summary[key] is not None}

@@ -1,0 +1,220 @@
+"""Tables, pairs and figures of grids, from made-up cells and from those that are kept in results/."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.image import imread
+
+from config import Algo
+from scripts import figures, grids
+
+RESULTS = Path(__file__).parents[2] / "results"
+FIGURES = ("curves.png", "wallclock.png", "staleness.png")
+
+
+def make_record(algo="grpo", ratio=0.0, delay=0, seed=0, last=0.75, steps=20, error=None, reward=None, **options):
+    """The record of a run whose accuracy goes from 0.25 up to 1.0 and ends with `last`."""
+    cell = {"algo": algo, "async_ratio": ratio, "publish_delay": delay, "seed": seed} | options
+    series = {
+        "reward": reward or [step / 20 for step in range(1, steps + 1)],
+        "staleness_mean": [min(step, delay) + ratio for step in range(steps)],
+        "staleness_max": [min(step, delay) + 2 for step in range(steps)],
+        "step_s": [2.0] * steps,
+        "samples": [8 * step for step in range(1, steps + 1)],
+    }
+    record = {"cell": cell, "options": [], "seconds": 50.0, "series": series}
+    evaluations = [[0, 0.25], [0, 0.25], [steps // 2, 1.0], [steps, last]]
+    return record | {"evaluations": evaluations} | ({"error": error} if error else {})
+
+
+def by_first_cell(lines):
+    """The rows of a table, without their first column and the heading, by that first column."""
+    cells = [line.strip("| ").split(" | ") for line in lines[2:] if line[:1] == "|"]
+    return {row[0]: row[1:] for row in cells}
+
+
+# Accuracy
+
+
+def test_a_cell_of_the_table_is_mean_and_standard_deviation_over_the_seeds_that_did_not_fail():
+    records = [make_record("tis", seed=seed, last=last) for seed, last in enumerate((0.5, 0.7, 0.9))]
+    records += [make_record("grpo", seed=seed, last=0.8, error="e" * (seed > 0)) for seed in range(3)]
+    records += [make_record("grpo", delay=4, seed=seed, error="e") for seed in range(3)]
+    lines = grids.table(records)
+    assert lines[0] == "|  | `async_ratio` 0, `publish_delay` 0 | `async_ratio` 0, `publish_delay` 4 |"
+    assert by_first_cell(lines) == {
+        "before training": ["0.250", "0.250"],
+        "`grpo`": ["0.800, n = 1, failed 2/3", "failed 3/3"],
+        "`tis`": ["0.700 ± 0.200", "–"],
+    }
+    assert "standard deviation over n = 3 seeds; failed k/m" in lines[-1] and "per run: 160." in lines[-1]
+
+
+def test_losses_with_options_of_their_own_have_rows_and_other_options_columns():
+    records = [make_record(lr=0.01), make_record(lr=0.001), make_record(lr=0.001, algo_args=["clip_high=0.3"])]
+    lines = grids.table(records)
+    assert "`publish_delay` 0, `lr` 0.001 | `async_ratio` 0, `publish_delay` 0, `lr` 0.01 |" in lines[0]
+    assert by_first_cell(lines)["`grpo:clip_high=0.3`"] == ["0.750", "–"]
+
+
+def test_accuracy_before_training_is_averaged_over_the_losses_and_then_over_seeds():
+    records = [make_record(algo, seed=seed) for algo in ("grpo", "tis") for seed in range(2)]
+    for record, start in zip(records, (0.1, 0.5, 0.3, 0.7), strict=True):
+        record["evaluations"] = [[0, start], [20, 0.8]]
+    assert by_first_cell(grids.table(records))["before training"] == ["0.400 ± 0.283"]
+
+
+@pytest.mark.parametrize("grid", ["ablation", "losses"])
+def test_the_tables_of_the_recorded_grids_are_made_again(grid):
+    made = grids.table(grids.read_records(RESULTS / grid / "cells.jsonl"))
+    kept = (RESULTS / grid / "table.md").read_text().splitlines()
+    assert [made[0], *made[2:]] == [kept[0], *kept[2:]]
+
+
+def test_the_table_of_the_recorded_replays_is_made_again():
+    made = grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl"))
+    assert made == (RESULTS / "replay" / "table.md").read_text().splitlines()
+
+
+# Pairs
+
+
+def make_pairs(*, gap=0.02, swing=0.0, steps=80, delay=4):
+    """Three seeds, each of another level: reward rises by 0.01 a version, and is `gap` lower where weights are late."""
+    records = []
+    for seed, more in enumerate((0.001, -0.001, 0.0)):
+        for k in (0, delay):
+            versions = np.maximum(0, np.arange(steps) - k)
+            reward = 0.01 * versions + seed / 10 - (gap - more) * (k > 0) + swing * (k > 0) * (-1.0) ** versions
+            records.append(make_record(delay=k, seed=seed, steps=steps, reward=reward.tolist()))
+    return records
+
+
+def test_pairs_are_of_one_seed_and_of_the_version_that_sampled():
+    found = grids.differences(make_pairs())
+    assert found[["start", "end"]].to_numpy().tolist() == [[40, 75]] * 3
+    assert found["level"].round(6).tolist() == [-0.019, -0.021, -0.02]
+    assert found["area"].round(6).tolist() == [-0.019, -0.021, -0.02]
+    assert found["oscillation"].abs().max() < 1e-9
+
+
+def test_a_swing_is_oscillation_and_neither_level_nor_area():
+    found = grids.differences(make_pairs(gap=0.0, swing=0.1))
+    assert found["oscillation"].tolist() == pytest.approx([0.1] * 3, rel=0.05)
+    assert found["level"].abs().max() < 0.002
+
+
+def test_the_table_of_pairs_has_every_seed_the_mean_its_interval_and_what_all_seeds_show():
+    lines = grids.paired(make_pairs(), "level")
+    row = "| `grpo` | `publish_delay` 4 | 40 … 75 | −0.019 | −0.021 | −0.020 "
+    assert row + "| **−0.020** | −0.022 … −0.018 |" in lines
+    assert lines[-1] == "- `publish_delay` 4: below zero `grpo`"
+    mixed = grids.paired(make_pairs(gap=0.0), "level")
+    assert mixed[-1].endswith("not all of one sign `grpo`")
+
+
+def test_the_interval_is_students():
+    assert grids.t_interval([1.0, 2.0, 3.0]) == "−0.484 … +4.484"
+    assert grids.t_interval([1.0]) == "–"
+
+
+def test_a_last_part_that_is_too_short_has_no_level_but_an_area():
+    found = grids.differences(make_pairs(steps=20, delay=8))
+    assert found["level"].isna().all() and found["area"].notna().all()
+    assert len(grids.paired(make_pairs(steps=20, delay=8), "level")) > 0
+
+
+def test_a_batch_of_several_versions_counts_for_its_mean_one():
+    record = make_record(ratio=0.5, steps=4, reward=[0.0, 0.1, 0.2, 0.3])
+    assert grids.reward_by_version(record).to_dict() == pytest.approx({0: 0.05, 1: 0.15, 2: 0.25})
+
+
+def test_runs_that_failed_and_those_without_a_fresh_one_have_no_pair():
+    records = make_pairs()
+    records[1]["error"] = records[2]["error"] = "it broke"
+    assert grids.differences(records)["seed"].tolist() == [2]
+    assert grids.paired_page([record for record in records if record["cell"]["publish_delay"]]) == []
+
+
+def test_the_recorded_losses_show_that_grpo_learns_more_slowly_at_a_lag_of_four_steps_in_every_seed():
+    found = grids.differences(grids.read_records(RESULTS / "losses" / "cells.jsonl"))
+    at_four = found[found["setting"].str.contains("`publish_delay` 4") & (found["loss"] == "grpo")]
+    assert at_four["level"].round(3).tolist() == [-0.021, -0.019, -0.020]
+
+
+# Records, figures, report
+
+
+def test_a_cell_that_was_written_twice_counts_once_and_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    path.write_text("".join(json.dumps(make_record(last=last)) + "\n" for last in (0.5, 0.6)))
+    assert [record["evaluations"][-1][1] for record in grids.read_records(path)] == [0.6]
+    with open(path, "a") as file:
+        file.write('{"cell": {"al')
+    with pytest.raises(ValueError, match=r"line 3 of 3 is not a cell \(JSONDecodeError.*delete the line"):
+        grids.read_records(path)
+
+
+def test_runs_are_averaged_at_the_same_step_as_far_as_they_have_come():
+    long = pd.DataFrame({"x": [0.0, 20.0, 40.0], "y": [0.0, 1.0, 1.0]}, [0, 2, 4])
+    short = pd.DataFrame({"x": [30.0, 40.0], "y": [0.0, 0.5]}, [1, 2])
+    line = figures.average([long, short])
+    assert line["x"].tolist() == [0, 20, 30, 40] and line["mean"].tolist() == [0, 0.25, 0.75, 1]
+    assert line["low"].tolist() == [0, 0, 0.5, 1] and line["high"].tolist() == [0, 0.5, 1, 1]
+
+
+def test_curves_stand_at_the_samples_of_a_version_and_at_the_seconds_of_a_step():
+    metrics = grids.metrics_of(make_record())
+    accuracy = figures.accuracy_over_samples(metrics)
+    assert accuracy.index.tolist() == [0, 10, 20] and accuracy["x"].tolist() == [0, 80, 160]
+    reward = figures.reward_over_seconds(metrics).loc[[2, 20]]
+    assert reward["x"].tolist() == [4, 40] and reward["y"].tolist() == pytest.approx([0.075, 0.975])
+
+
+def test_no_two_losses_look_alike_also_those_that_config_does_not_know():
+    names = [*Algo.__args__, "old_loss", "grpo:clip_high=0.3"]
+    assert len({tuple(look.values()) for look in figures.looks(names).values()}) == len(names)
+
+
+GRIDS = {
+    "many losses, settings and seeds, of unlike lengths, some of them failed": [
+        make_record(algo, ratio, delay, seed, 0.5 + seed / 10, 20 - 3 * seed, "e" * (algo == "gspo" and seed > delay))
+        for algo in ("tis", "gspo")
+        for ratio, delay in ((0.0, 0), (0.0, 4), (1.0, 0), (2.0, 0))
+        for seed in range(2)
+    ],
+    "one run": [make_record()],
+    "one step, of a run that failed": [make_record(steps=1, error="e")],
+    "no evaluations": [make_record() | {"evaluations": []}],
+}
+
+
+@pytest.mark.parametrize("records", GRIDS.values(), ids=GRIDS)
+def test_a_report_writes_tables_the_csv_and_figures_that_show_something(records, tmp_path, capsys):
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    grids.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert (tmp_path / "table.md").read_text() in printed
+    assert (tmp_path / "paired.md").exists() == (len(records) > 1)
+    for name in FIGURES:
+        pixels = imread(tmp_path / name)
+        assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
+        assert str(tmp_path / name) in printed
+    rows = list(csv.DictReader((tmp_path / "cells.csv").open()))
+    assert len(rows) == len(records) and list(rows[0])[:4] == ["algo", "async_ratio", "publish_delay", "seed"]
+
+
+def test_the_csv_is_sorted_and_rounded_and_leaves_blank_what_was_not_measured(tmp_path):
+    records = [make_record("tis", seed=1, last=1 / 3), make_record("tis", error='a "b",\nc'), make_record("grpo", 1.0)]
+    records[2]["evaluations"] = []
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    grids.report(tmp_path)
+    assert (tmp_path / "cells.csv").read_text().splitlines()[1:] == [
+        'tis,0.0,0,0,20,160,0.75,1.0,0.975,0.0,2,40.0,"a ""b"", c"',
+        "tis,0.0,0,1,20,160,0.33333,1.0,0.975,0.0,2,40.0,",
+        "grpo,1.0,0,0,20,160,,,0.975,1.0,2,40.0,",
+    ]
