@@ -34,9 +34,6 @@ TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_a
 REPLAY = (sys.executable, "scripts/replay.py")
 
 
-# Cells
-
-
 def read_value(name: str, text: str) -> dict:
     """One value of an option; that of `algo` may have the loss's own options behind a colon. Raises ValueError."""
     algo, own = re.fullmatch(r"(.*?)(?::(\w+=.*))?", text).groups()
@@ -86,9 +83,6 @@ def grid(axes: dict[str, list[dict]]) -> list[dict]:
     return list(cells.values())
 
 
-# Runs
-
-
 def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) -> dict:
     """Run one cell to its end by a command, all but where its run goes; `keep_in` keeps that directory.
 
@@ -112,10 +106,8 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
             raise ValueError(f"cell {name} has no metrics: {record.get('error', error)}") from None
 
 
-def run_missing(
-    cells: list[dict], path: Path, run: Callable[[dict], dict], extra: Sequence[str] = (), parallel: int = 1
-) -> None:
-    """Run the cells that are not finished, `parallel` at a time, and append each record as it comes.
+def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[str] = (), parallel: int = 1) -> None:
+    """Run the cells that are not finished by run(cell), `parallel` at a time, and append each record as it comes.
 
     After a ValueError no other cell is started; it is raised when those that run have ended and are kept. Ctrl-C also
     ends the runs themselves: that is not a result of theirs, so none of them is kept.
@@ -151,13 +143,9 @@ def run_missing(
         raise failures[0]
 
 
-# Command line
-
-
 def read_arguments() -> argparse.Namespace:
     """The command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     text = "losses, each with options of its own if it has any (default: grpo tis topr)"
     add("--algos", nargs="+", default=["grpo", "tis", "topr"], metavar="ALGO[:NAME=VALUE ...]", help=text)
@@ -181,10 +169,10 @@ def cells_of(arguments: argparse.Namespace) -> list[dict]:
 
     losses, cells = [read_value("algo", algo) for algo in arguments.algos], []
     for run in arguments.replay:
-        config = load(run).info["config"]
-        own = {name: config[name] for name in ("algo", "algo_args") if config.get(name)}
-        cells.append({"kind": RECORDED, "of": run.name, **own})
-        cells += [{"kind": "replay", "of": run.name, **one} for one in losses]
+        name, config = run.resolve().name, load(run).info["config"]
+        own = {option: config[option] for option in ("algo", "algo_args") if config.get(option)}
+        cells.append({"kind": RECORDED, "of": name, **own})
+        cells += [{"kind": "replay", "of": name, **one} for one in losses]
     if cells:
         return cells
     axes = {"algo": losses, "seed": [{"seed": seed} for seed in range(arguments.seeds)]}
@@ -210,7 +198,7 @@ def main() -> None:
     """Read the command line, run what is missing, report."""
     arguments = read_arguments()
     out = arguments.out or ROOT / "runs" / f"ablation-{time.strftime('%Y%m%d-%H%M%S')}"
-    recorded, extra = {run.name: run.resolve() for run in arguments.replay}, arguments.extra
+    recorded, extra = {run.resolve().name: run.resolve() for run in arguments.replay}, arguments.extra
 
     def run(cell: dict) -> dict:
         if cell.get("kind") == RECORDED:

@@ -63,10 +63,9 @@ def looks(names: list[str]) -> dict[str, dict]:
     losses = Algo.__args__ if set(names) & set(Algo.__args__) else ()
     known = list(dict.fromkeys([*losses, *names]))
     colors = [*(f"C{index}" for index in range(10)), "black"]
-    places = {name: known.index(name) for name in names}
     return {
         name: {"color": colors[i % 11], "linestyle": ("-", "--", "-.")[i % 3], "marker": "os^Dv<>PpX*"[i % 11]}
-        for name, i in places.items()
+        for name, i in ((name, known.index(name)) for name in names)
     }
 
 
@@ -87,9 +86,8 @@ def draw_panels(panels: Panels, labels: tuple[str, str], notes: str, out: Path, 
         panel.set_visible(False)
     figure.supylabel(labels[1], fontsize="medium")
     key = [Line2D([], [], label=name, markersize=5, **one) for name, one in look.items()]
-    figure.legend(
-        handles=key, title=notes or None, loc="outside lower center", ncols=2 * max(2, num_columns), handlelength=3.5
-    )
+    place = {"loc": "outside lower center", "ncols": 2 * max(2, num_columns), "handlelength": 3.5}
+    figure.legend(handles=key, title=notes or None, **place)
     figure.savefig(out, dpi=100)
 
 

@@ -50,7 +50,7 @@ MEASURES = {
 """What is compared of two runs. Oscillation uses every point and leaves a trend out; the largest drop from a running
 maximum would rest on two points, and grow with their number."""
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""0.975 quantile of Student's t with 1, 2, … degrees of freedom."""
+"""0.975 quantile of Student's t with 1, 2, … degrees of freedom; for more the last serves, a little wide."""
 MIN_VERSIONS = 5  # fewest in a last part whose level and oscillation are told
 
 
@@ -81,7 +81,7 @@ def record_of(run: Run, cell: dict) -> dict:
     record |= {"git_dirty": bool(run.info["git_diff"]), "evaluations": list(evaluations(run.metrics).items())}
     if is_replay:
         record |= {"command": shlex.join(run.info["command"]), "seed": run.info["config"]["seed"]}
-        record["accuracy"] = record["evaluations"][-1][1]
+        record["accuracy"] = record["evaluations"][-1][1] if record["evaluations"] else None
         record["weights_sha256"] = weights_sha256(run.path / "checkpoints" / f"step_{last}")
     series = {name: run.metrics[metric].to_numpy(float).tolist() for name, metric in kept.items()}
     return record | {"series": {name: [float(form.format(v)) for v in values] for name, values in series.items()}}

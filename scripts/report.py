@@ -79,18 +79,15 @@ def render(page: dict) -> str:
     return environment.get_template("report_page.html").render(page=page, data=data)
 
 
-# Header
-
-
 def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
     """What was run, on what, how it differs from the default job, and how it ended."""
     info, hardware = run.info, run.info["hardware"]
     gpus = ", ".join(f"{count} × {name}" for name, count in Counter(hardware["gpus"]).items()) or "no GPU"
     ranks = f"{info['world_size']} trainer rank{'s' * (info['world_size'] > 1)}"
-    lasted, steps = f", lasted {duration(timeline.duration)}", [b for b in timeline.lanes[0].bars if b.kind == "step"]
-    if steps:
-        after = duration(timeline.duration - steps[-1].end)
-        lasted += f", {duration(steps[0].start)} of it before the first step and {after} after the last"
+    steps = [bar for bar in timeline.lanes[0].bars if bar.kind == "step"]
+    before, last = (steps[0].start, steps[-1].end) if steps else (0.0, timeline.duration)
+    times = [timedelta(seconds=round(s)) for s in (timeline.duration, before, timeline.duration - last)]
+    lasted = ", lasted {}, {} of it before the first step and {} after the last".format(*times)
     shown = {
         "command": shlex.join(info["command"]),
         "outcome": outcome(run, timeline, now),
@@ -138,9 +135,6 @@ def commit(sha: str | None, diff: str | None) -> str:
     return f"{sha}, " + (f"dirty: +{added} −{removed} lines in {', '.join(files)} (see run.json)" if diff else "clean")
 
 
-# Curves
-
-
 def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
     """The charts that have data, and the names of what is not there to be drawn."""
     reached, accuracy = progress(metrics), evaluations(metrics)
@@ -170,9 +164,6 @@ def curve(name: str, color: str, x: pd.Series, y: pd.Series, marked: bool = Fals
     """One curve of a chart; `marked` draws each point, as for rare measurements."""
     pairs = zip(x.to_numpy(float).tolist(), y.to_numpy(float).tolist(), strict=True)
     return {"name": name, "color": color, "marked": marked, "points": [pair for pair in pairs if pair[1] == pair[1]]}
-
-
-# Ledgers
 
 
 def ledgers(metrics: pd.DataFrame) -> list[dict]:
@@ -223,14 +214,6 @@ def shares(title: str, unit: str, spent: pd.Series, whole: str, meanings=None, r
     there = {name.partition(":")[0] for name in spent.index}
     meant = {name: meaning for name, meaning in (meanings or {}).items() if name in there}
     return {"title": title, "headings": headings, "rows": rows, "meanings": meant}
-
-
-def duration(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds."""
-    return str(timedelta(seconds=round(seconds)))
-
-
-# Samples
 
 
 def choose_samples(samples: pd.DataFrame) -> list[dict]:

@@ -7,7 +7,6 @@ the readable responses, and `run.info` is run.json. A run that is still going, o
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -83,9 +82,8 @@ def load(path: str | Path) -> Run:
         raise ValueError(f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run") from None
     metrics = _read_lines(path, "metrics.jsonl", cut)
     if not metrics:
-        raise ValueError(
-            f"{path / 'metrics.jsonl'} is empty: the run has not finished a step; wait for it, or see worker_*.log"
-        )
+        empty = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
+        raise ValueError(f"{path / 'metrics.jsonl'} {empty}")
     return Run(path, info, frame(metrics), cut)
 
 
@@ -123,9 +121,8 @@ def rows(table: pd.DataFrame) -> list[dict]:
     return [{name: value for name, value in record.items() if is_there[name]} for record, is_there in records]
 
 
-def names(runs: Iterable[Run]) -> list[str]:
+def names(runs: list[Run]) -> list[str]:
     """What to call each run: its directory's name if that tells it from the others, else its path."""
-    runs = list(runs)
     of_all = [run.name for run in runs]
     return [run.name if of_all.count(run.name) == 1 else str(run.path) for run in runs]
 
