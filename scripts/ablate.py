@@ -50,10 +50,12 @@ def read_value(name: str, text: str) -> dict:
 def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
     """The command line of a cell's run, with the options that all runs are given."""
     words = []
+    if "of" in cell:  # the recorded run's own options of its loss are not for another
+        cell = {"algo": cell["algo"], "algo_args": cell.get("algo_args", [])}
     for name, value in cell.items():
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{flag(name)}")
-        elif name not in ("kind", "of"):
+        else:
             words += [f"--{flag(name)}", *value] if isinstance(value, list) else [f"--{flag(name)}={value}"]
     return [*words, *extra]
 
@@ -143,8 +145,8 @@ def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[st
         raise failures[0]
 
 
-def read_arguments() -> argparse.Namespace:
-    """The command line."""
+def read_arguments(args: list[str] | None = None) -> argparse.Namespace:
+    """The command line, `args` or that of the process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     text = "losses, each with options of its own if it has any (default: grpo tis topr)"
@@ -160,7 +162,7 @@ def read_arguments() -> argparse.Namespace:
     add("--parallel", type=int, default=1, metavar="N", help="runs at a time; above 1, times mean less (default: 1)")
     add("--report", action="store_true", help="run nothing, make the tables and figures of --out again")
     add("extra", nargs="*", metavar="-- --option=value", help="options of every run")
-    return parser.parse_args()
+    return parser.parse_args(args)
 
 
 def cells_of(arguments: argparse.Namespace) -> list[dict]:

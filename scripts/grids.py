@@ -281,8 +281,8 @@ def report(out: Path) -> None:
     if records:
         tables["paired.md"] = paired_page(records)
         runs, options = summaries(records), dict.fromkeys(name for record in records for name in record["cell"])
-        csv = runs[[*options, *CSV]].rename(columns=CSV).map(lambda v: round(v, 5) if isinstance(v, float) else v)
-        csv.to_csv(out / "cells.csv", index=False, lineterminator="\n")
+        csv = runs[[*CSV]].map(lambda v: round(v, 5) if isinstance(v, float) else v).rename(columns=CSV)
+        pd.concat([runs[[*options]], csv], axis=1).to_csv(out / "cells.csv", index=False, lineterminator="\n")
         _draw(runs, out)
     for name, lines in tables.items():
         if lines:

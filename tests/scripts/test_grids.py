@@ -208,13 +208,14 @@ def test_a_report_writes_tables_the_csv_and_figures_that_show_something(records,
     assert len(rows) == len(records) and list(rows[0])[:4] == ["algo", "async_ratio", "publish_delay", "seed"]
 
 
-def test_the_csv_is_sorted_and_rounded_and_leaves_blank_what_was_not_measured(tmp_path):
+def test_the_csv_is_sorted_and_rounds_what_was_measured_and_leaves_blank_what_was_not(tmp_path):
     records = [make_record("tis", seed=1, last=1 / 3), make_record("tis", error='a "b",\nc'), make_record("grpo", 1.0)]
     records[2]["evaluations"] = []
+    records = [record | {"cell": record["cell"] | {"lr": 1e-6}} for record in records]
     (tmp_path / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     grids.report(tmp_path)
     assert (tmp_path / "cells.csv").read_text().splitlines()[1:] == [
-        'tis,0.0,0,0,20,160,0.75,1.0,0.975,0.0,2,40.0,"a ""b"", c"',
-        "tis,0.0,0,1,20,160,0.33333,1.0,0.975,0.0,2,40.0,",
-        "grpo,1.0,0,0,20,160,,,0.975,1.0,2,40.0,",
+        'tis,0.0,0,0,1e-06,20,160,0.75,1.0,0.975,0.0,2,40.0,"a ""b"", c"',
+        "tis,0.0,0,1,1e-06,20,160,0.33333,1.0,0.975,0.0,2,40.0,",
+        "grpo,1.0,0,0,1e-06,20,160,,,0.975,1.0,2,40.0,",
     ]

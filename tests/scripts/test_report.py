@@ -389,9 +389,10 @@ def test_workers_of_other_nodes_have_lanes_of_their_own_with_the_same_bars(run):
     there = [event | {"worker": 0} for event in make_events() if event.get("worker") == 1]
     write_lines(run / "events.jsonl", here)
     (run / "node_1").mkdir()
-    write_lines(run / "node_1" / "events.jsonl", there)
+    write_lines(run / "node_1" / "events.jsonl", [*there, step_event(1)])
     of_nodes = {lane.name: lane for lane in timeline_of(run).lanes}
     assert list(of_nodes) == ["trainer", "evaluation", "worker 0", "worker 1.0"]
+    assert of_nodes["trainer"].bars == lanes["trainer"].bars
     assert of_nodes["worker 1.0"].bars == lanes["worker 1"].bars and of_nodes["worker 0"].bars == lanes["worker 0"].bars
     assert "worker deaths: 1" in page_of(run)["facts"]["outcome"]
 
