@@ -202,8 +202,10 @@ def differences(records: list[dict]) -> pd.DataFrame:
 
 
 def paired(records: list[dict], measured: str = "level") -> list[str]:
-    """A table of paired differences of one of MEASURES, a line per loss and setting, and what the pairs show."""
+    """A table of paired differences of one of MEASURES, a line per loss and setting, and what they show; or nothing."""
     found, shown = differences(records).dropna(subset=measured), {}
+    if found.empty:
+        return []
     seeds, all_settings = sorted(found["seed"].unique()), summaries(records)["setting"].cat.categories
     same = set.intersection(*(set(column.split(", ")) for column in all_settings))
     lines = [["loss", "setting", "versions", *(f"seed {seed}" for seed in seeds), "mean", "95 % t-interval"]]
@@ -248,7 +250,7 @@ def paired_page(records: list[dict]) -> list[str]:
         "of the mean over seeds and takes their differences as normal.",
         "",
         f"Runs whose rewards are equal at every step are one run: {'; '.join(distinct)}.",
-        *(line for name in MEASURES for line in ("", *paired(records, name))),
+        *(line for lines in filter(None, (paired(records, name) for name in MEASURES)) for line in ("", *lines)),
     ]
 
 

@@ -29,9 +29,7 @@ def main() -> None:
     named = dict(zip(names(runs), metrics, strict=True))
     print(pd.DataFrame({name: readable_summary(metrics) for name, metrics in named.items()}).to_string(na_rep="-"))
     draw_runs(named, out)
-    for run in arguments.runs:
-        print(f"run:    {run}")
-    print(f"curves: {out}")
+    print(*(f"run:    {run}" for run in arguments.runs), f"curves: {out}", sep="\n")
 
 
 if __name__ == "__main__":

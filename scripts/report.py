@@ -139,18 +139,17 @@ def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
     """The charts that have data, and the names of what is not there to be drawn."""
     reached, accuracy = progress(metrics), evaluations(metrics)
     accuracy = accuracy[accuracy.index.isin(reached.index)]
-    possible = []
+    colors, possible = STATE_COLORS | {f"lag {lag}": color for lag, color in LAG_COLORS.items()}, []
     for x, label in (("samples", "samples"), ("seconds", "seconds since the first step began")):
         rewards = curve("reward", COLORS[0], reached[x][metrics["step"]], metrics["reward/mean"])
         accuracies = curve("held-out accuracy", COLORS[1], reached[x][accuracy.index], accuracy, marked=True)
         title = f"Reward and held-out accuracy over {x.replace('seconds', 'time')}"
         possible.append({"title": title, "x": label, "series": [rewards, accuracies]})
     for title, names in CURVES.items():
-        there = {name: label for name, label in names.items() if name in metrics}
-        colors = [STATE_COLORS.get(n, LAG_COLORS.get(n.removeprefix("lag "))) for n in there.values()]
+        there = [(name, label) for name, label in names.items() if name in metrics]
         series = [
-            curve(label, color or COLORS[index], metrics["step"], metrics[name])
-            for index, ((name, label), color) in enumerate(zip(there.items(), colors, strict=True))
+            curve(label, colors.get(label, COLORS[index % len(COLORS)]), metrics["step"], metrics[name])
+            for index, (name, label) in enumerate(there)
             if label not in STATE_COLORS or metrics[name].any()
         ]
         possible.append({"title": title, "x": "step", "series": series})

@@ -7,7 +7,7 @@ the readable responses, and `run.info` is run.json. A run that is still going, o
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -38,7 +38,7 @@ class Run:
     """run.json."""
     metrics: pd.DataFrame
     """A row per step."""
-    _cut: list[str] = field(default_factory=list)
+    _cut: list[str]
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
     for option in options:
         known = dict.fromkeys(name for run in runs for name in run.info["config"])
         if option not in known:
-            raise ValueError(f"--by {option}: no run has such an option{nearest(option, known)}; run.json has them all")
+            raise ValueError(f"--by {option}: run.json has no such option{nearest(option, known)}")
     groups: dict[tuple, list[dict]] = {}
     for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
         values = [run.info["config"].get(option) for option in options]

@@ -70,7 +70,7 @@ def test_runs_with_the_same_values_share_a_row_with_mean_and_standard_deviation(
 
 
 def test_an_option_that_no_run_has_is_an_error_that_names_the_nearest(runs):
-    with pytest.raises(ValueError, match="--by async_ration: no run has such an option; did you mean async_ratio"):
+    with pytest.raises(ValueError, match=r"--by async_ration: run\.json has no such option; did you mean async_ratio"):
         table(runs, ["async_ration"])
 
 
