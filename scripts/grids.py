@@ -249,7 +249,8 @@ def paired_page(records: list[dict]) -> list[str]:
         "weights and sampling seeds; at one version they see other problems, those of their own steps. The interval is "
         "of the mean over seeds and takes their differences as normal.",
         "",
-        f"Runs whose rewards are equal at every step are one run: {'; '.join(distinct)}.",
+        "Runs whose rewards are equal at every step are one run, and losses that share a fresh run share its chances: "
+        f"{'; '.join(distinct)}.",
         *(line for lines in filter(None, (paired(records, name) for name in MEASURES)) for line in ("", *lines)),
     ]
 
