@@ -51,7 +51,6 @@ MEASURES = {
 maximum would rest on two points, and grow with their number."""
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """0.975 quantile of Student's t with 1, 2, … degrees of freedom; for more the last serves, a little wide."""
-MIN_VERSIONS = 5  # fewest in a last part whose level and oscillation are told
 
 
 def read_records(path: Path) -> list[dict]:
@@ -143,10 +142,11 @@ def table(records: list[dict]) -> list[str]:
         chosen = [of[of["loss"] == name] for of in by_setting.values()]
         lines.append([f"`{name}`", *(_mean(of["accuracy_last"][of["error"].isna()], n, of["error"]) for of in chosen)])
     finished = runs[runs["error"].isna()]
-    samples = " to ".join(map(str, sorted({finished["samples"].min(), finished["samples"].max()})))
+    samples = sorted(finished["samples"].tolist())
+    trained = " to ".join(map(str, dict.fromkeys(samples[:1] + samples[-1:]))) or MISSING
     failed = "; failed k/m: k of m runs ended with an error, the mean is of the others" * (len(finished) < len(runs))
     of = f"mean ± standard deviation over n = {n} seeds" if n > 1 else "n = 1 seed"
-    caption = f"Final held-out accuracy, {of}{failed}. Samples trained on, per run: {samples}."
+    caption = f"Final held-out accuracy, {of}{failed}. Samples trained on, per run: {trained}."
     return [*markdown(lines), "", f"{caption} `publish_delay` is in steps."]
 
 
@@ -177,7 +177,7 @@ def reward_by_version(record: dict) -> pd.Series:
 def measure(reward: pd.Series, start: int) -> pd.Series:
     """The numbers of MEASURES; the last part begins at version `start`, and NaN says that it is too short."""
     late, measured = reward[reward.index >= start], {"area": reward.mean(), "level": math.nan, "oscillation": math.nan}
-    if len(late) >= MIN_VERSIONS:
+    if len(late) >= 5:
         residuals = late - np.polyval(np.polyfit(late.index, late, 1), late.index)
         measured |= {"level": late.mean(), "oscillation": math.sqrt((residuals**2).sum() / (len(late) - 2))}
     return pd.Series(measured)

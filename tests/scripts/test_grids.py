@@ -54,6 +54,11 @@ def test_a_cell_of_the_table_is_mean_and_standard_deviation_over_the_seeds_that_
     assert "standard deviation over n = 3 seeds; failed k/m" in lines[-1] and "per run: 160." in lines[-1]
 
 
+def test_a_grid_in_which_every_run_failed_has_a_table():
+    lines = grids.table([make_record(error="e")])
+    assert by_first_cell(lines)["`grpo`"] == ["failed 1/1"] and "per run: –." in lines[-1]
+
+
 def test_losses_with_options_of_their_own_have_rows_and_other_options_columns():
     records = [make_record(lr=0.01), make_record(lr=0.001), make_record(lr=0.001, algo_args=["clip_high=0.3"])]
     lines = grids.table(records)
