@@ -10,9 +10,10 @@ import dataclasses
 import heapq
 import itertools
 import json
+import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.simulation.clock import Clock
@@ -24,7 +25,6 @@ BYTES_PER_VALUE = 2  # bfloat16 weights and KV cache
 class Model:
     """What a roofline needs of a language model; numbers from its configuration on the Hugging Face hub."""
 
-    name: str
     num_parameters: float
     num_layers: int
     num_kv_heads: int
@@ -38,26 +38,20 @@ class Model:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's data sheet."""
+    """A GPU's data sheet: dense bfloat16 operations/s, bytes/s and bytes of memory."""
 
-    name: str
     flops: float
-    """Dense bfloat16, 1/s."""
     bytes_per_s: float
-    """Memory bandwidth."""
     memory_bytes: float
 
 
 MODELS = {
-    model.name: model
-    for model in (
-        Model("Qwen3-0.6B", 0.6e9, 28, 8),
-        Model("Qwen3-4B", 4.0e9, 36, 8),
-        Model("Qwen3-8B", 8.2e9, 36, 8),
-        Model("R1-Distill-Qwen-1.5B", 1.8e9, 28, 2),
-    )
+    "Qwen3-0.6B": Model(0.6e9, 28, 8),
+    "Qwen3-4B": Model(4.0e9, 36, 8),
+    "Qwen3-8B": Model(8.2e9, 36, 8),
+    "R1-Distill-Qwen-1.5B": Model(1.8e9, 28, 2),
 }
-GPUS = {gpu.name: gpu for gpu in (Gpu("H800", 989e12, 3.35e12, 80e9), Gpu("MI300X", 1307e12, 5.3e12, 192e9))}
+GPUS = {"H800": Gpu(989e12, 3.35e12, 80e9), "MI300X": Gpu(1307e12, 5.3e12, 192e9)}
 
 # Assumed, and the same for every model and GPU: what real kernels reach of the data sheet, and the host's part.
 BANDWIDTH_EFFICIENCY = 0.7
@@ -99,13 +93,9 @@ class EngineCurve:
         seconds = 1 / rate0 + (1 / rate1 - 1 / rate0) * (num_requests - n0) / (n1 - n0)
         return 1 / seconds
 
-    def save(self, path: Path, made_by: dict) -> None:
-        """Write it as JSON, with what made it."""
-        path.write_text(json.dumps({**made_by, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-
     @classmethod
     def load(cls, path: Path) -> "EngineCurve":
-        """Read what `save` wrote. Raises ValueError if the file holds no curve."""
+        """Read a curve from JSON, as measure-engine writes it. Raises ValueError if the file holds none."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             fields = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
@@ -114,7 +104,7 @@ class EngineCurve:
             raise ValueError(f"{path} holds no engine curve ({error}); make one with measure-engine") from None
 
 
-def roofline(model: Model, gpu: Gpu, mean_context_tokens: float, num_gpus: int = 1) -> EngineCurve:
+def roofline(model: str, gpu: str, mean_context_tokens: float, num_gpus: int = 1) -> EngineCurve:
     """Curve of `num_gpus` tensor-parallel GPUs. A step of n requests, each of mean_context_tokens, takes
 
     overhead + max(2·P·n / (flops·0.4), (2·P + n·context·kv_bytes) / (bandwidth·0.7)) seconds,
@@ -122,25 +112,45 @@ def roofline(model: Model, gpu: Gpu, mean_context_tokens: float, num_gpus: int =
     with P parameters (2 floating-point operations and 2 bytes each); prefill is bound by flops. Communication between
     the GPUs is not counted.
     """
-    flops = num_gpus * gpu.flops * FLOPS_EFFICIENCY
-    bandwidth = num_gpus * gpu.bytes_per_s * BANDWIDTH_EFFICIENCY
-    weights = BYTES_PER_VALUE * model.num_parameters
-    kv_bytes = mean_context_tokens * model.kv_bytes
-    room = num_gpus * gpu.memory_bytes * MEMORY_SHARE - weights
+    num_parameters, sheet = MODELS[model].num_parameters, GPUS[gpu]
+    flops = num_gpus * sheet.flops * FLOPS_EFFICIENCY
+    bandwidth = num_gpus * sheet.bytes_per_s * BANDWIDTH_EFFICIENCY
+    weights = BYTES_PER_VALUE * num_parameters
+    kv_bytes = mean_context_tokens * MODELS[model].kv_bytes
+    room = num_gpus * sheet.memory_bytes * MEMORY_SHARE - weights
     if room < kv_bytes:
-        raise ValueError(f"{num_gpus} x {gpu.name} cannot hold {model.name} and one context: {room:.3g} B are left")
-    most = min(MAX_RUNNING_REQUESTS, int(room / kv_bytes))
+        raise ValueError(f"{num_gpus} x {gpu} cannot hold {model} and one context: {room:.3g} B are left")
 
     def seconds(n: int) -> float:
-        return STEP_OVERHEAD_S + max(2 * model.num_parameters * n / flops, (weights + n * kv_bytes) / bandwidth)
+        return STEP_OVERHEAD_S + max(2 * num_parameters * n / flops, (weights + n * kv_bytes) / bandwidth)
 
-    points = tuple((n, 1 / seconds(n)) for n in sorted({1, 2, 4, 8, 16, 32, 64, 128, MAX_RUNNING_REQUESTS * 2}))
     return EngineCurve(
-        f"roofline of {model.name} on {num_gpus} x {gpu.name}, contexts of {mean_context_tokens:.0f} tokens",
-        points,
-        flops / (2 * model.num_parameters),
-        most,
+        f"roofline of {model} on {num_gpus} x {gpu}, contexts of {mean_context_tokens:.0f} tokens",
+        tuple((n, 1 / seconds(n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 2 * MAX_RUNNING_REQUESTS)),
+        flops / (2 * num_parameters),
+        min(MAX_RUNNING_REQUESTS, int(room / kv_bytes)),
     )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of a case."""
+
+    curve: EngineCurve
+    num_workers: int
+    train_s_per_token: float
+    """Of the trainer as a whole, prompt tokens included; 0 for rollout alone."""
+    sync_s: float = 0.0
+    """To bring new weights from the trainer to all engines."""
+    num_replicas: int = 1
+    """Engines that one worker holds, as a data-parallel engine does."""
+    message_s: float = 0.0
+    """What the controller takes for one finished trajectory."""
+
+    @property
+    def num_slots(self) -> int:
+        """Responses that are sampled at the same time at most (K of ROLL Flash)."""
+        return self.num_workers * self.num_replicas * self.curve.max_running_requests
 
 
 class Request:
@@ -173,10 +183,6 @@ class SimulatedEngine:
         self._is_frozen = False
         self._rate = curve.rate(1)
         self._wake_number = 0
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     def slot_s_now(self) -> float:
         """Seconds that slots have been taken until now, summed over slots."""
@@ -213,7 +219,7 @@ class SimulatedEngine:
         self._is_frozen = False
         self.versions.append((version, self._progress))
         if recompute:
-            tokens = sum(r.prefill_tokens + self._progress - r.start for r in self._running)
+            tokens = math.fsum(r.prefill_tokens + self._progress - r.start for r in self._running)  # in any order
             self._stall(tokens)
         self._start_waiting()
 

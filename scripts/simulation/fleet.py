@@ -7,7 +7,7 @@ dropped and which batch is given is the Controller's, and so are SampleBuffer an
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from controller.workers import Worker
 from data.messages import Abort, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from data.records import FinishReason, Ticket, Trajectory
 from scripts.simulation.clock import Clock
-from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine
+from scripts.simulation.engine import Cluster, Request, SimulatedEngine
 from scripts.simulation.workload import Workload, draws_of
 
 
@@ -59,9 +59,11 @@ class Episode:
 class SimulatedProcess:
     """Stands where a worker's process does: messages are acted on in their order, one after the other."""
 
-    def __init__(self, clock: Clock, config: Config, workload: Workload, engine: SimulatedEngine, sync_s: float):
-        self.clock, self.config, self.workload, self.engine, self.sync_s = clock, config, workload, engine, sync_s
-        self.index = 0
+    def __init__(
+        self, index: int, clock: Clock, config: Config, workload: Workload, engine: SimulatedEngine, sync_s: float
+    ):
+        self.index, self.clock, self.config, self.workload = index, clock, config, workload
+        self.engine, self.sync_s = engine, sync_s
         self.reply: Callable[[object], None] = lambda message: None
         self._inbox: deque = deque()
         self._is_updating = False
@@ -215,44 +217,31 @@ class SimulatedProcess:
         )
 
 
-class SimulatedWorkers:
-    """Stands where `Workers` does: no processes, and none dies."""
+class SimulatedWorkers(list[Worker]):
+    """The workers; stands where `Workers` does. There are no processes, and none dies."""
 
     num_restarts = 0
     starting: tuple[Worker, ...] = ()
 
-    def __init__(
-        self,
-        clock: Clock,
-        config: Config,
-        workload: Workload,
-        curve: EngineCurve,
-        num_workers: int,
-        num_replicas: int,
-        sync_s: float,
-        message_s: float,
-    ):
-        """`message_s` is what the controller takes for a trajectory, seconds; others wait for their turn meanwhile."""
-        self.clock, self.message_s = clock, message_s
+    def __init__(self, clock: Clock, config: Config, workload: Workload, cluster: Cluster):
+        self.clock, self.message_s = clock, cluster.message_s
         self.have_worked = False
         self.on_handled: Callable[[object], None] = lambda message: None
         """Called with each message after the controller has acted on it."""
         self.controller_busy_s = 0.0
         self._controller_free_at = 0.0
-        self._workers = []
-        for index in range(num_workers):
-            engine = SimulatedEngine(clock, curve, num_replicas)
-            process = SimulatedProcess(clock, config, workload, engine, sync_s)
-            process.index = index
-            self._workers.append(Worker(index, process, "sampling"))
+        for index in range(cluster.num_workers):
+            engine = SimulatedEngine(clock, cluster.curve, cluster.num_replicas)
+            process = SimulatedProcess(index, clock, config, workload, engine, cluster.sync_s)
+            self.append(Worker(index, process, "sampling"))
 
     @property
     def num_workers(self) -> int:
-        return len(self._workers)
+        return len(self)
 
     def launch(self, on_message: Callable, _) -> None:
         """Have what workers say go to `on_message(worker, message)`, and then to `on_handled`; they are up already."""
-        for worker in self._workers:
+        for worker in self:
             worker.process.reply = functools.partial(self._deliver, worker, on_message)
 
     def check(self) -> None:
@@ -269,12 +258,6 @@ class SimulatedWorkers:
 
         self.clock.at(self._controller_free_at, handle)
 
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers)
-
-    def __getitem__(self, index: int) -> Worker:
-        return self._workers[index]
-
     @property
     def engines(self) -> list[SimulatedEngine]:
-        return [worker.process.engine for worker in self._workers]
+        return [worker.process.engine for worker in self]

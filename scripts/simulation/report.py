@@ -1,70 +1,19 @@
-"""Records, table and figure of simulate.py; its option --report draws the last two again."""
+"""Records, tables and figure of simulate.py; its option --report draws the last two again."""
 
-import dataclasses
 import json
 from pathlib import Path
 
+import pandas as pd
+
 from scripts.simulation import engine, scenarios, workload
-from scripts.simulation.cluster import FLOPS_PER_PARAMETER, Outcome
-from scripts.simulation.scenarios import Outcomes, Scenario
-from scripts.simulation.theory import check
+from scripts.simulation.cluster import FLOPS_PER_PARAMETER
+from scripts.simulation.scenarios import UNITS, Scenario
 
-NUMBERS = (
-    "step_s", "rollout_s", "train_s", "trained_tokens_per_s", "slot_share",
-    "controller_share", "generated_tokens", "resumed_tokens", "tokens", "num_trajectories", "staleness_mean",
-    "staleness_max",
-)  # fmt: skip
-
-
-def record(scenario: Scenario, outcomes: Outcomes, tail: float, cpu_s: float) -> dict:
-    """One line of the file of records."""
-    arms = {arm: _arm(scenario, outcomes, arm) for arm in scenario.arms}
-    return {
-        "scenario": scenario.name,
-        "longest_to_median": tail,
-        "measure": scenario.unit,
-        "paper": scenario.paper_text,
-        "certainty": scenario.certainty,
-        "why": scenario.why,
-        "derived": scenario.derived(outcomes) if scenario.derived else "",
-        "cpu_s": round(cpu_s, 1),
-        "arms": arms,
-    }
-
-
-def _arm(scenario: Scenario, outcomes: Outcomes, arm: str) -> dict:
-    outcome = outcomes[arm]
-    case = outcome.case
-    return {
-        "value": getattr(outcome, scenario.measure),
-        "gain": scenario.gain(outcomes, arm),
-        "paper_gain": scenario.paper.get(arm),
-        "spread": _spread(outcome) if scenario.measure == "rollout_s" else None,
-        "options": case.options,
-        "num_workers": case.cluster.num_workers,
-        "engine": case.cluster.curve.source,
-        "num_slots": case.cluster.num_slots,
-        "steps": case.steps,
-        **{name: getattr(outcome, name) for name in NUMBERS},
-        "ledger": outcome.ledger,
-        "propositions": _propositions(outcome),
-    }
-
-
-def _spread(outcome: Outcome) -> tuple[float, float]:
-    waits = [step.wait_s for step in outcome.steps]
-    return min(waits), max(waits)
-
-
-def _propositions(outcome: Outcome) -> list[dict]:
-    """Each proposition once: of several steps the one that comes nearest to its bound."""
-    worst: dict[str, dict] = {}
-    for bound in check(outcome):
-        found = {**dataclasses.asdict(bound), "holds": bound.holds}
-        known = worst.get(bound.proposition)
-        if known is None or found["measured_s"] * known["bound_s"] > known["measured_s"] * found["bound_s"]:
-            worst[bound.proposition] = found
-    return list(worst.values())
+NEAR, ROUNDING = 0.15, 1e-6
+RULE = (
+    "A number is a hit if what the paper reports lies within the range of the seeds, or within "
+    f"{NEAR:.0%} of their mean; else it is a MISS."
+)
 
 
 def load(path: Path) -> list[dict]:
@@ -75,144 +24,177 @@ def load(path: Path) -> list[dict]:
     return found
 
 
-def _key(found: dict) -> tuple[str, float]:
-    return found["scenario"], found["longest_to_median"]
-
-
 def replace(new: dict, path: Path) -> None:
-    """Append a record, in the place of an earlier one of the same scenario."""
+    """Append a record, in the place of an earlier one of the same scenario and seed."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [json.loads(line) for line in lines]
-    places = [index for index, old in enumerate(kept) if _key(old) == _key(new)]
-    if places:
-        kept[places[0]] = new
-    else:
-        kept.append(new)
-    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in kept), encoding="utf-8")
+    kept = {tuple(old[key] for key in ("scenario", "tail", "seed")): old for old in map(json.loads, lines)}
+    kept[tuple(new[key] for key in ("scenario", "tail", "seed"))] = new
+    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in kept.values()), encoding="utf-8")
 
 
-# The table
+# What the seeds say
+
+
+def known(records: list[dict]) -> dict[tuple[str, float], Scenario]:
+    """The scenarios of which there are records, by name and tail. Raises ValueError if one is not known."""
+    there = {(scenario.name, scenario.tail): scenario for scenario in scenarios.scenarios()}
+    recorded = dict.fromkeys((record["scenario"], record["tail"]) for record in records)
+    if unknown := [name for name, tail in recorded if (name, tail) not in there]:
+        raise ValueError(f"there are records of {unknown[0]!r}, which scenarios.toml does not have; take them out")
+    return {key: scenario for key, scenario in there.items() if key in recorded}
+
+
+def claims(records: list[dict]) -> pd.DataFrame:
+    """A line for each number of a comparison at each tail: mean, min and max of the seeds, and the paper's."""
+    there, values = known(records), []
+    for record in records:
+        scenario = there[record["scenario"], record["tail"]]
+        for place, claim in enumerate(scenario.claims):
+            measured = record["arms"][claim.arm][scenario.measure] if claim.against else float("nan")
+            values.append((scenario.name, scenario.tail, place, claim.of(record["arms"]), measured))
+    columns = ["scenario", "tail", "place", "value", "measured"]
+    groups = pd.DataFrame(values, columns=columns).groupby(columns[:3], sort=False)
+    found = groups.value.agg(["mean", "min", "max", "count"])
+    found["measured"] = groups.measured.mean()
+    order = [(*key, place) for key, scenario in there.items() for place in range(len(scenario.claims))]
+    found = found.reindex(pd.MultiIndex.from_tuples(order, names=columns[:3])).reset_index()
+    of = [there[row.scenario, row.tail].claims[row.place] for row in found.itertuples()]
+    for field in ("name", "against", "paper", "short"):
+        found[field] = [getattr(claim, field) for claim in of]
+    found["verdict"] = [verdict(row.paper, row.mean, row.min, row.max) for row in found.itertuples()]
+    return found
+
+
+def verdict(paper: tuple[float, float] | None, mean: float, lowest: float, highest: float) -> str:
+    """Whether the seeds hit what the paper reports; see RULE."""
+    if paper is None:
+        return "–"
+    is_near = abs(min(max(mean, paper[0]), paper[1]) - mean) <= NEAR * mean
+    return "hit" if is_near or (paper[0] <= highest and lowest <= paper[1]) else "MISS"
+
+
+# Markdown
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table."""
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def _number(value: float | None) -> str:
+    if value is None or pd.isna(value):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _range(ends: tuple[float, float] | None) -> str:
+    return "–".join(dict.fromkeys(map(_number, ends))) if isinstance(ends, tuple) else "–"
+
+
+def num_seeds(found: pd.DataFrame) -> str:
+    """How many seeds each number has."""
+    return f"n = {_range((found['count'].min(), found['count'].max()))} seeds"
+
+
+def short(records: list[dict]) -> list[str]:
+    """Lines of a table of at most 10 rows, one of each mechanism, and of how many numbers are hit and missed."""
+    found = claims(records)
+    found = found[found["tail"] == workload.LONGEST_TO_MEDIAN]
+    shown = found[found.short != ""]
+    rows = [[r.short, _range(r.paper), _number(r.mean), _range((r.min, r.max)), r.verdict] for r in shown.itertuples()]
+    is_own = found.scenario.str.startswith("own bench")
+    papers, own = (found[of].verdict.value_counts().reindex(["hit", "MISS"], fill_value=0) for of in (~is_own, is_own))
+    return [
+        *markdown(["times better", "paper", "simulated, mean", f"range, {num_seeds(shown)}", ""], rows),
+        "",
+        f"{RULE} Of {papers.sum()} numbers of papers {papers['hit']} are hit; of "
+        f"{own.sum()} that our own bench measured, {own['hit']}.",
+    ]
 
 
 def table(records: list[dict]) -> list[str]:
-    """Markdown rows: one per scenario, the arms one after the other."""
-    lines = [
-        "| comparison | arms | paper | how sure | paper: times better | ours: times better | ours / paper | ours with "
-        "longest/median 10; 5 | ours | further | where they differ |",
-        "|---" * 11 + "|",
-    ]
-    main = [r for r in records if r["longest_to_median"] == workload.LONGEST_TO_MEDIAN]
-    return lines + [_row(found, records) for found in main]
+    """Lines of the whole table: a row for each number."""
+    found, units = claims(records), {name: UNITS[one.measure] for (name, _), one in known(records).items()}
+    others = sorted({tail for tail in found["tail"] if tail != workload.LONGEST_TO_MEDIAN}, reverse=True)
+    means = found.set_index(["scenario", "name", "tail"])["mean"].to_dict()
+    rows = [
+        [
+            f"{r.scenario}, {units[r.scenario]}", r.name, r.against or "–", _range(r.paper), _number(r.mean),
+            _range((r.min, r.max)), r.verdict, *(_number(means.get((r.scenario, r.name, tail))) for tail in others),
+            _number(r.measured),
+        ]
+        for r in found[found["tail"] == workload.LONGEST_TO_MEDIAN].itertuples(index=False)
+    ]  # fmt: skip
+    tails = [f"mean at longest/median {tail:g}" for tail in others]
+    heads = ["comparison and its measure", "number or arm", "times better than", "paper", "mean", "range", "", *tails]
+    return markdown([*heads, "the measure itself, mean"], rows)
 
 
-def _row(found: dict, records: list[dict]) -> str:
-    arms = found["arms"]
-    last = list(arms.values())[1:]
-    paper = [f"{arm['paper_gain']:.2f}" if arm["paper_gain"] else "–" for arm in last]
-    ratios = [f"{arm['gain'] / arm['paper_gain']:.2f}" if arm["paper_gain"] else "–" for arm in last]
-    others = {r["longest_to_median"]: r for r in records if r["scenario"] == found["scenario"]}
-    tails = [
-        " → ".join(f"{arm['gain']:.2f}" for arm in list(others[tail]["arms"].values())[1:])
-        for tail in scenarios.TAILS[1:]
-        if tail in others
-    ]
-    cells = [
-        found["scenario"],
-        " → ".join(arms),
-        found["paper"],
-        found["certainty"],
-        " → ".join(paper) if any(arm["paper_gain"] for arm in last) else "–",
-        " → ".join(f"{arm['gain']:.2f}" for arm in last),
-        " → ".join(ratios) if any(arm["paper_gain"] for arm in last) else "–",
-        "; ".join(tails) or "–",
-        f"{found['measure']}: {' → '.join(_number(arm['value']) for arm in arms.values())}; steps: "
-        f"{min(arm['steps'] for arm in arms.values())}",
-        found["derived"] or "–",
-        found["why"],
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+def notes(records: list[dict]) -> list[str]:
+    """Lines of a list: what the papers say of each comparison, how sure that is, and where ours differs."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for (name, tail), scenario in known(records).items():
+        if tail == workload.LONGEST_TO_MEDIAN:
+            names.setdefault((scenario.source, scenario.why), []).append(name)
+    return [f"- **{'; '.join(of)}.** {source}. Ours: {why}." for (source, why), of in names.items()]
 
 
 def propositions(records: list[dict]) -> list[str]:
-    """How many runs each proposition speaks of, how near they come to it, and why others are left out."""
-    lines = ["| proposition | runs | measured / bound: mean, worst | fails | left out, and why |", "|---" * 5 + "|"]
-    found = [p for r in records for arm in r["arms"].values() for p in arm["propositions"]]
-    for name in sorted({p["proposition"] for p in found}):
-        ours = [p for p in found if p["proposition"] == name]
-        met = [p["measured_s"] / p["bound_s"] for p in ours if not p["unmet"]]
-        fails = sum(not p["holds"] for p in ours if not p["unmet"])
-        reasons: dict[str, int] = {}
-        for p in ours:
-            if p["unmet"]:
-                reason = p["unmet"].split(":")[0]
-                reasons[reason] = reasons.get(reason, 0) + 1
-        why = "; ".join(f"{count}: {reason}" for reason, count in reasons.items()) or "–"
-        near = f"{sum(met) / len(met):.2f}, {max(met):.2f}" if met else "–"
-        lines.append(f"| {name} | {len(met)} | {near} | {fails} | {why} |")
-    return lines
+    """Lines of a table: how many runs each proposition speaks of, how near they come to it, why others are left out."""
+    found = [pair for record in records for arm in record["arms"].values() for pair in arm["propositions"].items()]
+    rows = []
+    for name in sorted({name for name, _ in found}):
+        shares = pd.Series([share for of, share in found if of == name and not isinstance(share, str)], dtype=float)
+        reasons = pd.Series([why for of, why in found if of == name and isinstance(why, str)], dtype=str)
+        why = "; ".join(f"{count}: {reason}" for reason, count in reasons.value_counts().items())
+        fails = (shares > 1 + ROUNDING).sum()
+        rows.append([name, str(len(shares)), f"{shares.mean():.2f}", f"{shares.max():.3f}", str(fails), why or "–"])
+    heads = ["proposition", "runs", "measured / bound, mean", "worst", "fails", "left out, and why"]
+    return markdown(heads, rows)
 
 
-def assumptions() -> str:
-    """What the papers do not give."""
-    return ASSUMED.format(
-        tail=workload.LONGEST_TO_MEDIAN,
-        batch=workload.RESPONSES_OF_LONGEST,
-        overhead=engine.STEP_OVERHEAD_S * 1000,
-        flops=engine.FLOPS_EFFICIENCY,
-        bandwidth=engine.BANDWIDTH_EFFICIENCY,
-        slots=engine.MAX_RUNNING_REQUESTS,
-        training=FLOPS_PER_PARAMETER,
-        sync=scenarios.SYNC_BYTES_PER_S / 1e9,
-        prompt=workload.PROMPT_TOKENS,
-        varying=workload.VARYING_SHARE,
-        turns=scenarios.NUM_TURNS,
-        turn=scenarios.TURN_TOKENS,
-    )
-
-
-ASSUMED = """\
-- Lengths: lognormal, cut at the limit, which is {tail:g} times the median (ROLL Flash says more than 20 times) and is
-  reached once in {batch} responses; a third of the variance of log-lengths lies within a group (APRIL: less than across
-  groups). One column has the same cases with lighter tails.
-- Engine, where no file is given: a roofline. A decoding step takes {overhead:g} ms + max(2·P·n / ({flops:g}·FLOP/s),
-  (2·P + n·context·KV bytes) / ({bandwidth:g}·bandwidth)) for n requests and P parameters; at most {slots} requests per
-  engine (ROLL's default), or as many as fit. Data sheets: H800 989 TFLOP/s, 3.35 TB/s, 80 GB; MI300X 1307 TFLOP/s,
-  5.3 TB/s, 192 GB. Models are as in their configurations.
-- Training: {training}·P floating-point operations per token at {flops:.0%} of the data sheet, divided perfectly.
-- Weights: {sync:g} GB/s to all engines at once; trainer and engines stand still meanwhile.
-- Where the paper names neither model, GPU nor limit: Qwen3-8B, H800, 8192 tokens. Prompts of {prompt} tokens;
-  {varying:.0%} of the groups teach something; environments take {turns} turns of {turn} tokens.
-- Nothing is fitted to a row: all ratios are predictions. Absolute times depend on these numbers directly."""
-
-
-def made_by(records: list[dict]) -> list[str]:
-    """What made the records, a line for each command and commit."""
-    lines = {}
-    for r in records:
-        lines[f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}."] = None
-    return list(lines)
+ASSUMED = f"""\
+- Lengths: lognormal, cut at the limit, which is {workload.LONGEST_TO_MEDIAN:g} times the median (ROLL Flash says more
+  than 20 times) and is reached once in {workload.RESPONSES_OF_LONGEST} responses; a third
+  of the variance of log-lengths lies within a group (APRIL: less than across groups). Some columns have the same cases with lighter tails.
+- Engine, where no file is given: a roofline. A decoding step takes {engine.STEP_OVERHEAD_S * 1000:g} ms +
+  max(2·P·n / ({engine.FLOPS_EFFICIENCY:g}·FLOP/s),
+  (2·P + n·context·KV bytes) / ({engine.BANDWIDTH_EFFICIENCY:g}·bandwidth)) for n requests and P parameters; at most
+  {engine.MAX_RUNNING_REQUESTS} requests per engine (ROLL's default), or as many as fit. Data sheets: H800 989 TFLOP/s,
+  3.35 TB/s, 80 GB; MI300X 1307 TFLOP/s, 5.3 TB/s, 192 GB.
+- Training: {FLOPS_PER_PARAMETER}·P floating-point operations per token at {engine.FLOPS_EFFICIENCY:.0%} of the data
+  sheet, divided perfectly.
+- Weights: {scenarios.SYNC_BYTES_PER_S / 1e9:g} GB/s to all engines at once; trainer and engines stand still meanwhile.
+- Where the paper names neither model, GPU nor limit: Qwen3-8B, H800, 8192 tokens. Prompts of {workload.PROMPT_TOKENS}
+  tokens; {workload.VARYING_SHARE:.0%} of the groups teach something; environments take 20 turns of 256 tokens.
+- Nothing is fitted to a row: all ratios are predictions. Absolute times depend on these numbers directly.
+- Not simulated: evaluations, failures of processes, `--on-update restart` and `wait`, a KV cache that is full."""
+"""What the papers do not give."""
 
 
 def write(out: Path) -> None:
     """Write table.md and simulation.png from simulation.jsonl in the folder `out`. Raises ValueError if it is empty."""
     records = load(out / "simulation.jsonl")
-    draw(records, out / "simulation.png")
-    cpu_s = sum(r["cpu_s"] for r in records)
+    found = claims(records)
+    draw(found, out / "simulation.png")
+    made_by = dict.fromkeys(
+        f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}." for r in records
+    )
     text = [
         "# The papers' comparisons, simulated at their scale",
-        "\n".join(made_by(records)),
-        f"All records together: {cpu_s:.0f} s of CPU time on one core. What is real and what is simulated is on top of "
-        "`scripts/simulate.py`. Ratios are to the first arm, of `scaling` to the naive arm of as many GPUs; above 1 is "
-        "better.",
+        "\n".join(made_by),
+        f"{num_seeds(found)}, each with problems of its own; all arms of a comparison have the same. "
+        f"{sum(r['cpu_s'] for r in records) / 60:.0f} minutes of CPU time on one core. What is real and what is "
+        "simulated is on top of `scripts/simulate.py`.",
+        "## In short",
+        "\n".join(short(records)),
         "## Assumed, once and for all rows",
-        assumptions(),
+        ASSUMED,
         "## Comparisons",
+        f"Means and ranges are of the seeds' ratios; above 1 is better. {RULE}",
         "\n".join(table(records)),
-        "![times better than the first arm, ours and the papers'](simulation.png)",
+        "\n".join(notes(records)),
+        "![times better, ours and the papers'](simulation.png)",
         "## Propositions 1 and 2 of ROLL Flash",
         "What they state, and what of a run is compared with what, is on top of `scripts/simulation/theory.py`.",
         "\n".join(propositions(records)),
@@ -220,25 +202,26 @@ def write(out: Path) -> None:
     (out / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
 
 
-def draw(records: list[dict], out: Path) -> None:
-    """Write the figure: a panel per comparison; bars are ours, dots the paper's."""
+def draw(found: pd.DataFrame, out: Path) -> None:
+    """Write the figure: a panel per comparison; bars are means and ranges of ours, dots the paper's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [r for r in records if r["longest_to_median"] == workload.LONGEST_TO_MEDIAN]
+    shown = found[(found["tail"] == workload.LONGEST_TO_MEDIAN) & (found.against != "")].groupby("scenario", sort=False)
     columns = min(4, len(shown))
     figure = Figure(figsize=(5 * columns, 2.6 * -(-len(shown) // columns)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(-(-len(shown) // columns), columns, squeeze=False).flatten()
-    for panel, found in zip(panels, shown, strict=False):
-        arms = list(found["arms"].items())
-        panel.barh(range(len(arms)), [arm["gain"] for _, arm in arms], color="C0", alpha=0.6, label="ours")
-        theirs = [(place, arm["paper_gain"]) for place, (_, arm) in enumerate(arms) if arm["paper_gain"]]
-        panel.plot([gain for _, gain in theirs], [place for place, _ in theirs], "ko", label="paper")
+    for panel, (name, rows) in zip(panels, shown, strict=False):
+        spread = [rows["mean"] - rows["min"], rows["max"] - rows["mean"]]
+        panel.barh(range(len(rows)), rows["mean"], xerr=spread, color="C0", alpha=0.6)
+        for place, paper in enumerate(rows.paper):
+            if paper is not None:
+                panel.plot(paper, [place] * 2, "ko-")
         panel.axvline(1, color="k", linewidth=0.8)
-        panel.set_yticks(range(len(arms)), [name for name, _ in arms], fontsize=7)
+        panel.set_yticks(range(len(rows)), rows.name, fontsize=7)
         panel.invert_yaxis()
-        panel.set_title(found["scenario"], fontsize=8)
+        panel.set_title(name, fontsize=8)
         panel.grid(axis="x", alpha=0.3)
     for panel in panels[len(shown) :]:
         panel.set_axis_off()

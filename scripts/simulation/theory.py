@@ -62,11 +62,12 @@ def unmet_by_rollout(case: Case) -> str:
 def unmet_by_pipeline(outcome: Outcome, generation_s: float, train_s: float) -> str:
     """What the asynchronous bound assumes besides; empty if nothing."""
     config, slots = outcome.case.config, outcome.case.cluster.num_slots
+    rollout_s = outcome.numbers["rollout_s"]
     ahead = (config.max_outstanding_groups - config.groups_per_step) * config.group_size
     if ahead < slots:
         return f"rollout may stop: {ahead} places beside the batch that is trained, {slots} slots"
-    if train_s >= generation_s and outcome.rollout_s > ROUNDING_S:
-        return f"training is the slower side and yet waits: {outcome.rollout_s:.1f} s a step"
+    if train_s >= generation_s and rollout_s > ROUNDING_S:
+        return f"training is the slower side and yet waits: {rollout_s:.1f} s a step"
     if train_s < generation_s < BALANCE * train_s:
         return f"rollout and training are balanced: {generation_s:.1f} s and {train_s:.1f} s"
     return ""
@@ -74,23 +75,38 @@ def unmet_by_pipeline(outcome: Outcome, generation_s: float, train_s: float) -> 
 
 def check(outcome: Outcome) -> list[Bound]:
     """Every proposition that speaks of such a run."""
-    case, steps = outcome.case, outcome.steps
-    sync_s, slots = case.cluster.sync_s, case.cluster.num_slots
-    unmet = unmet_by_rollout(case)
-    mean_s = statistics.fmean(s for step in steps for s in step.slot_s)
+    case, steps, numbers = outcome.case, outcome.steps, outcome.numbers
+    sync_s, slots, config = case.cluster.sync_s, case.cluster.num_slots, case.config
+    unmet, step_s, train_s = unmet_by_rollout(case), numbers["step_s"], numbers["train_s"]
     longest_s = max(max(step.slot_s) for step in steps)
-    responses = case.config.groups_per_step * case.config.group_size
-    if case.config.async_ratio == 0 and case.config.publish_delay == 0:
+    mean_s = statistics.fmean(s for step in steps for s in step.slot_s)
+    rollout_s = config.groups_per_step * config.group_size / slots * mean_s
+    if config.async_ratio == 0 and config.publish_delay == 0:
         rollouts = [Bound("1", step.wait_s, sum(step.slot_s) / slots + max(step.slot_s), unmet) for step in steps]
-        bound_s = responses / slots * mean_s + outcome.train_s + longest_s + sync_s
-        return [*rollouts, Bound("2 sync", outcome.step_s, bound_s, unmet)]
-    generation_s = responses * mean_s / slots + longest_s / (case.config.async_ratio + 1)
-    train_s = outcome.train_s
+        return [*rollouts, Bound("2 sync", step_s, rollout_s + train_s + longest_s + sync_s, unmet)]
+    generation_s = rollout_s + longest_s / (config.async_ratio + 1)
     unmet_here = unmet or unmet_by_pipeline(outcome, generation_s, train_s)
     return [
-        Bound("2 async", outcome.step_s, max(generation_s, train_s) + sync_s, unmet_here),
-        Bound("2 async, no overlap", outcome.step_s, generation_s + train_s + sync_s, unmet),
+        Bound("2 async", step_s, max(generation_s, train_s) + sync_s, unmet_here),
+        Bound("2 async, no overlap", step_s, generation_s + train_s + sync_s, unmet),
     ]
+
+
+def checked(outcome: Outcome) -> dict[str, float | str]:
+    """Each proposition with how much of its bound was taken, by the worst step; or with what it lacks here."""
+    found: dict[str, float | str] = {}
+    for bound in check(outcome):
+        share = bound.unmet.split(":")[0] or bound.measured_s / bound.bound_s
+        found[bound.proposition] = share if bound.unmet else max(share, found.get(bound.proposition, 0.0))
+    return found
+
+
+def train_gpus(sync: Outcome, gpus: int, async_ratio: float) -> int:
+    """GPUs for the trainer: β* of Proposition 2, by what a synchronous run on all of them measured."""
+    slot_s = [s for step in sync.steps for s in step.slot_s]
+    rollout_s = sum(slot_s) / len(sync.steps) / sync.case.cluster.num_slots
+    share = best_train_share(rollout_s, max(slot_s), sync.numbers["train_s"], async_ratio)
+    return min(max(1, round(share * gpus)), gpus - 1)
 
 
 def best_train_share(rollout_s: float, longest_s: float, train_s: float, async_ratio: float) -> float:

@@ -69,6 +69,7 @@ def draws_of(problem: int, ticket: Ticket, member: int) -> random.Random:
     return random.Random(f"{problem}.{ticket.group_id}.{member}.{ticket.attempt}")
 
 
+@functools.cache
 def lengths_up_to(longest: int, tail: float = LONGEST_TO_MEDIAN) -> LengthLaw:
     """The law of every single-turn case: the limit is `tail` times the median, and reached once in a large batch."""
     sigma = math.log(tail) / NormalDist().inv_cdf(1 - 1 / RESPONSES_OF_LONGEST)

@@ -4,7 +4,7 @@ import json
 import math
 import random
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,14 @@ import pytest
 from data.records import Ticket
 from scripts import simulate as script
 from scripts.latency import LatencyLaw
-from scripts.simulation import measure, report, scale, theory
+from scripts.simulation import report, scenarios, theory
 from scripts.simulation.clock import Clock
 from scripts.simulation.cluster import Case, Cluster, simulate
-from scripts.simulation.engine import GPUS, MODELS, EngineCurve, Request, SimulatedEngine, roofline
-from scripts.simulation.scenarios import MECHANISMS, QUICK, TAILS, Scenario, batch_of, train_gpus_of
-from scripts.simulation.workload import LengthLaw, Turns, Workload, draws_of, lengths_up_to
+from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine, roofline
+from scripts.simulation.scenarios import Claim, Scenario
+from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, draws_of, lengths_up_to
 
 ROOT = Path(__file__).parent.parent.parent
-RECORDS = ROOT / "results" / "simulation" / "simulation.jsonl"
 LAW = lengths_up_to(400)
 
 
@@ -50,7 +49,13 @@ def slowing(slots=8):
 def case(options=None, workload=None, workers=2, curve=None, steps=4, warmup=1, **cluster):
     options = {"groups_per_step": 3, "group_size": 4, **(options or {})}
     machines = Cluster(curve or slowing(), workers, **{"train_s_per_token": 0.002, "sync_s": 0.5, **cluster})
-    return Case("case", options, workload or Workload(LAW, prompt_tokens=10), machines, steps, warmup)
+    return Case(options, workload or Workload(LAW, prompt_tokens=10), machines, steps, warmup)
+
+
+def rollout_s(options, curve, workload=None):
+    """Time of the first batch on one worker."""
+    workload = workload or Workload(LAW, prompt_tokens=0)
+    return simulate(case(options, workload, 1, curve, steps=1, warmup=0, sync_s=0.0)).numbers["rollout_s"]
 
 
 # By hand
@@ -64,17 +69,16 @@ def test_three_responses_on_two_slots_take_what_they_take_by_hand():
         case({"groups_per_step": 1, "group_size": 3}, workload, 1, steady(2), train_s_per_token=0.01, sync_s=0.4)
     )
     assert [step.wait_s for step in outcome.steps] == pytest.approx([3.0] * 4)
-    assert outcome.step_s == pytest.approx(4.0)
-    assert outcome.trained_tokens_per_s == pytest.approx(15.0)
-    assert outcome.slot_share == pytest.approx(6 / 8)
+    expected = {"step_s": 4.0, "rollout_s": 3.0, "train_s": 0.6, "trained_tokens_per_s": 15.0, "slot_share": 6 / 8}
+    assert {name: outcome.numbers[name] for name in expected} == pytest.approx(expected)
+    assert outcome.numbers["new_tokens_per_rollout_s"] == pytest.approx(20.0)
 
 
 def test_an_engine_that_slows_down_with_its_load_takes_what_it_takes_by_hand():
     # Alone 10 tokens/s, two together 5 each: 30 and 10 tokens to 2 s, then 20 and 20 tokens left to 6 s.
     curve = EngineCurve("halving", ((1, 10.0), (2, 5.0)), 1e12, 2)
     workload = Workload(Table((30, 10, 20)), prompt_tokens=0)
-    outcome = simulate(case({"groups_per_step": 1, "group_size": 3}, workload, 1, curve, sync_s=0.0))
-    assert [step.wait_s for step in outcome.steps] == pytest.approx([6.0] * 4)
+    assert rollout_s({"groups_per_step": 1, "group_size": 3}, curve, workload) == pytest.approx(6.0)
 
 
 def test_tokens_carry_the_version_under_which_they_were_decoded_and_a_rebuilt_cache_costs_its_prefill():
@@ -109,18 +113,14 @@ def test_a_barrier_costs_the_slowest_of_each_turn():
     # Without a barrier the batch takes the longest sum of turns; with one the sum of the longest turns.
     turns = Turns(4, 10, LatencyLaw.parse("normal:10,5"), 1e9)
     workload = Workload(LAW, turns, prompt_tokens=0)
-    times = {}
-    for barrier in (False, True):
-        one = case(
-            {"scheduling": "lockstep" if barrier else "queue"}, workload, 1, steady(100), steps=1, warmup=0, sync_s=0.0
-        )
-        times[barrier] = simulate(one).rollout_s
     draws = []
     for group, member in itertools.product(range(3), range(4)):
         rng = draws_of(group, ticket(group), member)
         draws.append([1.0 + turns.latency.draw(rng).seconds for _ in range(4)])
-    assert times[False] == pytest.approx(max(map(sum, draws)))
-    assert times[True] == pytest.approx(sum(map(max, zip(*draws, strict=True))))
+    assert rollout_s({}, steady(100), workload) == pytest.approx(max(map(sum, draws)))
+    assert rollout_s({"scheduling": "lockstep"}, steady(100), workload) == pytest.approx(
+        sum(map(max, zip(*draws, strict=True)))
+    )
 
 
 # The real logic is driven
@@ -139,7 +139,7 @@ ARMS = {
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_group_and_token_is_consumed_dropped_or_there_at_the_end(arm):
+def test_every_group_and_token_is_accounted_for_and_none_is_trained_on_beyond_the_bound(arm):
     outcome = simulate(case(ARMS[arm], steps=6))
     ledger = outcome.ledger
     for unit, source in (("groups", "issued"), ("tokens", "generated")):
@@ -147,12 +147,8 @@ def test_every_group_and_token_is_consumed_dropped_or_there_at_the_end(arm):
         assert ledger[f"{unit}_{source}"] == sum(rest)
     assert ledger["groups_consumed"] == 7 * 3
     assert [len(step.staleness) for step in outcome.steps] == [3 * 4] * 6
-
-
-@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != "gate"])
-def test_no_trained_token_is_older_than_the_bound(arm):
-    outcome = simulate(case(ARMS[arm], steps=6))
-    assert 0 <= outcome.staleness_max <= outcome.case.config.max_staleness
+    if arm != "gate":
+        assert 0 <= outcome.numbers["staleness_max"] <= outcome.case.config.max_staleness
     if arm == "late":
         assert {value for step in outcome.steps[1:] for value in step.staleness} == {2}
 
@@ -170,16 +166,15 @@ def test_failing_environments_are_dropped_and_replaced():
 
 
 def test_a_seed_makes_the_run_and_another_seed_another():
-    first, again = simulate(case(ARMS["asynchronous"])), simulate(case(ARMS["asynchronous"]))
+    first, again = simulate(case(ARMS["gate"])), simulate(case(ARMS["gate"]))
     assert first.steps == again.steps and first.ledger == again.ledger
     assert simulate(replace(first.case, seed=1)).steps != first.steps
 
 
 def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
-    outcome = simulate(
-        case(workload=Workload(LAW, prompt_tokens=0), message_s=100.0, train_s_per_token=0.0, sync_s=0.0)
-    )
-    assert outcome.step_s == pytest.approx(12 * 100.0, rel=0.2) and outcome.controller_share > 0.8
+    workload = Workload(LAW, prompt_tokens=0)
+    numbers = simulate(case(workload=workload, message_s=100.0, train_s_per_token=0.0, sync_s=0.0)).numbers
+    assert numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2) and numbers["controller_share"] > 0.8
 
 
 def test_what_is_not_simulated_is_refused():
@@ -202,42 +197,26 @@ def list_schedule(durations, slots):
 def test_rollout_at_a_steady_speed_is_list_scheduling(seed):
     rng = random.Random(seed)
     groups, size, slots = rng.randint(1, 6), rng.randint(2, 5), rng.randint(1, 9)
-    one = case(batch_of(groups, size), Workload(LAW, prompt_tokens=0), 1, steady(slots), steps=1, warmup=0)
     durations = [LAW.draw(group, ticket(group), member) / 10 for group in range(groups) for member in range(size)]
-    assert simulate(one).rollout_s == pytest.approx(list_schedule(durations, slots))
-
-
-def test_more_slots_or_a_faster_engine_never_take_longer():
-    # Independent jobs in a fixed order: with one more slot none starts later.
-    def rollout_s(slots, rate=10.0):
-        workload = Workload(LAW, prompt_tokens=0)
-        return simulate(case(batch_of(6, 4), workload, 1, steady(slots, rate), steps=1, warmup=0)).rollout_s
-
-    times = [rollout_s(slots) for slots in range(1, 25)]
-    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(times))
-    assert times[0] > 5 * times[-1]
-    assert rollout_s(5, rate=20.0) == pytest.approx(times[4] / 2)
+    options = {"groups_per_step": groups, "group_size": size}
+    assert rollout_s(options, steady(slots)) == pytest.approx(list_schedule(durations, slots))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_propositions_hold_where_their_assumptions_do(seed):
     rng = random.Random(seed)
-    options = batch_of(rng.randint(2, 8), rng.randint(2, 6), async_ratio=rng.choice((0.0, 0.0, 1.0, 2.0, 4.0)))
-    law = lengths_up_to(400, rng.choice((5.0, 20.0)))
-    one = case(
-        options,
-        Workload(law, prompt_tokens=10),
-        rng.randint(1, 3),
-        slowing(rng.randint(1, 8)),
-        steps=5,
-        warmup=2 + int(options["async_ratio"]),
-        train_s_per_token=rng.choice((0.001, 0.01, 0.05)),
-    )
-    bounds = theory.check(simulate(one))
+    options = {"groups_per_step": rng.randint(2, 8), "group_size": rng.randint(2, 6)}
+    ratio = options["async_ratio"] = rng.choice((0.0, 0.0, 1.0, 2.0, 4.0))
+    workload = Workload(lengths_up_to(400, rng.choice((5.0, 20.0))), prompt_tokens=10)
+    workers, curve, train_s = rng.randint(1, 3), slowing(rng.randint(1, 8)), rng.choice((0.001, 0.01, 0.05))
+    one = case(options, workload, workers, curve, steps=5, warmup=2 + int(ratio), train_s_per_token=train_s)
+    outcome = simulate(one)
+    bounds = theory.check(outcome)
     assert {bound.proposition for bound in bounds} <= {"1", "2 sync", "2 async", "2 async, no overlap"}
     for bound in bounds:
         assert bound.holds or bound.unmet, bound
-    assert any(not bound.unmet for bound in bounds)
+    claimed = {bound.proposition for bound in bounds if not bound.unmet}
+    assert claimed == {name for name, share in theory.checked(outcome).items() if not isinstance(share, str)} != set()
 
 
 @pytest.mark.parametrize(
@@ -254,30 +233,30 @@ def test_an_assumption_that_a_case_does_not_meet_is_named(options, reason):
 
 
 def test_the_train_share_of_proposition_2_makes_its_branch_equal_to_the_bound():
-    rollout_s, longest_s, train_s, ratio = 30.0, 50.0, 20.0, 2.0
-    share = theory.best_train_share(rollout_s, longest_s, train_s, ratio)
-    assert train_s / share == pytest.approx(rollout_s + longest_s / (ratio + 1) + train_s)
-    assert rollout_s / (1 - share) + longest_s / (ratio + 1) <= train_s / share
-    assert 1 <= train_gpus_of(simulate(case()), 16, 2.0) <= 15
+    rollout, longest_s, train_s, ratio = 30.0, 50.0, 20.0, 2.0
+    share = theory.best_train_share(rollout, longest_s, train_s, ratio)
+    assert train_s / share == pytest.approx(rollout + longest_s / (ratio + 1) + train_s)
+    assert rollout / (1 - share) + longest_s / (ratio + 1) <= train_s / share
+    assert 1 <= theory.train_gpus(simulate(case()), 16, 2.0) <= 15
 
 
 # Curves and laws
 
 
 def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
-    curve = roofline(MODELS["Qwen3-8B"], GPUS["H800"], 10_000)
+    curve = roofline("Qwen3-8B", "H800", 10_000)
     kv_bytes = 2 * 36 * 8 * 128 * 2 * 10_000
     for n in (1, 16, 128):
         seconds = 0.003 + max(2 * 8.2e9 * n / (0.4 * 989e12), (16.4e9 + n * kv_bytes) / (0.7 * 3.35e12))
         assert curve.rate(n) == pytest.approx(1 / seconds)
     assert curve.max_running_requests == math.floor((0.9 * 80e9 - 16.4e9) / kv_bytes) == 37
     with pytest.raises(ValueError, match="cannot hold Qwen3-8B"):
-        roofline(MODELS["Qwen3-8B"], GPUS["H800"], 1_000_000)
+        roofline("Qwen3-8B", "H800", 1_000_000)
 
 
 def test_a_curve_is_read_as_it_was_written_and_a_broken_one_is_refused(tmp_path):
     path = tmp_path / "curve.json"
-    slowing().save(path, {"command": "by hand"})
+    path.write_text(json.dumps({"command": "by hand", **asdict(slowing())}))
     assert EngineCurve.load(path) == slowing()
     assert slowing().rate(1) == 10.0 and slowing().rate(64) == pytest.approx(2.0)
     assert 1 / slowing().rate(127) == pytest.approx(0.1 + 2 * 0.4)
@@ -297,7 +276,7 @@ def test_lengths_have_the_tail_that_is_stated_and_members_of_a_group_are_alike()
     logs = [[math.log(length / law.median) / law.sigma for length in group] for group in drawn]
     within = sum(sum((z - sum(g) / 8) ** 2 for z in g) / 7 for g in logs) / len(logs)
     assert within == pytest.approx(1 / 3, rel=0.07)
-    assert LengthLaw(15, 1.0, 192).mean == pytest.approx(24, abs=1)  # bench_rollout's, an eighth of the longest
+    assert LengthLaw(15, 1.0, 192).mean == pytest.approx(24, abs=1)  # the rollout bench's, an eighth of the longest
 
 
 def test_a_problem_that_is_issued_again_is_as_hard_and_its_response_is_new():
@@ -307,73 +286,119 @@ def test_a_problem_that_is_issued_again_is_as_hard_and_its_response_is_new():
     assert law.draw(7, ticket(1), 0) == first
 
 
-# What is measured, recorded and shown
+# Comparisons
 
 
-def test_the_cost_of_a_trajectory_is_measured_on_the_real_controller(tmp_path):
-    points = measure.measure_controller([2], groups=4)
-    assert points[0]["trajectories"] >= 3 * 4 * 16 and 0 < points[0]["handling_s"] < 0.1
-    assert 0 < points[0]["reading_s"] < 0.01
-    measure.save_controller(points, {"commit": "c0ffee"}, tmp_path / "controller.json")
-    costs = scale.read_message_s(tmp_path / "controller.json")
-    assert scale.message_s(costs, 1000) == points[0]["seconds_per_trajectory"]
+def made_arms(values, measure="trained_tokens_per_s"):
+    return {arm: {measure: value} for arm, value in values.items()}
+
+
+def test_less_time_and_more_tokens_are_better():
+    of_time = scenarios.times_better("rollout_s", "b", "a")
+    of_tokens = scenarios.times_better("new_tokens_per_rollout_s", "b", "a")
+    assert of_time(made_arms({"a": 10.0, "b": 4.0}, "rollout_s")) == 2.5
+    assert of_tokens(made_arms({"a": 10.0, "b": 4.0}, "new_tokens_per_rollout_s")) == 0.4
+
+
+def test_the_smallest_alpha_near_the_best_and_the_best_split_are_found():
+    rates = made_arms({"α = 0": 1.0, "α = 1": 2.0, "α = 2": 2.92, "α = 4": 3.0})
+    assert scenarios.sufficient_alpha(rates) == 2.0 and scenarios.best_over_one(rates) == 1.5
+    splits = made_arms({"in turn on all 40": 9.0, "36 + 4": 1.0, "24 + 16": 2.0, "by Proposition 2": 3.0})
+    assert scenarios.best_split(splits) == 16.0
+
+
+@pytest.mark.parametrize("mechanism", dict.fromkeys(scenario.mechanism for scenario in scenarios.scenarios()))
+def test_every_arm_in_the_file_of_comparisons_is_a_valid_run(mechanism):
+    for scenario in scenarios.scenarios([mechanism]):
+        assert scenario.why and scenario.source
+        outcome = simulate(case(steps=1))  # stands for the arm by which others are split
+        for arm in scenario.arms:
+            one = scenario.case(arm, dict.fromkeys(scenario.arms, outcome), seed=3)
+            assert one.config and one.seed == 3 and one.steps % math.ceil(1 + one.config.async_ratio) == 0
+
+
+def test_the_check_against_our_own_bench_takes_its_numbers_from_its_records():
+    low, high = scenarios.scenarios(["own bench, scheduling"])[0].claims[0].paper
+    assert low == high == pytest.approx(1.857 / 1.360, rel=0.01)
+
+
+# Records and tables
+
+
+@pytest.mark.parametrize(
+    ("paper", "ours", "expected"),
+    [
+        ((2.0, 2.0), (1.5, 1.0, 2.1), "hit"),  # within the range
+        ((2.0, 2.0), (1.8, 1.7, 1.9), "hit"),  # within 15 % of the mean
+        ((2.0, 2.0), (1.7, 1.6, 1.8), "MISS"),
+        ((1.0, 1.6), (1.7, 1.65, 1.8), "hit"),
+        ((1.0, 1.3), (1.7, 1.65, 1.8), "MISS"),
+        (None, (1.7, 1.65, 1.8), "–"),
+    ],
+)
+def test_a_hit_is_within_the_range_of_the_seeds_or_near_their_mean(paper, ours, expected):
+    assert report.verdict(paper, *ours) == expected
 
 
 def tiny_scenario():
-    never_waits = case({"async_ratio": 4.0}, warmup=5, train_s_per_token=1.0)
-    arms = {"sync": case(), "async": case({"async_ratio": 1.0}), "slow trainer": never_waits}
-    return Scenario("tiny", "trained_tokens_per_s", "tokens/s", 1, arms, {"async": 2.0}, "2x", "sure", "small")
+    spec = {"options": {"groups_per_step": 3, "group_size": 4}, "longest": 400, "engines": 2, "train_gpus": 1}
+    arms = {arm: {**spec, "steps": steps} for arm, steps in (("sync", 3), ("again", 3))}
+    arms["async"] = {**spec, "steps": 3, "options": {**spec["options"], "async_ratio": 1.0}}
+    measure = "trained_tokens_per_s"
+    claims = [
+        Claim("again", scenarios.times_better(measure, "again", "sync"), "again", "sync", (2.0, 2.0), "the same twice"),
+        Claim("async", scenarios.times_better(measure, "async", "sync"), "async", "sync"),
+    ]
+    return Scenario("m", "tiny", measure, arms, claims, "2x, sure", "small", LONGEST_TO_MEDIAN)
 
 
-def test_a_record_has_ours_and_the_papers_ratio_and_is_replaced_by_its_next_run(tmp_path):
+def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_its_earlier_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(scenarios, "scenarios", lambda only=None: [tiny_scenario()])
     made_by = {"command": "python x", "commit": "c0ffee", "dirty": False, "hardware": "2 CPU cores"}
-    made = script.run(tiny_scenario(), 20.0) | made_by
-    gain = made["arms"]["async"]["gain"]
-    assert gain > 1 and made["arms"]["async"]["paper_gain"] == 2.0
-    for _ in range(2):
-        report.replace(made, tmp_path / "simulation.jsonl")
-    report.replace(made | {"longest_to_median": 5.0}, tmp_path / "simulation.jsonl")
-    assert len((tmp_path / "simulation.jsonl").read_text().splitlines()) == 2
+    path = tmp_path / "simulation.jsonl"
+    for seed in (0, 1, 1):
+        report.replace(script.run(tiny_scenario(), seed) | made_by, path)
+    records = report.load(path)
+    assert [record["seed"] for record in records] == [0, 1]
+    rates = [{arm: numbers["trained_tokens_per_s"] for arm, numbers in r["arms"].items()} for r in records]
+    gains = sorted(rate["async"] / rate["sync"] for rate in rates)
+    row = report.claims(records).iloc[1]
+    assert (row["mean"], row["min"], row["max"], row["count"]) == pytest.approx((sum(gains) / 2, *gains, 2))
+    short = report.short(records)
+    assert "| the same twice | 2 | 1 | 1 | MISS |" in short and "numbers of papers 0 are hit" in short[-1]
     report.write(tmp_path)
     text = (tmp_path / "table.md").read_text()
-    assert f"| 2.00 → – | {gain:.2f} → " in text and f"| {gain / 2:.2f} → – |" in text and "commit c0ffee" in text
+    assert "| again | sync | 2 | 1 | 1 | MISS |" in text and "commit c0ffee" in text and "n = 2 seeds" in text
     assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_engine_changes_the_result():
-    slower = script.run(tiny_scenario(), 20.0, steady(rate=1.0))["arms"]["sync"]
-    assert (
-        slower["engine"] == "steady" and slower["step_s"] > script.run(tiny_scenario(), 20.0)["arms"]["sync"]["step_s"]
-    )
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_every_arm_of_a_default_comparison_is_a_valid_config(mechanism):
-    for scenario in MECHANISMS[mechanism](20.0):
-        assert set(scenario.paper) <= set(scenario.arms) and scenario.why and scenario.certainty
-        for one in scenario.arms.values():
-            assert callable(one) or one.config
+    rates = [script.run(tiny_scenario(), 0, curve)["arms"]["sync"]["step_s"] for curve in (None, steady(rate=1.0))]
+    assert rates[1] > rates[0]
 
 
 def recorded():
-    return [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
+    return report.load(ROOT / "results" / "simulation" / "simulation.jsonl")
 
 
-def test_the_committed_table_has_every_comparison():
-    expected = {
-        (scenario.name, tail)
-        for tail in TAILS
-        for mechanism in (MECHANISMS if tail == TAILS[0] else QUICK)
-        for scenario in MECHANISMS[mechanism](tail)
-    }
-    assert expected <= {(r["scenario"], r["longest_to_median"]) for r in recorded()}
+def test_the_committed_records_have_every_comparison_with_five_seeds_or_more():
+    counts = report.claims(recorded())
+    expected = {(scenario.name, scenario.tail) for scenario in scenarios.scenarios()}
+    assert expected == set(zip(counts["scenario"], counts["tail"], strict=True))
+    assert counts["count"].min() == counts["count"].max() >= 5
+
+
+def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses():
+    *rows, _, _ = report.short(recorded())
+    assert len(rows) - 2 <= 10
+    assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
 
 
 def test_the_propositions_hold_on_every_committed_run_that_meets_their_assumptions():
-    found = [p for r in recorded() for arm in r["arms"].values() for p in arm["propositions"]]
-    claimed = [p for p in found if not p["unmet"]]
-    assert {p["proposition"] for p in claimed} == {"1", "2 sync", "2 async", "2 async, no overlap"}
-    assert [p for p in claimed if not p["measured_s"] <= p["bound_s"] + theory.ROUNDING_S] == []
+    found = [pair for r in recorded() for arm in r["arms"].values() for pair in arm["propositions"].items()]
+    claimed = {name: share for name, share in found if not isinstance(share, str)}
+    assert set(claimed) == {"1", "2 sync", "2 async", "2 async, no overlap"}
+    assert [pair for pair in found if not isinstance(pair[1], str) and pair[1] > 1 + report.ROUNDING] == []
 
 
 @pytest.mark.parametrize(
@@ -381,7 +406,7 @@ def test_the_propositions_hold_on_every_committed_run_that_meets_their_assumptio
     [
         (["--only", "nothing"], r"--only 'nothing' is none of scheduling"),
         (["--report"], r"simulation.jsonl has no records; run python scripts/simulate.py first"),
-        (["--only", "scale"], r"controller.json holds no costs of the controller"),
+        (["--seeds", "0"], r"--seeds must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path, monkeypatch, capsys, options, error):
