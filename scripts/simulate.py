@@ -14,6 +14,7 @@ ready. Simulated are what a worker does between two messages, the speed of its e
 import argparse
 import asyncio
 import dataclasses
+import gc
 import importlib.metadata
 import json
 import os
@@ -64,6 +65,7 @@ def run(scenario: Scenario, seed: int, curve: EngineCurve | None = None) -> dict
 def simulate_all(arguments: argparse.Namespace) -> None:
     """Run what was chosen, seed by seed, and write records, table and figure."""
     made_by, path = provenance(), arguments.out / "simulation.jsonl"
+    gc.set_threshold(100_000)  # objects that live for a whole run make collections long, and all of them are kept
     curve = None if arguments.engine is None else EngineCurve.load(arguments.engine)
     wanted = [] if arguments.report else scenarios(arguments.only)
     for seed in range(arguments.seeds):

@@ -6,7 +6,6 @@ process.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -60,9 +59,8 @@ class Case:
 class Step:
     """What happened in one step of the trainer; times in seconds of the virtual clock."""
 
-    published_at: float
-    """When the weights before it had arrived everywhere, and the trainer began to wait for the batch."""
-    taken_at: float
+    wait_s: float
+    """For the batch, since the weights before it had arrived everywhere; at α = 0 the time of rollout."""
     train_s: float
     tokens: int
     """Generated tokens that are trained on."""
@@ -72,11 +70,6 @@ class Step:
     """Of each trajectory, in steps."""
     slot_s: tuple[float, ...]
     """Seconds that each trajectory held a slot of its engine."""
-
-    @property
-    def wait_s(self) -> float:
-        """For the batch; at α = 0 the time of rollout."""
-        return self.taken_at - self.published_at
 
 
 @dataclass
@@ -91,7 +84,7 @@ class Outcome:
     controller_share: float
     """Share of the time in which the controller was busy."""
     counts: Counter
-    """Trajectories that ended, tokens `generated` for them, and of these those `resumed` after an update."""
+    """Tokens `generated` for trajectories that ended, and of these those `resumed` after an update."""
     ledger: dict[str, int]
     """At the end of the run."""
 
@@ -130,12 +123,11 @@ class _Transport:
 class Simulation:
     """One case, run to its end."""
 
-    def __init__(self, case: Case, record: Callable[..., None] = lambda event, **fields: None):
-        """`record` gets the controller's events, as in a real run."""
+    def __init__(self, case: Case):
         self.case, self.clock, self.config = case, Clock(), case.config
         self.workers = SimulatedWorkers(self.clock, self.config, case.workload, case.cluster)
         tickets = TicketSource(self.config, case.workload.prompts(case.seed))
-        self.controller = Controller(self.config, self.workers, tickets, record)
+        self.controller = Controller(self.config, self.workers, tickets, lambda event, **fields: None)
         self.workers.on_handled = self._on_handled
         self.controller.launch()
         self.controller.connect(_Transport())
@@ -185,7 +177,7 @@ class Simulation:
     def _on_handled(self, message) -> None:
         if isinstance(message, Finished):
             for t in message.trajectories:
-                self.counts.update(trajectories=1, generated=t.num_generated, resumed=sum(t.segment_tokens[1:]))
+                self.counts.update(generated=t.num_generated, resumed=sum(t.segment_tokens[1:]))
             self._try_to_take()
 
     def _try_to_take(self) -> None:
@@ -210,8 +202,7 @@ class Simulation:
         prompts = self.case.workload.prompt_tokens * len(trajectories)
         newest = max(0, self._version - self.config.publish_delay)
         return Step(
-            published_at=self._published_at,
-            taken_at=self.clock.now,
+            wait_s=self.clock.now - self._published_at,
             train_s=(tokens + prompts) * self.case.cluster.train_s_per_token,
             tokens=tokens,
             inherited_tokens=sum(_tokens_before(t, newest) for t in trajectories),

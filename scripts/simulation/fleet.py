@@ -34,6 +34,10 @@ class SimulatedTrajectory(Trajectory):
     def num_generated(self) -> int:
         return sum(self.segment_tokens)
 
+    @property
+    def min_version(self) -> int:
+        return int(self.policy_versions[0])  # a later entry is of a later version
+
 
 class Episode:
     """A trajectory on its way."""

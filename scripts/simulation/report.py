@@ -82,7 +82,7 @@ def markdown(heads: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    if value is None or pd.isna(value):
+    if pd.isna(value):
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
@@ -105,7 +105,7 @@ def short(records: list[dict]) -> list[str]:
     is_own = found.scenario.str.startswith("own bench")
     papers, own = (found[of].verdict.value_counts().reindex(["hit", "MISS"], fill_value=0) for of in (~is_own, is_own))
     return [
-        *markdown(["times better", "paper", "simulated, mean", f"range, {num_seeds(shown)}", ""], rows),
+        *markdown(["comparison", "paper", "simulated, mean", f"range, {num_seeds(shown)}", ""], rows),
         "",
         f"{RULE} Of {papers.sum()} numbers of papers {papers['hit']} are hit; of "
         f"{own.sum()} that our own bench measured, {own['hit']}.",
@@ -114,49 +114,55 @@ def short(records: list[dict]) -> list[str]:
 
 def table(records: list[dict]) -> list[str]:
     """Lines of the whole table: a row for each number."""
-    found, units = claims(records), {name: UNITS[one.measure] for (name, _), one in known(records).items()}
+    found, there, texts = claims(records), known(records), list(_texts(records))
     others = sorted({tail for tail in found["tail"] if tail != workload.LONGEST_TO_MEDIAN}, reverse=True)
     means = found.set_index(["scenario", "name", "tail"])["mean"].to_dict()
-    rows = [
-        [
-            f"{r.scenario}, {units[r.scenario]}", r.name, r.against or "–", _range(r.paper), _number(r.mean),
-            _range((r.min, r.max)), r.verdict, *(_number(means.get((r.scenario, r.name, tail))) for tail in others),
-            _number(r.measured),
-        ]
-        for r in found[found["tail"] == workload.LONGEST_TO_MEDIAN].itertuples(index=False)
-    ]  # fmt: skip
+    rows = []
+    for r in found[found["tail"] == workload.LONGEST_TO_MEDIAN].itertuples():
+        scenario = there[r.scenario, r.tail]
+        note = texts.index((scenario.source, scenario.why)) + 1
+        paper = [_range(r.paper), _number(r.mean), _range((r.min, r.max)), r.verdict, str(note)]
+        tails = [_number(means.get((r.scenario, r.name, tail))) for tail in others]
+        what = [f"{r.scenario}, {UNITS[scenario.measure]}", r.name, r.against or "–"]
+        rows.append([*what, *paper, *tails, _number(r.measured)])
+    heads = ["comparison and its measure", "number or arm", "times better than", "paper", "mean", "range", "", "note"]
     tails = [f"mean at longest/median {tail:g}" for tail in others]
-    heads = ["comparison and its measure", "number or arm", "times better than", "paper", "mean", "range", "", *tails]
-    return markdown([*heads, "the measure itself, mean"], rows)
+    return markdown([*heads, *tails, "the measure itself, mean"], rows)
 
 
 def notes(records: list[dict]) -> list[str]:
     """Lines of a list: what the papers say of each comparison, how sure that is, and where ours differs."""
+    found = enumerate(_texts(records).items(), start=1)
+    return [f"{i}. **{'; '.join(of)}.** {source}. Where ours differs: {why}." for i, ((source, why), of) in found]
+
+
+def _texts(records: list[dict]) -> dict[tuple[str, str], list[str]]:
+    """Source and reason -> names of the comparisons that they are for."""
     names: dict[tuple[str, str], list[str]] = {}
     for (name, tail), scenario in known(records).items():
         if tail == workload.LONGEST_TO_MEDIAN:
             names.setdefault((scenario.source, scenario.why), []).append(name)
-    return [f"- **{'; '.join(of)}.** {source}. Ours: {why}." for (source, why), of in names.items()]
+    return names
 
 
 def propositions(records: list[dict]) -> list[str]:
     """Lines of a table: how many runs each proposition speaks of, how near they come to it, why others are left out."""
-    found = [pair for record in records for arm in record["arms"].values() for pair in arm["propositions"].items()]
+    pairs = [pair for record in records for arm in record["arms"].values() for pair in arm["propositions"].items()]
     rows = []
-    for name in sorted({name for name, _ in found}):
-        shares = pd.Series([share for of, share in found if of == name and not isinstance(share, str)], dtype=float)
-        reasons = pd.Series([why for of, why in found if of == name and isinstance(why, str)], dtype=str)
-        why = "; ".join(f"{count}: {reason}" for reason, count in reasons.value_counts().items())
-        fails = (shares > 1 + ROUNDING).sum()
+    for name, found in pd.DataFrame(pairs, columns=["name", "share"]).groupby("name").share:
+        shares = pd.to_numeric(found, errors="coerce")
+        reasons = found[shares.isna()].value_counts()
+        shares = shares.dropna()
+        fails, why = (shares > 1 + ROUNDING).sum(), "; ".join(f"{count}: {of}" for of, count in reasons.items())
         rows.append([name, str(len(shares)), f"{shares.mean():.2f}", f"{shares.max():.3f}", str(fails), why or "–"])
-    heads = ["proposition", "runs", "measured / bound, mean", "worst", "fails", "left out, and why"]
-    return markdown(heads, rows)
+    return markdown(["proposition", "runs", "measured / bound, mean", "worst", "fails", "left out, and why"], rows)
 
 
 ASSUMED = f"""\
 - Lengths: lognormal, cut at the limit, which is {workload.LONGEST_TO_MEDIAN:g} times the median (ROLL Flash says more
   than 20 times) and is reached once in {workload.RESPONSES_OF_LONGEST} responses; a third
-  of the variance of log-lengths lies within a group (APRIL: less than across groups). Some columns have the same cases with lighter tails.
+  of the variance of log-lengths lies within a group (APRIL: less than across groups). Some columns have the same cases
+  with lighter tails.
 - Engine, where no file is given: a roofline. A decoding step takes {engine.STEP_OVERHEAD_S * 1000:g} ms +
   max(2·P·n / ({engine.FLOPS_EFFICIENCY:g}·FLOP/s),
   (2·P + n·context·KV bytes) / ({engine.BANDWIDTH_EFFICIENCY:g}·bandwidth)) for n requests and P parameters; at most

@@ -140,17 +140,12 @@ def best_over_one(arms: Arms) -> float:
 
 
 def best_split(arms: Arms) -> float:
-    """Training GPUs of the best split that does not depend on a measurement."""
+    """GPUs for rollout of the best split that does not depend on a measurement."""
     best = max((arm for arm in arms if "+" in arm), key=lambda arm: arms[arm]["trained_tokens_per_s"])
-    return float(best.split()[-1])
+    return float(best.split()[0])
 
 
-def split_by_theory(arms: Arms) -> float:
-    """Training GPUs of 40 that Proposition 2 gives."""
-    return 40 - arms["by Proposition 2"]["workers"]
-
-
-FUNCTIONS = {function.__name__: function for function in (sufficient_alpha, best_over_one, best_split, split_by_theory)}
+FUNCTIONS = {function.__name__: function for function in (sufficient_alpha, best_over_one, best_split)}
 
 
 def _claim(measure: str, known: dict, arm: str = "", against: str = "") -> Claim:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from scripts.simulation.cluster import Case, Outcome
 
-ROUNDING_S = 1e-6
 BALANCE = 2.0
 """How many times longer rollout's branch must be than training's, not to count as balanced."""
 
@@ -37,10 +36,6 @@ class Bound:
     bound_s: float
     unmet: str
     """The assumption that this case does not meet; empty if it meets all."""
-
-    @property
-    def holds(self) -> bool:
-        return self.measured_s <= self.bound_s + ROUNDING_S
 
 
 def unmet_by_rollout(case: Case) -> str:
@@ -66,7 +61,7 @@ def unmet_by_pipeline(outcome: Outcome, generation_s: float, train_s: float) -> 
     ahead = (config.max_outstanding_groups - config.groups_per_step) * config.group_size
     if ahead < slots:
         return f"rollout may stop: {ahead} places beside the batch that is trained, {slots} slots"
-    if train_s >= generation_s and rollout_s > ROUNDING_S:
+    if train_s >= generation_s and rollout_s > 1e-6:
         return f"training is the slower side and yet waits: {rollout_s:.1f} s a step"
     if train_s < generation_s < BALANCE * train_s:
         return f"rollout and training are balanced: {generation_s:.1f} s and {train_s:.1f} s"

@@ -38,8 +38,7 @@ class LengthLaw:
 
     def draw(self, problem: int, ticket: Ticket, member: int) -> int:
         """Tokens of one response, at least 1."""
-        common = random.Random(problem).gauss(0, 1)
-        own = draws_of(problem, ticket, member).gauss(0, 1)
+        common, own = _normals(problem, ticket.group_id, member, ticket.attempt)
         z = math.sqrt(1 - self.within_share) * common + math.sqrt(self.within_share) * own
         return min(max(1, round(self.median * math.exp(self.sigma * z))), self.longest)
 
@@ -64,9 +63,19 @@ class LengthLaw:
         return PROMPT_TOKENS + mean_square / (2 * mean)
 
 
+@functools.lru_cache(1 << 18)
+def _normals(problem: int, group_id: int, member: int, attempt: int) -> tuple[float, float]:
+    """Standard normal draws of a problem and of one response to it; kept, as all arms have the same."""
+    return random.Random(problem).gauss(0, 1), _stream(problem, group_id, member, attempt).gauss(0, 1)
+
+
 def draws_of(problem: int, ticket: Ticket, member: int) -> random.Random:
     """Random numbers of one response or episode; the same whether its group has a ticket per member or one for all."""
-    return random.Random(f"{problem}.{ticket.group_id}.{member}.{ticket.attempt}")
+    return _stream(problem, ticket.group_id, member, ticket.attempt)
+
+
+def _stream(*numbers: int) -> random.Random:
+    return random.Random(".".join(map(str, numbers)))
 
 
 @functools.cache

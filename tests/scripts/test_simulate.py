@@ -214,7 +214,7 @@ def test_the_propositions_hold_where_their_assumptions_do(seed):
     bounds = theory.check(outcome)
     assert {bound.proposition for bound in bounds} <= {"1", "2 sync", "2 async", "2 async, no overlap"}
     for bound in bounds:
-        assert bound.holds or bound.unmet, bound
+        assert bound.measured_s <= bound.bound_s + 1e-6 or bound.unmet, bound
     claimed = {bound.proposition for bound in bounds if not bound.unmet}
     assert claimed == {name for name, share in theory.checked(outcome).items() if not isinstance(share, str)} != set()
 
@@ -304,7 +304,7 @@ def test_the_smallest_alpha_near_the_best_and_the_best_split_are_found():
     rates = made_arms({"α = 0": 1.0, "α = 1": 2.0, "α = 2": 2.92, "α = 4": 3.0})
     assert scenarios.sufficient_alpha(rates) == 2.0 and scenarios.best_over_one(rates) == 1.5
     splits = made_arms({"in turn on all 40": 9.0, "36 + 4": 1.0, "24 + 16": 2.0, "by Proposition 2": 3.0})
-    assert scenarios.best_split(splits) == 16.0
+    assert scenarios.best_split(splits) == 24.0
 
 
 @pytest.mark.parametrize("mechanism", dict.fromkeys(scenario.mechanism for scenario in scenarios.scenarios()))
