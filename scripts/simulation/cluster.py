@@ -160,7 +160,8 @@ class Simulation:
 
     def _busy(self) -> tuple[float, float]:
         """Seconds in which slots, and in which the controller, have been busy."""
-        return sum(engine.slot_s_now() for engine in self.workers.engines), self.workers.controller_busy_s
+        slot_s = sum(worker.process.engine.slot_s_now() for worker in self.workers)
+        return slot_s, self.workers.controller_busy_s
 
     def _publish(self) -> None:
         version = max(0, self._version - self.config.publish_delay)

@@ -163,13 +163,13 @@ class SimulatedProcess:
         """The environment's answer, or the reward."""
         if episode.is_over:
             return
-        turns = self.workload.turns
+        turns, ticket = self.workload.turns, episode.ticket
         if turns is None:
             self._rewards_free_at = max(self._rewards_free_at, self.clock.now) + self.workload.reward_s
             self.clock.at(self._rewards_free_at, lambda: self._end(episode, "stop"))
             return
         if episode.draws is None:
-            episode.draws = draws_of(episode.ticket.environment_seed, episode.ticket, episode.member)
+            episode.draws = draws_of(ticket.environment_seed, ticket.group_id, episode.member, ticket.attempt)
         delay = turns.latency.draw(episode.draws)
         if delay.failure == "crash":
             self._end(episode, "failed")
@@ -202,23 +202,15 @@ class SimulatedProcess:
         count = len(episode.segments)
         ended = finish_reason == "stop"
         return SimulatedTrajectory(
-            ticket_id=episode.ticket.ticket_id,
-            group_id=episode.ticket.group_id,
-            member=episode.member,
-            tokens=np.zeros(count, np.int64),
-            loss_mask=np.ones(count, bool),
+            ticket_id=episode.ticket.ticket_id, group_id=episode.ticket.group_id, member=episode.member,
+            tokens=np.zeros(count, np.int64), loss_mask=np.ones(count, bool),
             behavior_logprobs=np.zeros(count, np.float32),
             policy_versions=np.array([version for version, _ in episode.segments], np.int32),
             reward=self.workload.reward(episode.ticket, episode.member) if ended else float("nan"),
-            finish_reason=finish_reason,
-            failure="simulated" if finish_reason == "failed" else "",
-            num_turns=episode.num_turns,
-            started_at=0.0,
-            ended_at=self.clock.now,
-            worker=self.index,
-            segment_tokens=tuple(tokens for _, tokens in episode.segments),
-            slot_s=episode.slot_s,
-        )
+            finish_reason=finish_reason, failure="simulated" if finish_reason == "failed" else "",
+            num_turns=episode.num_turns, started_at=0.0, ended_at=self.clock.now, worker=self.index,
+            segment_tokens=tuple(tokens for _, tokens in episode.segments), slot_s=episode.slot_s,
+        )  # fmt: skip
 
 
 class SimulatedWorkers(list[Worker]):
@@ -261,7 +253,3 @@ class SimulatedWorkers(list[Worker]):
             self.on_handled(message)
 
         self.clock.at(self._controller_free_at, handle)
-
-    @property
-    def engines(self) -> list[SimulatedEngine]:
-        return [worker.process.engine for worker in self]

@@ -10,10 +10,7 @@ from scripts.simulation.cluster import FLOPS_PER_PARAMETER
 from scripts.simulation.scenarios import UNITS, Scenario
 
 NEAR, ROUNDING = 0.15, 1e-6
-RULE = (
-    "A number is a hit if what the paper reports lies within the range of the seeds, or within "
-    f"{NEAR:.0%} of their mean; else it is a MISS."
-)
+RULE = f"A hit: what is reported lies within the range of the seeds, or within {NEAR:.0%} of their mean."
 
 
 def load(path: Path) -> list[dict]:
@@ -54,10 +51,7 @@ def claims(records: list[dict]) -> pd.DataFrame:
             values.append((scenario.name, scenario.tail, place, claim.of(record["arms"]), measured))
     columns = ["scenario", "tail", "place", "value", "measured"]
     groups = pd.DataFrame(values, columns=columns).groupby(columns[:3], sort=False)
-    found = groups.value.agg(["mean", "min", "max", "count"])
-    found["measured"] = groups.measured.mean()
-    order = [(*key, place) for key, scenario in there.items() for place in range(len(scenario.claims))]
-    found = found.reindex(pd.MultiIndex.from_tuples(order, names=columns[:3])).reset_index()
+    found = groups.value.agg(["mean", "min", "max", "count"]).assign(measured=groups.measured.mean()).reset_index()
     of = [there[row.scenario, row.tail].claims[row.place] for row in found.itertuples()]
     for field in ("name", "against", "paper", "short"):
         found[field] = [getattr(claim, field) for claim in of]
@@ -125,7 +119,7 @@ def table(records: list[dict]) -> list[str]:
         tails = [_number(means.get((r.scenario, r.name, tail))) for tail in others]
         what = [f"{r.scenario}, {UNITS[scenario.measure]}", r.name, r.against or "–"]
         rows.append([*what, *paper, *tails, _number(r.measured)])
-    heads = ["comparison and its measure", "number or arm", "times better than", "paper", "mean", "range", "", "note"]
+    heads = ["comparison, measure", "number or arm", "times better than", "reported", "mean", "range", "", "note"]
     tails = [f"mean at longest/median {tail:g}" for tail in others]
     return markdown([*heads, *tails, "the measure itself, mean"], rows)
 
@@ -160,9 +154,8 @@ def propositions(records: list[dict]) -> list[str]:
 
 ASSUMED = f"""\
 - Lengths: lognormal, cut at the limit, which is {workload.LONGEST_TO_MEDIAN:g} times the median (ROLL Flash says more
-  than 20 times) and is reached once in {workload.RESPONSES_OF_LONGEST} responses; a third
-  of the variance of log-lengths lies within a group (APRIL: less than across groups). Some columns have the same cases
-  with lighter tails.
+  than 20 times) and is reached once in {workload.RESPONSES_OF_LONGEST} responses; a third of
+  the variance of log-lengths is within a group (APRIL: less than across). Some columns have lighter tails.
 - Engine, where no file is given: a roofline. A decoding step takes {engine.STEP_OVERHEAD_S * 1000:g} ms +
   max(2·P·n / ({engine.FLOPS_EFFICIENCY:g}·FLOP/s),
   (2·P + n·context·KV bytes) / ({engine.BANDWIDTH_EFFICIENCY:g}·bandwidth)) for n requests and P parameters; at most

@@ -17,6 +17,7 @@ A [[comparison]] becomes a scenario for each of its `rows`, which replace or, in
 longest to median length, at which the comparison is repeated.
 """
 
+import functools
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -81,11 +82,10 @@ class Scenario:
     def case(self, arm: str, outcomes: dict[str, Outcome], seed: int, curve: EngineCurve | None = None) -> Case:
         """The run of one arm, where `outcomes` are those of the arms before it; `curve` replaces its engines'."""
         known = dict(self.arms[arm])
+        ratio = int(known["options"].get("async_ratio", 0))
         if "split_by" in known:
-            ratio = known["options"]["async_ratio"]
             known["train_gpus"] = train_gpus(outcomes[known["split_by"]], known["gpus"], ratio)
             known["engines"] = known["gpus"] - known["train_gpus"]
-        ratio = int(known["options"].get("async_ratio", 0))
         # Groups that start together end, wait and are replaced together: one step in 1 + α is a long one.
         steps = -(-known["steps"] // (1 + ratio)) * (1 + ratio)
         workload = _workload(known, self.tail)
@@ -174,10 +174,7 @@ def scenarios(only: list[str] | None = None) -> list[Scenario]:
     found = [scenario for known in file["comparison"] for scenario in _scenarios(known)]
     mechanisms = list(dict.fromkeys(scenario.mechanism for scenario in found))
     if unknown := set(only or ()) - {*mechanisms, *(scenario.name for scenario in found)}:
-        raise ValueError(
-            f"--only {sorted(unknown)[0]!r} is none of {', '.join(mechanisms)}, nor the name of a comparison in "
-            "results/simulation/table.md"
-        )
+        raise ValueError(f"--only {sorted(unknown)[0]!r} is none of {', '.join(mechanisms)}, nor a comparison's name")
     return [scenario for scenario in found if only is None or not {scenario.mechanism, scenario.name}.isdisjoint(only)]
 
 
@@ -202,6 +199,7 @@ def _merged(known: dict, changes: dict) -> dict:
     return {**known, **changes, "options": {**known["options"], **changes.get("options", {})}}
 
 
+@functools.cache
 def _measured(comparison: str) -> dict[str, float]:
     """Arm -> how many times better than the first it was in a comparison of scripts/bench_rollout.py, by medians."""
     key = "new_tokens_per_s" if comparison == "over-sampling" else "seconds_per_step"

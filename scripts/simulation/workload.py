@@ -66,16 +66,12 @@ class LengthLaw:
 @functools.lru_cache(1 << 18)
 def _normals(problem: int, group_id: int, member: int, attempt: int) -> tuple[float, float]:
     """Standard normal draws of a problem and of one response to it; kept, as all arms have the same."""
-    return random.Random(problem).gauss(0, 1), _stream(problem, group_id, member, attempt).gauss(0, 1)
+    return random.Random(problem).gauss(0, 1), draws_of(problem, group_id, member, attempt).gauss(0, 1)
 
 
-def draws_of(problem: int, ticket: Ticket, member: int) -> random.Random:
+def draws_of(problem: int, group_id: int, member: int, attempt: int) -> random.Random:
     """Random numbers of one response or episode; the same whether its group has a ticket per member or one for all."""
-    return _stream(problem, ticket.group_id, member, ticket.attempt)
-
-
-def _stream(*numbers: int) -> random.Random:
-    return random.Random(".".join(map(str, numbers)))
+    return random.Random(f"{problem}.{group_id}.{member}.{attempt}")
 
 
 @functools.cache
@@ -108,11 +104,10 @@ class Workload:
     prompt_tokens: int = PROMPT_TOKENS
     reward_s: float = 0.0
     """Time to score one response; one at a time in each worker."""
-    varying_share: float = VARYING_SHARE
 
     def problem(self, index: int) -> Problem:
         """A problem whose prompt names it; its answer says whether rewards vary."""
-        varies = random.Random(index).random() < self.varying_share
+        varies = random.Random(index).random() < VARYING_SHARE
         return Problem(str(index), "varies" if varies else "same", None if self.turns is None else index)
 
     def prompts(self, seed: int) -> PromptSource:
