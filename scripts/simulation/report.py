@@ -33,11 +33,11 @@ def replace(new: dict, path: Path) -> None:
 
 
 def known(records: list[dict]) -> dict[tuple[str, float], Scenario]:
-    """The scenarios of which there are records, by name and tail. Raises ValueError if one is not known."""
+    """The scenarios of which there are records, by name and tail. Raises ValueError if one is not as in the file."""
     there = {(scenario.name, scenario.tail): scenario for scenario in scenarios.scenarios()}
-    recorded = dict.fromkeys((record["scenario"], record["tail"]) for record in records)
-    if unknown := [name for name, tail in recorded if (name, tail) not in there]:
-        raise ValueError(f"there are records of {unknown[0]!r}, which scenarios.toml does not have; take them out")
+    recorded = {(record["scenario"], record["tail"]): set(record["arms"]) for record in records}
+    if stale := [key for key, arms in recorded.items() if key not in there or arms != set(there[key].arms)]:
+        raise ValueError(f"records of {stale[0][0]!r} do not have the arms of scenarios.toml; take them out, or run it")
     return {key: scenario for key, scenario in there.items() if key in recorded}
 
 
@@ -78,7 +78,7 @@ def markdown(heads: list[str], rows: list[list[str]]) -> list[str]:
 def _number(value: float | None) -> str:
     if pd.isna(value):
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:#.3g}"
 
 
 def _range(ends: tuple[float, float] | None) -> str:

@@ -33,8 +33,8 @@ class Table:
         return self.lengths[member]
 
 
-def ticket(group_id, attempt=0):
-    return Ticket(0, group_id, 0, 1, attempt, (), "", None, 0, 0)
+def ticket(group_id):
+    return Ticket(0, group_id, 0, 1, 0, (), "", None, 0, 0)
 
 
 def steady(slots=4, rate=10.0):
@@ -353,6 +353,8 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
     text = (tmp_path / "table.md").read_text()
     assert "| again | sync | 2 | 1 | 1 | MISS |" in text and "commit c0ffee" in text and "n = 2 seeds" in text
     assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
+        report.table([{**records[0], "arms": {}}])
     slower = script.run(tiny_scenario(), 0, steady(rate=1.0))
     assert slower["arms"]["sync"]["step_s"] > records[0]["arms"]["sync"]["step_s"]
 
