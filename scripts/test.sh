@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
-# Install, then lint, format check and tests: bash scripts/test.sh [options of pytest]
-# All run, and one that fails is the status, as is a choice of no test at all. What needs a GPU runs alone, then two files
-# at a time, then two whole jobs; at the end stand once more the closing lines of the parts that ran any test.
+# Install, then lint, format check and tests: bash scripts/test.sh [--slow | --all] [options of pytest]
+# Without a word all tests but those marked slow, with --slow these alone, with --all both, as CI does.
+# All parts run, and one that fails is the status, as is a choice of no test at all. What needs a GPU runs alone where there
+# is one; all else two files at a time, then two whole jobs; at the end stand once more the closing lines of the parts that
+# ran any test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+chosen="not slow"
+case "${1-}" in
+    --slow) chosen="slow" && shift ;;
+    --all) chosen="slow or not slow" && shift ;;
+esac
 bash scripts/install.sh --dev
 status=0
 .venv/bin/ruff check . || status=$?
@@ -14,8 +21,12 @@ trap 'rm -f "$log"' EXIT
 run_tests() {
     .venv/bin/python -m pytest --durations=10 "$@" | tee -a "$log" || [ $? -eq 5 ] || status=1 # 5: no test was chosen
 }
-run_tests -m gpu "$@"
-run_tests -m "not e2e and not gpu" -n 2 --dist loadfile "$@"
-run_tests -m "e2e and not gpu" -n 2 --dist load "$@"
+if [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -gt 0 ]; then
+    run_tests -m "gpu and ($chosen)" "$@"
+    chosen="not gpu and ($chosen)"
+fi
+export OMP_NUM_THREADS=1 # two threads on a busy core wait for each other
+run_tests -m "not e2e and ($chosen)" -n 2 --dist loadfile "$@"
+run_tests -m "e2e and ($chosen)" -n 2 --dist worksteal "$@"
 grep -E '^(=+ )?[0-9]+ (failed|passed|errors?)\b' "$log" || { status=1 && echo "error: no test was run" >&2; }
 exit "$status"

@@ -13,3 +13,12 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tiny_models():
+    """The tiny models are there: made before the clock of any job starts."""
+    from data.models import resolve_model
+
+    for task in ("addition", "frozen_lake", "guess_number"):
+        resolve_model("tiny", task)

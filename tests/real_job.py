@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from controller.ledger import DROP_REASONS
+
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "groups-per-step": 8,
@@ -137,3 +139,12 @@ def assert_nothing_is_left(processes: list[psutil.Process], shared_memory_before
         assert time.monotonic() < deadline, f"still in /dev/shm: {sorted(left)}"
         time.sleep(0.5)
         left &= set(os.listdir("/dev/shm"))
+
+
+def assert_ledger_balances(metrics: list[dict]) -> None:
+    """All groups and tokens that were ever issued are consumed, dropped or resident, after every step."""
+    for line in metrics:
+        for unit, source in (("groups", "issued"), ("tokens", "generated")):
+            dropped = sum(line[f"ledger/{unit}_dropped_{reason}"] for reason in DROP_REASONS)
+            parts = line[f"ledger/{unit}_consumed"] + dropped + line[f"ledger/{unit}_resident"]
+            assert line[f"ledger/{unit}_{source}"] == parts

@@ -2,18 +2,14 @@
 
 import dataclasses
 import datetime
-import multiprocessing
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tiny_policy import error_of, first_gradient, load, random_sequences
 
 from cluster import node_watch
@@ -157,17 +153,3 @@ def wait_for(condition: Callable) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
-    """Run `body(rank, *args)` in processes of their own; those that end by a signal are no error.
-
-    They are forked from a server that has imported what takes long, and nothing that a fork would break.
-    """
-    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"])
-    context = mp.start_processes(body, args=args, nprocs=num_ranks, join=False, start_method="forkserver")
-    for process, error_file in zip(context.processes, context.error_files, strict=True):
-        process.join(120)
-        if os.path.exists(error_file):
-            print(pickle.loads(Path(error_file).read_bytes()))  # shown by pytest if the test fails
-    return [process.exitcode for process in context.processes]

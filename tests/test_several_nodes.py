@@ -6,19 +6,11 @@ import os
 
 import psutil
 import pytest
-from real_job import assert_nothing_is_left, start_nodes
-from test_end_to_end import assert_ledger_balances
+from real_job import assert_ledger_balances, assert_nothing_is_left, start_nodes
 
 from controller.tickets import IDS_PER_NODE
-from data.models import resolve_model
 
-pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tiny_model():
-    """Made before the clock of any job starts."""
-    return resolve_model("tiny", "addition")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
 
 
 def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
@@ -44,6 +36,7 @@ def read_trajectories(path):
     return [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "trajectory"]
 
 
+@pytest.mark.slow
 def test_a_node_may_only_train_and_another_only_sample_and_when_one_is_killed_the_other_ends_within_30_s(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
     jobs = start_nodes(tmp_path, 2, roles=["trainer", "rollout"], steps=100_000, async_ratio=1, eval_every=2)

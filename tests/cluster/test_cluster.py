@@ -6,7 +6,8 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from several_nodes import groups_of_node, meet_and_end, run_ranks, train_on_two_nodes
+from ranks import run_ranks
+from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
 from cluster.cluster import Cluster, Peer, _meet, check_roles, check_shares

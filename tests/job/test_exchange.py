@@ -5,7 +5,8 @@ import os
 
 import pytest
 import torch
-from several_nodes import NODE_OF_PROCESS, random_groups, run_ranks, train_by_roles
+from ranks import run_ranks
+from several_nodes import NODE_OF_PROCESS, random_groups, train_by_roles
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
 from cluster.cluster import Cluster

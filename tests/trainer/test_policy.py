@@ -4,13 +4,12 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import (
     VOCAB,
@@ -22,6 +21,7 @@ from tiny_policy import (
     random_sequences,
     run_on_two_ranks,
     save_tiny_model,
+    save_with_a_file_size_limit,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as Llama
@@ -158,7 +158,7 @@ def two_ranks(tied, tmp_path_factory):
     adapters = make_config(tied, lora_rank=3, kl_coef=0.1, lr=1e-3, warmup=0, minibatches=2)
     cases.append((adapters, [random_sequences(17, seed=3), random_sequences(9, seed=4)], 60))
     cases.append((make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2), [random_sequences(3, seed=1)] * 2, 24))
-    mp.spawn(run_on_two_ranks, args=(folder, cases), nprocs=2)
+    assert run_ranks(run_on_two_ranks, 2, folder, cases) == [0, 0]
     return cases, torch.load(os.path.join(folder, "results.pt")), folder
 
 
@@ -474,23 +474,6 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(tied, tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-WRITE_WITH_A_FILE_SIZE_LIMIT = """
-import resource, signal, sys
-import torch, torch.distributed as dist
-from algos import KL_ESTIMATORS, LOSSES
-from config import Config
-from trainer.policy import load_policy
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-policy = load_policy(Config(model=sys.argv[1]), sys.argv[1], torch.device("cpu"))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    policy.save(sys.argv[2])
-except OSError as error:
-    print(f"OSError: {error}")
-"""
-
-
 class Interrupted:
     """A model whose writing is stopped by a signal."""
 
@@ -506,11 +489,11 @@ def test_a_write_that_is_interrupted_leaves_nothing(tied, tmp_path):
 
 
 def test_a_write_that_fails_halfway_leaves_no_checkpoint_and_one_line(tied, tmp_path):
-    run = [sys.executable, "-c", WRITE_WITH_A_FILE_SIZE_LIMIT, tied, str(tmp_path / "step_1")]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
-    assert "File too large" in done.stdout, done.stderr
-    assert len(done.stdout.strip().splitlines()) == 1
-    assert os.listdir(tmp_path) == []
+    saved = tmp_path / "checkpoints" / "step_1"
+    assert run_ranks(save_with_a_file_size_limit, 1, tied, str(saved), str(tmp_path / "error")) == [0]
+    error = (tmp_path / "error").read_text()
+    assert error.startswith("OSError: ") and "File too large" in error and "\n" not in error
+    assert os.listdir(saved.parent) == []
 
 
 def test_an_option_that_the_loss_does_not_take_is_refused_before_the_model_is_looked_for():

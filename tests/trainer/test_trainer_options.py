@@ -1,11 +1,12 @@
 """Options that trade time for memory, and must leave the update alone: checkpointing, compilation, offload, chunks."""
 
+import functools
 import os
 import shutil
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from tiny_policy import (
     assert_same_gradient,
     first_gradient,
@@ -112,7 +113,7 @@ def two_ranks(model, tmp_path_factory):
     """What two real gloo ranks found with a head in chunks of 7 rows, for each of OPTIONS."""
     folder = str(tmp_path_factory.mktemp("two_ranks"))
     cases = {name: (make_config(model, **options), CHUNK_ROWS) for name, options in OPTIONS.items()}
-    mp.spawn(train_on_two_ranks, args=(folder, cases), nprocs=2)
+    assert run_ranks(train_on_two_ranks, 2, folder, cases) == [0, 0]
     return torch.load(os.path.join(folder, "found.pt"))
 
 
@@ -131,10 +132,23 @@ def test_two_sharded_ranks_with_the_head_in_chunks_give_the_gradient_of_one_at_o
 # Compilation
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU: g++ is missing")
-@pytest.mark.timeout(900)  # a compilation takes a minute on a busy core
-def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_layers):
-    """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer."""
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++ is missing"),
+        pytest.mark.timeout(900),  # a compilation takes a minute on a busy core
+    ],
+)
+
+
+@pytest.mark.parametrize("backend", ["eager", INDUCTOR])
+def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_layers, backend, monkeypatch):
+    """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer.
+
+    Both backends run the graphs that dynamo makes; inductor, which a run has, makes C++ of them and compiles that.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     options = {"save_memory": ("activations",), "kl_coef": 0.0}

@@ -1,0 +1,87 @@
+"""Whole jobs on environments of several turns, and on a model and a task from outside."""
+
+import json
+
+import pytest
+from real_job import assert_ledger_balances, run_job
+from tiny_policy import save_byte_llama
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
+
+
+def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_members_and_failing_steps(tmp_path):
+    job = run_job(
+        tmp_path,
+        task="frozen_lake",
+        steps=8,
+        max_prompt_tokens=64,
+        max_response_tokens=128,
+        stale_policy="drop",
+        on_update="resume",
+        extra_members=1,
+        latency="normal:1,1 fail:0.005 scale:0.01",
+        env_timeout_s=1,
+        lr=1e-3,
+        eval_every=8,
+    )
+    metrics = job.metrics()
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    assert all(line["response/turns_mean"] > 1 for line in metrics)
+    assert metrics[-1]["ledger/tokens_dropped_aborted"] > 0, "a spare member that was not needed"
+    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, "what was sampled is trained"
+    assert metrics[-1]["eval/problems"] == 32
+    assert_ledger_balances(metrics)
+
+
+def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(tmp_path):
+    job = run_job(
+        tmp_path,
+        model=save_byte_llama(str(tmp_path / "model")),
+        task="reasoning_gym:basic_arithmetic",
+        steps=3,
+        on_update="recompute",
+        stale_policy="drop",
+        algo="tis",
+        advantage="rloo",
+        temperature=0.8,
+        top_p=0.95,
+        max_prompt_tokens=400,
+        max_response_tokens=16,
+        eval_every=2,
+        lora_rank=4,
+    )
+    assert (job.run_path / "checkpoints" / "step_3" / "adapter" / "adapter_model.safetensors").exists()
+    metrics = job.metrics()
+    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6
+    sample = json.loads((job.run_path / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].startswith("user: ") and sample["prompt"].endswith("assistant: ")
+    assert_ledger_balances(metrics)
+
+
+@pytest.mark.slow
+def test_a_barrier_over_two_workers_holds_back_every_turn_and_extra_groups_are_given_up_for_full_batches(tmp_path):
+    job = run_job(
+        tmp_path,
+        task="guess_number",
+        steps=5,
+        async_ratio=0,
+        max_prompt_tokens=4,
+        max_response_tokens=24,
+        scheduling="lockstep",
+        latency="normal:1,1 scale:0.01",
+        drop_zero_variance=True,
+        extra_groups=4,
+        num_rollout_workers=2,
+        eval_every=5,
+    )
+    metrics = job.metrics()
+    assert [line["staleness/max"] for line in metrics] == [0] * 5
+    assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
+    assert all(line["response/turns_mean"] > 1 for line in metrics)
+    assert all(line["reward/zero_variance_groups"] == 0 for line in metrics)
+    assert metrics[-1]["ledger/groups_dropped_filtered"] > 0
+    assert metrics[-1]["ledger/groups_dropped_aborted"] > 0, "an extra group that was given up"
+    assert metrics[-1]["eval/problems"] == 32
+    assert_ledger_balances(metrics)
