@@ -1,7 +1,8 @@
 """A random walk over the real controller: every message, token, death and load is an event, in any order that a real
 system allows, on any options that Config accepts; an oracle that shares no state with it checks what comes out.
 
-WALKS in the environment sets how many walks are made; each has the seed by which it can be made again.
+WALKS in the environment sets how many walks there are, of which a fifth are not slow; each has the seed by which it can
+be made again. The rarest of the faults that were once planted showed in 5 walks of 1,000.
 """
 
 import os
@@ -21,8 +22,8 @@ from data.messages import Finished, Updated
 from data.tasks import Problem
 from weights.transport import Announcement, Staged, TwoBuffers
 
-NUM_WALKS = int(os.environ.get("WALKS", 1000))
-NUM_CHUNKS = 8
+NUM_WALKS = int(os.environ.get("WALKS", 1250))
+NUM_CHUNKS = 10
 MAX_EVENTS = 30_000
 
 
@@ -214,7 +215,7 @@ def walk_of(seed):
     return Walk(config, rng.randint(1, 3), rng.randint(0, 3), rng)
 
 
-@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, NUM_CHUNKS))])
 def test_in_any_order_of_events_and_with_any_options_the_promises_hold(chunk):
     for seed in range(chunk, NUM_WALKS, NUM_CHUNKS):
         walk = walk_of(seed)
