@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch.multiprocessing as mp
@@ -16,9 +17,15 @@ PRELOADED = [
 """Imported by the server that ranks are forked from, one for each worker of pytest; nothing that a fork would break."""
 
 
+def forkserver() -> ForkServerContext:
+    """How to start processes that have torch and transformers at once, which a new interpreter has after 5 s."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return multiprocessing.get_context("forkserver")
+
+
 def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
     """Run `body(rank, *args)` in processes of their own and give their exit codes; an end by a signal is no error."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver()
     context = mp.start_processes(body, args=args, nprocs=num_ranks, join=False, start_method="forkserver")
     for process, error_file in zip(context.processes, context.error_files, strict=True):
         process.join(120)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import forkserver
 
 from data import tiny, tiny_model
 from data.tasks import Addition
@@ -101,7 +102,7 @@ def ask(path: Path, found: multiprocessing.Queue) -> None:
 def test_two_processes_make_it_once_and_a_half_written_model_is_never_used(tmp_path):
     (tmp_path / "tiny-making").mkdir()
     (tmp_path / "tiny-making" / "config.json").write_text("left by a process that was killed")
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     found = context.Queue()
     processes = [context.Process(target=ask, args=(tmp_path / "tiny-0", found)) for _ in range(2)]
     for process in processes:
