@@ -77,9 +77,15 @@ def trace(config, steps=4, budget=60):
     return metrics, {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
 
 
+@pytest.fixture(scope="module")
+def plain_trace(model, one_rank):
+    """What `trace` finds without an option."""
+    return trace(make_config(model, minibatches=2))
+
+
 @pytest.mark.parametrize("name", ["checkpointing", "offload", "both"])
-def test_checkpointing_and_offload_change_no_bit_of_the_loss_trace_nor_of_the_weights(model, name):
-    metrics, weights = trace(make_config(model, minibatches=2))
+def test_checkpointing_and_offload_change_no_bit_of_the_loss_trace_nor_of_the_weights(model, plain_trace, name):
+    metrics, weights = plain_trace
     others, other_weights = trace(make_config(model, minibatches=2, **OPTIONS[name]))
     assert others == metrics and metrics[0]["loss"] != metrics[-1]["loss"]
     for parameter, tensor in weights.items():
