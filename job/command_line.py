@@ -38,7 +38,7 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     given, unknown = _make_parser(default).parse_known_args(args)
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = [f"--{flag(field)}" for _, field, _ in _fields() if field]
+        known = [f"--{flag(field)}" for _, field, _ in option_texts() if field]
         raise ValueError(f"{name} is no option{nearest(name, known)}; --help lists all")
     return replace(default, **{name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
 
@@ -46,7 +46,7 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
 def _make_parser(default: Config) -> argparse.ArgumentParser:
     parser = _Parser(usage="%(prog)s [options]", description=Config.__doc__, allow_abbrev=False)
     group, types_of = parser, typing.get_type_hints(Config)
-    for title, name, text in _fields():
+    for title, name, text in option_texts():
         if title:
             group = parser.add_argument_group(title)
             continue
@@ -57,7 +57,7 @@ def _make_parser(default: Config) -> argparse.ArgumentParser:
     return parser
 
 
-def _fields() -> Iterator[tuple[str, str, str]]:
+def option_texts() -> Iterator[tuple[str, str, str]]:
     """Title of a group, or name and text of an option, in the order of config.py."""
     return (found.groups(default="") for found in _FIELD.finditer(inspect.getsource(Config)))
 

@@ -1,0 +1,244 @@
+"""Blocks of README.md and docs/ that are made and not written: `.venv/bin/cog -r README.md docs/*.md` puts them in.
+
+Each function returns the Markdown of one block, from the records in results/ or from the code. So a page cannot say
+another number than the records: tests/test_docs.py makes all blocks again and compares.
+"""
+
+import inspect
+import json
+import re
+import statistics
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from algos import LOSSES
+from config import Config, flag
+from job.command_line import option_texts
+from scripts import grids
+from scripts import table as run_table
+from scripts.bench import parts as parts_bench
+from scripts.bench import peers as peers_bench
+from scripts.bench import rollout as rollout_bench
+from scripts.runs import load
+from scripts.simulation import report as simulation_report
+from scripts.simulation.workload import LONGEST_TO_MEDIAN
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+MECHANISMS = (
+    ("--scheduling queue", "ROLL Flash", "each response to whichever worker is free", "scheduling", "queue"),
+    ("--replicate-prompts", "ROLL Flash", "a request per response, on any worker", "replication 16x16", "replicated"),
+    ("--drop-zero-variance --extra-groups 16", "DAPO, ROLL Flash", "groups that teach nothing make room, 16 more run",
+     "scheduling", "queue +16 groups"),
+    ("--extra-members 2", "ROLL Flash", "the first `group_size` to finish make the group", "redundancy", "+2 members"),
+    ("--extra-members 2, 1 % of steps fail", "ROLL Flash", "a failed response is no loss",
+     "redundancy failing", "+2 members"),
+    ("--over-sampling 2", "APRIL", "what is left over is suspended, and goes on after the update",
+     "over-sampling", "R = 2"),
+    ("no --scheduling lockstep", "ROLL Flash", "environments do not wait for each other",
+     "environments normal(10,10)", "asynchronous"),
+)  # fmt: skip
+"""Option, paper, what it does; comparison and arm of results/rollout that measure it against the first arm."""
+
+
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def read(name: str) -> list[dict]:
+    """The records of results/NAME/NAME.jsonl."""
+    return [json.loads(line) for line in (RESULTS / name / f"{name}.jsonl").read_text("utf-8").splitlines()]
+
+
+def lines(of: Iterable[str]) -> str:
+    """Lines as a block."""
+    return "".join(f"{line}\n" for line in of)
+
+
+# From the code
+
+
+def options() -> str:
+    """All options in their groups, and the keyword arguments of the losses."""
+    blocks, rows, default = [], [], Config()
+    for title, name, text in option_texts():
+        if title:
+            rows = []
+            blocks.append((title, rows))
+            continue
+        value = getattr(default, name)
+        shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
+        rows.append([f"`--{flag(name)}`", f"`{shown}`", " ".join(text.split()).replace("|", "\\|")])
+    text = "".join(f"**{title}**\n\n{markdown(['option', 'default', 'meaning'], rows)}\n" for title, rows in blocks)
+    return f"{text}**`--algo-args`**\n\n{markdown(['`--algo`', 'keyword arguments and their defaults'], _keywords())}"
+
+
+def _keywords() -> Iterable[Sequence[str]]:
+    for algo, loss in LOSSES.items():
+        _, *keywords = inspect.signature(loss).parameters.values()
+        yield f"`{algo}`", ", ".join(f"`{word.name}={word.default}`" for word in keywords) or "none"
+
+
+# Losses
+
+
+def losses() -> str:
+    """What each loss does, its paper, and what a publish delay costs it: mean paired difference of the level."""
+    found = grids.differences(grids.read_records(RESULTS / "losses" / "cells.jsonl"))
+    rows = []
+    for algo, loss in LOSSES.items():
+        text = inspect.getmodule(loss).__doc__
+        paper = re.search(r"arXiv (\d{4}\.\d{5})", text)
+        what = text.partition("\n")[0].partition(": ")[2].rstrip(".")
+        linked = f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "Williams 1992"
+        levels = [
+            found[(found["loss"] == algo) & (found["setting"].str.contains(f"delay` {k}$"))]["level"] for k in (4, 16)
+        ]
+        rows.append([f"`{algo}`", linked, what, *map(_signed, levels)])
+    return markdown(["`--algo`", "paper", "what it does", "K = 4", "K = 16"], rows)
+
+
+def _signed(differences) -> str:
+    """The mean; in italics where the seeds do not all have one sign."""
+    shown = f"{differences.mean():+.3f}".replace("-", "−")
+    return shown if (differences < 0).all() or (differences > 0).all() else f"*{shown}*"
+
+
+def losses_paired() -> str:
+    """Paired differences of losses on stale data, by seed."""
+    return lines(grids.paired_page(grids.read_records(RESULTS / "losses" / "cells.jsonl")))
+
+
+def losses_final() -> str:
+    """Final held-out accuracies of the losses."""
+    return lines(grids.table(grids.read_records(RESULTS / "losses" / "cells.jsonl")))
+
+
+def grid() -> str:
+    """Final held-out accuracies of the default grid, and the staleness that its runs had."""
+    records = grids.read_records(RESULTS / "ablation" / "cells.jsonl")
+    runs = grids.summaries(records)
+    staleness = runs[runs["async_ratio"] == 4][["staleness_settled", "staleness_max"]]
+    mean, most = staleness["staleness_settled"].mean(), staleness["staleness_max"].max()
+    return lines([*grids.table(records), "", f"At α = 4 staleness was {mean:.1f} steps on average, {most} at most."])
+
+
+def clipped() -> str:
+    """Tokens whose gradient a clip cuts at a publish delay of 4."""
+    rows = []
+    for algo in ("gspo", "grpo"):
+        share = load(RESULTS / "losses" / "clipped" / f"{algo}-k4-s0").metrics["loss/clipped"]
+        rows.append([f"`{algo}`", f"{share[:10].mean():.0%}", f"{share[40:].mean():.0%}"])
+    return markdown(["gradient cut to 0, share of the tokens", "first ten steps", "last forty"], rows)
+
+
+def replay() -> str:
+    """Losses on the same recorded batches."""
+    return lines(grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl")))
+
+
+def environments() -> str:
+    """Held-out success of the environments' tiny models."""
+    rows = []
+    for name in ("frozen_lake", "guess_number"):
+        (record,) = grids.read_records(RESULTS / "environments" / name / "cells.jsonl")
+        first, *_, last = (accuracy for _, accuracy in record["evaluations"])
+        rows.append([f"`{name}`", f"{first:.2f}", f"{last:.2f}"])
+    return markdown(["task", "before", "after"], rows)
+
+
+def old_keys() -> str:
+    """How far old keys and values move a token's log-prob, nats."""
+    rows = [
+        [f"`{r['on_update']}`", r["updates"], r["tokens"], f"{r['gap_abs_mean']:.1e}", f"{r['step_abs_mean']:.1e}"]
+        for r in read("stale_kv")
+    ]
+    heading = ["`--on-update`", "updates before the token", "tokens", "moves it by, nats, mean", "a step moves it by"]
+    return markdown(heading, rows)
+
+
+# Runs
+
+
+def staleness() -> str:
+    """The default job at three async ratios."""
+    runs = [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
+    return lines(run_table.table(runs, ["async_ratio"]))
+
+
+# Benches
+
+
+def mechanisms() -> str:
+    """How many times better than without each mechanism of rollout is."""
+    found = read("rollout")
+    rows = []
+    for option, paper, what, comparison, arm in MECHANISMS:
+        records = [r for r in found if r["comparison"] == comparison]
+        without = _median_rate(records, records[0]["arm"])
+        rows.append([f"`{option}`", paper, what, f"{_median_rate(records, arm) / without:.2f}×"])
+    return markdown(["option", "paper", "what it does", "gain"], rows)
+
+
+def _median_rate(records: list[dict], arm: str) -> float:
+    """Steps per second of an arm, or trained tokens where steps are not alike; of the median measurement."""
+    over_sampling = records[0]["comparison"] == "over-sampling"
+    of_arm = [r for r in records if r["arm"] == arm]
+    if over_sampling:
+        return statistics.median(r["trained_tokens_per_s"] for r in of_arm)
+    return 1 / statistics.median(r["seconds_per_step"] for r in of_arm)
+
+
+def mechanisms_in_full() -> str:
+    """Every comparison of mechanisms: a table of its arms, medians with minimum and maximum."""
+    records = read("rollout")
+    tables = ("\n".join(rollout_bench.table(records, comparison)) for comparison in rollout_bench.COMPARISONS)
+    return "\n\n".join(tables) + "\n"
+
+
+def peers() -> str:
+    """Our best arm and TRL's on each work."""
+    return lines(peers_bench.summary(read("peers")))
+
+
+def parts() -> str:
+    """Each part against its limit, and the CPU time of a step."""
+    records = read("parts")
+    return lines([*parts_bench.summary(records), "", *parts_bench.cpu_table(records)])
+
+
+def simulation() -> str:
+    """The papers' numbers beside the simulated ones, hits and misses."""
+    return lines(simulation_report.short(read("simulation")))
+
+
+def findings() -> str:
+    """What came out, hits and misses, a point for each study."""
+    return lines(line for point in _findings() for line in textwrap.wrap(f"- {point}", 150, subsequent_indent="  "))
+
+
+def _findings() -> Iterable[str]:
+    arms = peers_bench.arms_of(read("peers"))
+    rates = {w: [peers_bench.rate(a[peers_bench.best(a, who)]) for who in ("ours", "TRL")] for w, a in arms.items()}
+    shown = (f"{us / trl:.2f}× on `{w}` (target {peers_bench.TARGETS[w]:g}×)" for w, (us, trl) in rates.items())
+    yield f"Samples per second against TRL's fastest mode: {', '.join(shown)}. [More](docs/results.md#against-trl)"
+    seconds = {a: statistics.mean(_seconds_per_step(a)) for a in (0, 1, 2)}
+    ratios = ", ".join(f"{seconds[a] / seconds[0]:.2f} at α = {a}" for a in (1, 2))
+    yield f"Time of a step against α = 0, on two cores: {ratios}. [More](docs/results.md#what-staleness-costs)"
+    claims = simulation_report.claims(read("simulation"))
+    found = claims[(claims["tail"] == LONGEST_TO_MEDIAN) & ~claims["scenario"].str.startswith("own bench")]
+    hit, missed = (found["verdict"] == "hit").sum(), (found["verdict"] == "MISS").sum()
+    scaling = found[found["short"].str.contains("128 GPUs over 16")].iloc[0]
+    yield (
+        f"The papers' comparisons, simulated with the real controller: {hit} of {hit + missed} numbers are hit. A miss: "
+        f"128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
+        "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
+    )
+
+
+def _seconds_per_step(async_ratio: float) -> list[float]:
+    runs = (load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json")))
+    return [run.metrics["time/step_s"].mean() for run in runs if run.info["config"]["async_ratio"] == async_ratio]

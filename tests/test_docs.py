@@ -1,0 +1,128 @@
+"""README and docs/: what they show is what the records and the code say, and what they tell one to type works."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from cogapp import Cog
+
+from job.command_line import read_options
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS, COMMITS, CHANGES = ("command", "options"), ("commit", "git_commit"), ("dirty", "git_dirty", "git_diff")
+"""Keys under which a record says how it was made. The cell of a grid has the options of its train_async.py."""
+BESIDE_RUN_JSON = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
+
+
+def made(page, tmp_path):
+    """A copy of a page with all of its blocks made again."""
+    copy = tmp_path / page.name
+    assert Cog().main(["cog", "-o", str(copy), "-I", str(ROOT), str(page)]) == 0
+    return copy.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_what_the_records_and_the_code_make(page, tmp_path):
+    text = page.read_text(encoding="utf-8")
+    assert made(page, tmp_path) == text, f"run `.venv/bin/cog -r {page.relative_to(ROOT)}`"
+
+
+def test_a_digit_changed_in_a_block_is_made_right_again(tmp_path):
+    text = PAGES[0].read_text(encoding="utf-8")
+    cell = re.search(r"\| [−+]?\d+\.\d+", text[text.index("]]]-->") :])[0]
+    changed = tmp_path / "changed.md"
+    changed.write_text(text.replace(cell, cell[:-1] + str((int(cell[-1]) + 1) % 10)), encoding="utf-8")
+    assert made(changed, tmp_path / "..") == text != changed.read_text(encoding="utf-8")
+
+
+def test_the_readme_is_read_in_one_sitting():
+    lines = PAGES[0].read_text(encoding="utf-8").splitlines()
+    text = [line for line in lines if not line.startswith("|")]
+    assert len(lines) <= 150 and max(map(len, text)) <= 170
+
+
+def jobs():
+    """Every command of the pages that starts a training run, and its page."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            for line in block.splitlines():
+                if found := re.search(r"(?:python|torchrun\b.*|…) train_async\.py(.*)", line.partition("  #")[0]):
+                    yield pytest.param(found[1].replace("…", ""), id=f"{page.stem}:{found[1][:40].strip()}")
+
+
+@pytest.mark.parametrize("options", jobs())
+def test_every_job_that_the_pages_show_is_accepted(options):
+    read_options(shlex.split(options)).checked()
+
+
+def test_every_file_that_the_pages_name_is_tracked():
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = {Path(line) for line in git.stdout.splitlines()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        linked = [page.parent / name for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
+        named = [ROOT / name for name in re.findall(r"(?<![\w/])((?:scripts|tests|algos|results)/[\w/]+\.\w+)", text)]
+        for path in [*linked, *named]:
+            name = path.resolve().relative_to(ROOT)
+            assert name in tracked or name.name == "mine.py", f"{page.name} names {name}, which git does not track"
+
+
+def test_every_heading_that_is_linked_is_there():
+    for page in PAGES:
+        for name, anchor in re.findall(r"\]\(([\w/.]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            text = (page.parent / name if name else page).read_text(encoding="utf-8")
+            anchors = [
+                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)
+            ]
+            assert anchor in anchors, f"{page.name} links {name}#{anchor}"
+
+
+def fault_of(path):
+    """What is missing in how a run.json or a file of records says it was made; the first record speaks for all."""
+    text = path.read_text(encoding="utf-8")
+    records = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+    records = [record for record in records if isinstance(record, dict)]
+    if not records:
+        return "has no record"
+    for keys in (COMMANDS, COMMITS):
+        if not any(records[0].get(key) for key in keys):
+            return f"its first record has no {' or '.join(keys)}"
+    commits = [str(record[key]) for record in records for key in COMMITS if key in record]
+    if not all(re.fullmatch("[0-9a-f]{12,40}", commit) for commit in commits):
+        return "a commit is none"
+    return "has uncommitted changes" if any(record.get(key) for record in records for key in CHANGES) else None
+
+
+RECORDS = [p for p in sorted((ROOT / "results").rglob("*.json*")) if p.name not in BESIDE_RUN_JSON]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(ROOT / "results")))
+def test_every_record_says_how_it_was_made(path):
+    assert fault_of(path) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        ({"command": "c", "commit": "0123456789ab", "dirty": False}, None),
+        ({"options": ["--a"], "git_commit": "0" * 40, "git_diff": ""}, None),
+        ([], "has no record"),
+        ({"commit": "0123456789ab"}, "its first record has no command or options"),
+        ({"command": "c"}, "its first record has no commit or git_commit"),
+        ({"command": "c", "commit": "0123456789ab-dirty"}, "a commit is none"),
+        ({"command": "c", "commit": "0123456789ab", "dirty": True}, "has uncommitted changes"),
+    ],
+)
+def test_a_record_that_does_not_say_how_it_was_made_is_found(record, fault, tmp_path):
+    (tmp_path / "one.jsonl").write_text(json.dumps(record) + "\n")
+    assert fault_of(tmp_path / "one.jsonl") == fault
+
+
+def test_every_folder_of_results_has_records():
+    for folder in (path for path in (ROOT / "results").iterdir() if path.is_dir()):
+        assert any(folder in path.parents for path in RECORDS), folder.name
