@@ -233,8 +233,8 @@ def _findings() -> Iterable[str]:
     hit, missed = (found["verdict"] == "hit").sum(), (found["verdict"] == "MISS").sum()
     scaling = found[found["short"].str.contains("128 GPUs over 16")].iloc[0]
     yield (
-        f"The papers' comparisons, simulated with the real controller: {hit} of {hit + missed} numbers are hit. A miss: "
-        f"128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
+        f"The papers' comparisons, simulated with the real controller: {hit} of {hit + missed} numbers are hit. A miss:"
+        f" 128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
         "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
     )
 
