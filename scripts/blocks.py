@@ -102,9 +102,10 @@ def losses() -> str:
 
 
 def _signed(differences) -> str:
-    """The mean; in italics where the seeds do not all have one sign."""
-    shown = f"{differences.mean():+.3f}".replace("-", "−")
-    return shown if (differences < 0).all() or (differences > 0).all() else f"*{shown}*"
+    """The mean; in italics where its 95 % interval has zero in it."""
+    shown = grids.signed(differences.mean())
+    low, high = grids.interval(differences.tolist())
+    return f"*{shown}*" if low <= 0 <= high else shown
 
 
 def losses_paired() -> str:

@@ -212,8 +212,8 @@ def paired(records: list[dict], measured: str = "level") -> list[str]:
     for (column, name), pairs in found.groupby(["setting", "loss"], sort=False):
         values, column = pairs.set_index("seed")[measured], ", ".join(p for p in column.split(", ") if p not in same)
         cells = [f"`{name}`", column, f"{pairs['start'].min() if measured != 'area' else 0} … {pairs['end'].min()}"]
-        cells += [_signed(values[seed]) if seed in values else MISSING for seed in seeds]
-        lines.append([*cells, f"**{_signed(values.mean())}**", t_interval(values.tolist())])
+        cells += [signed(values[seed]) if seed in values else MISSING for seed in seeds]
+        lines.append([*cells, f"**{signed(values.mean())}**", t_interval(values.tolist())])
         sign = "below zero" if (values < 0).all() else "above zero" if (values > 0).all() else "not all of one sign"
         shown.setdefault(column, {}).setdefault(sign, []).append(f"`{name}`")
     signs = []
@@ -222,16 +222,19 @@ def paired(records: list[dict], measured: str = "level") -> list[str]:
     return [f"**{MEASURES[measured]}.**", "", *markdown(lines), "", "The seeds of a loss are", "", *signs]
 
 
-def t_interval(values: list[float]) -> str:
-    """95 % interval of the mean of paired differences by Student's t: mean ± t·SD/√n, for n = 3 ± 2.48 SD."""
-    if len(values) < 2:
-        return MISSING
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of the mean of at least two differences by Student's t: mean ± t·SD/√n, for n = 3 ± 2.48 SD."""
     quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
     mean, half = statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{_signed(mean - half)} … {_signed(mean + half)}"
+    return mean - half, mean + half
 
 
-def _signed(value: float) -> str:
+def t_interval(values: list[float]) -> str:
+    """The 95 % interval as text."""
+    return " … ".join(map(signed, interval(values))) if len(values) > 1 else MISSING
+
+
+def signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 
