@@ -13,6 +13,12 @@ MADE = {"size": "full", "command": "python bench", "commit": "c0ffee", "dirty": 
 MADE |= {"hardware": "2 CPU cores", "load_before": 0.1, "packages": {"torch": "2"}}
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """Logs that are kept after a failure go with the test."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
 class Counting:
     """An arm that tells `log` all that is done with it, and measures 1.0, 2.0, …"""
 
@@ -91,8 +97,7 @@ def test_a_case_can_make_its_own_records_of_a_round(tmp_path):
     assert records_of(tmp_path / "race.jsonl") == [("b/a", 0, 1.0)]
 
 
-def test_logs_are_kept_after_a_failure_only(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_logs_are_kept_after_a_failure_only(tmp_path):
     bench, case = bench_of([])
     harness.measure(bench, case, 1, tmp_path / "race.jsonl", MADE)
     assert not list(tmp_path.glob("bench-*"))
