@@ -21,9 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import pandas
-from matplotlib.figure import Figure
-
 from config import Config
 from data.records import Group, Trajectory
 from scripts.bench import harness
@@ -180,6 +177,9 @@ def report(records: list[dict], out: Path) -> Iterator[str]:
 
 def draw(measured: dict[str, list[dict]], path: Path) -> None:
     """Write the figure: a panel per comparison; bars are medians, lines their minimum to maximum."""
+    import pandas  # not above: the process of every worker imports this file
+    from matplotlib.figure import Figure
+
     drawn = [comparison for comparison in COMPARISONS if comparison.name in measured]
     figure = Figure(figsize=(18, 3 * math.ceil(len(drawn) / 3)), layout="constrained")
     for index, comparison in enumerate(drawn):
