@@ -118,6 +118,8 @@ import pytest
 @pytest.mark.gpu
 def test_gpu(): pytest.skip("there is none")
 def test_fine(): pass
+@pytest.mark.slow
+def test_long(): pass
 def test_bad(): assert False
 @pytest.mark.e2e
 def test_whole(): pass
@@ -125,19 +127,20 @@ def test_whole(): pass
 
 
 @pytest.mark.parametrize(
-    ("chosen", "status", "closing"),
+    ("options", "status", "closing"),
     [
-        ("gpu or bad or whole", 1, ["1 failed", "1 passed"]),
-        ("gpu", 1, []),
+        (["-k", "gpu or bad or whole or long"], 1, ["1 failed", "1 passed"]),
+        (["--slow"], 0, ["1 passed"]),
+        (["--all", "-k", "gpu"], 1, []),
     ],
 )
-def test_the_tests_end_with_the_closing_lines_of_what_ran_and_fail_if_nothing_did(copy, chosen, status, closing):
+def test_the_tests_end_with_the_closing_lines_of_what_ran_and_fail_if_nothing_did(copy, options, status, closing):
     settings = (ROOT / "pyproject.toml").read_text()
     write_groups(copy, flash_attn=HAVE, settings=settings[settings.index("[tool.ruff]") :])
     (copy / "tests").mkdir()
     (copy / "tests/test_one.py").write_text(TESTS)
     write_program(copy / ".venv/bin/ruff", "#!/bin/sh\n")
-    result = run_script(copy, "test.sh", "-k", chosen)
+    result = run_script(copy, "test.sh", *options)
     assert result.returncode == status, result.stdout + result.stderr
     ends = [" ".join(line.strip("= ").split()[:2]).strip(",") for line in result.stdout.splitlines()[-len(closing) :]]
     assert ends == closing if closing else "error: no test was run" in result.stderr
