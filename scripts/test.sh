@@ -26,7 +26,7 @@ if [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -gt 0 ]; then
     chosen="not gpu and ($chosen)"
 fi
 export OMP_NUM_THREADS=1 # two threads on a busy core wait for each other
-run_tests -m "not e2e and ($chosen)" -n 2 --dist loadfile "$@"
-run_tests -m "e2e and ($chosen)" -n 2 --dist worksteal "$@"
+run_tests -m "not e2e and ($chosen)" -n 3 --dist loadfile "$@"
+run_tests -m "e2e and ($chosen)" -n 3 --dist worksteal "$@"
 grep -E '^(=+ )?[0-9]+ (failed|passed|errors?)\b' "$log" || { status=1 && echo "error: no test was run" >&2; }
 exit "$status"

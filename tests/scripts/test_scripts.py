@@ -130,8 +130,8 @@ def test_whole(): pass
     ("options", "status", "closing"),
     [
         (["-k", "gpu or bad or whole or long"], 1, ["1 failed", "1 passed"]),
-        (["--slow"], 0, ["1 passed"]),
-        (["--all", "-k", "gpu"], 1, []),
+        pytest.param(["--slow"], 0, ["1 passed"], marks=pytest.mark.slow),
+        pytest.param(["--all", "-k", "gpu"], 1, [], marks=pytest.mark.slow),
     ],
 )
 def test_the_tests_end_with_the_closing_lines_of_what_ran_and_fail_if_nothing_did(copy, options, status, closing):

@@ -100,6 +100,7 @@ def run_bench(monkeypatch, out, *options):
     return harness.load(out / "gpu.jsonl"), exited.value.code
 
 
+@pytest.mark.slow
 def test_parts_that_fail_or_have_no_time_left_leave_the_others(tmp_path, monkeypatch, capsys):
     """Real processes: one ends with an error, one is ended, one has no time left."""
     monkeypatch.setattr(gpu, "TINY_PARTS", {"no-such-part tiny": 30, "trainer no-such-size": 0.2, "trainer tiny": 1000})

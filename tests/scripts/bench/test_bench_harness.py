@@ -152,7 +152,9 @@ def test_uncommitted_changes_make_no_records_in_results_and_are_said_elsewhere(t
     assert "commit c0ffee, with changes; 2 CPU cores" in harness.made_by([made])[0]
 
 
-@pytest.mark.parametrize("script", ["rollout", "parts", "bandit"])
+@pytest.mark.parametrize(
+    "script", ["rollout", pytest.param("parts", marks=pytest.mark.slow), pytest.param("bandit", marks=pytest.mark.slow)]
+)
 def test_a_bench_runs_as_a_script_although_it_may_hide_a_module_of_that_name(script):
     command = [sys.executable, f"scripts/bench/{script}.py", "--help"]
     done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=120)
