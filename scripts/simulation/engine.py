@@ -95,13 +95,14 @@ class EngineCurve:
 
     @classmethod
     def load(cls, path: Path) -> "EngineCurve":
-        """Read a curve from JSON, as measure-engine writes it. Raises ValueError if the file holds none."""
+        """Read a curve from JSON. Raises ValueError if the file holds none."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             fields = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
             return cls(**{**fields, "decode": tuple(tuple(point) for point in fields["decode"])})
         except (OSError, TypeError, KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} holds no engine curve ({error}); make one with measure-engine") from None
+            like = "give one like results/simulation/engine_cpu_tiny.json"
+            raise ValueError(f"{path} holds no engine curve ({error}); {like}") from None
 
 
 def roofline(model: str, gpu: str, mean_context_tokens: float, num_gpus: int = 1) -> EngineCurve:

@@ -201,7 +201,7 @@ def _merged(known: dict, changes: dict) -> dict:
 
 @functools.cache
 def _measured(comparison: str) -> dict[str, float]:
-    """Arm -> how many times better than the first it was in a comparison of scripts/bench_rollout.py, by medians."""
+    """Arm -> how many times better than the first it was in a comparison of scripts/bench/rollout.py, by medians."""
     key = "new_tokens_per_s" if comparison == "over-sampling" else "seconds_per_step"
     frame = pd.read_json(RESULTS / "rollout" / "rollout.jsonl", lines=True)
     medians = frame[frame.comparison == comparison].groupby("arm", sort=False)[key].median()
