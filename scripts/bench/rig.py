@@ -40,11 +40,11 @@ Weights = list[tuple[str, Tensor]]
 class Rig:
     """A node with workers and no trainer, on the CPU. To be used `with running(rig)`."""
 
-    def __init__(self, config: Config, worker_main: Callable, folder: Path, weights: Weights | None = None):
-        """`folder` is made, for records and logs; the model's own weights are published unless some are given."""
+    def __init__(self, config: Config, worker_main: Callable, folder: Path):
+        """`folder` is made, for records and logs."""
         endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
         self.config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
-        self.version, self.weights = 0, weights
+        self.version = 0
         """Of the weights that are published next."""
         self.published_at: dict[int, float] = {}
         """Unix time by version."""
@@ -61,7 +61,7 @@ class Rig:
     def connect(self) -> None:
         """Wait until the engines are up, and join them to the weights."""
         torch.set_num_threads(self.node.placement.trainer_threads)
-        self.weights = self.weights or load_weights(self.node.model_path)
+        self.weights = load_weights(self.node.model_path)
         self.controller.connect(ShmTransport(specs_of(self.weights)))
 
     def publish(self) -> None:
