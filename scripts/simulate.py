@@ -12,34 +12,14 @@ ready. Simulated are what a worker does between two messages, the speed of its e
 
 import argparse
 import gc
-import os
-import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from scripts.bench.harness import ROOT, provenance
 from scripts.simulation import report, theory
 from scripts.simulation.cluster import Outcome, simulate
 from scripts.simulation.engine import EngineCurve
 from scripts.simulation.scenarios import Scenario, scenarios
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def provenance() -> dict:
-    """What makes the records: command, commit, hardware."""
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "command": shlex.join(["python", "scripts/simulate.py", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", ".", ":!results")),
-        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
-    }
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def run(scenario: Scenario, seed: int, curve: EngineCurve | None = None) -> dict:

@@ -48,6 +48,7 @@ from scripts.bench.work import (
     work_of,
 )
 from scripts.latency import run_latency_worker
+from scripts.lines import markdown
 from trainer.batch import distribute
 from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
@@ -290,7 +291,7 @@ def _of_ratio(config: Config, size: dict, **options) -> Arm:
 def table(records: list[dict]) -> list[str]:
     """Markdown lines, one per part; medians with minimum and maximum."""
     heading = ["part", "what", "n", "ours", "limit", "ratio", "target", "reached", "against"]
-    return harness.markdown(heading, rows(records))
+    return markdown(heading, rows(records))
 
 
 def rows(records: list[dict]) -> Iterator[list[str]]:
@@ -307,7 +308,7 @@ def rows(records: list[dict]) -> Iterator[list[str]]:
 def summary(records: list[dict]) -> list[str]:
     """Markdown lines of the parts that have a limit: ratio and target."""
     of_limit = ((r[0], r[1].split(",")[0], r[8], *r[5:8]) for r in rows(records) if "limit" in PARTS[r[0]])
-    return harness.markdown(["part", "what", "against", "ours ÷ limit", "target", "reached"], of_limit)
+    return markdown(["part", "what", "against", "ours ÷ limit", "target", "reached"], of_limit)
 
 
 def cpu_table(records: list[dict]) -> list[str]:

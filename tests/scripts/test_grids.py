@@ -161,7 +161,7 @@ def test_a_cell_that_was_written_twice_counts_once_and_a_broken_line_is_named(tm
     assert [record["evaluations"][-1][1] for record in grids.read_records(path)] == [0.6]
     with open(path, "a") as file:
         file.write('{"cell": {"al')
-    with pytest.raises(ValueError, match=r"line 3 of 3 is not a cell \(JSONDecodeError.*delete the line"):
+    with pytest.raises(ValueError, match=r"line 3 of 3 is not JSON.*delete the line"):
         grids.read_records(path)
 
 

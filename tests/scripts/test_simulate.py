@@ -12,6 +12,7 @@ import pytest
 from data.records import Ticket
 from scripts import simulate as script
 from scripts.latency import LatencyLaw
+from scripts.lines import read
 from scripts.simulation import report, scenarios, theory
 from scripts.simulation.clock import Clock
 from scripts.simulation.cluster import Case, Cluster, simulate
@@ -342,7 +343,7 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
     path = tmp_path / "simulation.jsonl"
     for seed in (0, 1, 1):
         report.replace(script.run(tiny_scenario(), seed) | made_by, path)
-    records = report.load(path)
+    records = read(path)
     assert [record["seed"] for record in records] == [0, 1]
     gains = sorted(scenarios.times_better("trained_tokens_per_s", "async", "sync")(r["arms"]) for r in records)
     row = report.claims(records).iloc[1]
@@ -360,20 +361,20 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
 
 
 def test_the_committed_records_have_every_comparison_with_five_seeds_or_more():
-    counts = report.claims(report.load(RECORDS))
+    counts = report.claims(read(RECORDS))
     there = set(zip(counts["scenario"], counts["tail"], strict=True))
     assert there == {(scenario.name, scenario.tail) for scenario in scenarios.scenarios()}
     assert counts["count"].min() == counts["count"].max() >= 5
 
 
 def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses():
-    *rows, _, _ = report.short(report.load(RECORDS))
+    *rows, _, _ = report.short(read(RECORDS))
     assert len(rows) - 2 <= 10
     assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
 
 
 def test_the_propositions_hold_on_every_committed_run_that_meets_their_assumptions():
-    found = [pair for r in report.load(RECORDS) for arm in r["arms"].values() for pair in arm["propositions"].items()]
+    found = [pair for r in read(RECORDS) for arm in r["arms"].values() for pair in arm["propositions"].items()]
     claimed = [(name, share) for name, share in found if not isinstance(share, str)]
     assert {name for name, _ in claimed} == {"1", "2 sync", "2 async", "2 async, no overlap"}
     assert max(share for _, share in claimed) <= 1 + report.ROUNDING

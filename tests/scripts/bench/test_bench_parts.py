@@ -8,6 +8,7 @@ from tiny_policy import load, random_sequences, save_tiny_model
 from config import Config
 from scripts.bench import bare, harness, parts
 from scripts.bench.work import LONG, SHORT, WORKS, work_of
+from scripts.lines import read
 from trainer.packing import bundle, pack
 
 
@@ -79,13 +80,13 @@ def test_every_case_is_there_in_both_sizes():
 
 
 def test_the_records_of_the_repository_give_their_page(tmp_path):
-    text = "\n".join(parts.report(harness.load(harness.ROOT / "results/parts/parts.jsonl"), tmp_path))
+    text = "\n".join(parts.report(read(harness.ROOT / "results/parts/parts.jsonl"), tmp_path))
     rollout = "| rollout natural | rollout worker, tokens/s | 5 | 8500 [7468–9462] | 8876 [7711–9437] |"
     assert f"{rollout} 0.968 [0.887–1.040] | ≥ 0.95 | yes | plain AsyncLLM |" in text
     assert "| 1.237 [1.198–1.659] | ≤ 1.1 | no | slower half alone |" in text
     assert "µs | 5 | 203 [189–228] | – | – | – | – | – |" in text
     assert "| overlap α=1 | 5 | 249 [" in text
-    lines = parts.summary(harness.load(harness.ROOT / "results/parts/parts.jsonl"))
+    lines = parts.summary(read(harness.ROOT / "results/parts/parts.jsonl"))
     assert (
         len(lines) == 2 + 15
         and "| trainer long | train_step | plain step | 0.878 [0.740–0.909] | ≥ 0.9 | no |" in lines

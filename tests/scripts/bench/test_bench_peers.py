@@ -11,6 +11,7 @@ from data.tasks import load_task
 from data.tiny import VOCABULARY, build_tokenizer, sampled_accuracy
 from data.tiny_model import untrained_model
 from scripts.bench import harness, peers, peers_ours, peers_trl
+from scripts.lines import read
 
 
 def run_of(arm, work="long", **measured):
@@ -149,7 +150,7 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
 
 
 def test_the_committed_records_give_a_table_of_each_work():
-    records = harness.load(harness.ROOT / "results" / "peers" / "peers.jsonl")
+    records = read(harness.ROOT / "results" / "peers" / "peers.jsonl")
     arms = peers.arms_of(records)
     assert arms.keys() == peers.TARGETS.keys()
     for work, of_work in arms.items():
