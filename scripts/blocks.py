@@ -19,6 +19,7 @@ from scripts import table as run_table
 from scripts.bench import parts as parts_bench
 from scripts.bench import peers as peers_bench
 from scripts.bench import rollout as rollout_bench
+from scripts.bench.harness import rounds
 from scripts.lines import markdown, read
 from scripts.runs import load
 from scripts.simulation import report as simulation_report
@@ -169,23 +170,16 @@ def staleness() -> str:
 
 
 def mechanisms() -> str:
-    """How many times better than without each mechanism of rollout is."""
-    found = records_of("rollout")
-    rows = []
+    """How many times better than without each mechanism of rollout is, by medians: steps, or trained tokens."""
+    records, rows = records_of("rollout"), []
+    columns = {comparison.name: comparison.columns for comparison in rollout_bench.COMPARISONS}
     for option, paper, what, comparison, arm in MECHANISMS:
-        records = [r for r in found if r["comparison"] == comparison]
-        without = _median_rate(records, records[0]["arm"])
-        rows.append([f"`{option}`", paper, what, f"{_median_rate(records, arm) / without:.2f}×"])
+        arms = rounds(records, "arm", comparison=comparison)
+        # With over-sampling steps are not alike.
+        column = columns[comparison][comparison == "over-sampling"]
+        gain = column.gain(column.values(arms[arm]), column.values(next(iter(arms.values()))))
+        rows.append([f"`{option}`", paper, what, f"{gain:.2f}×"])
     return lines(markdown(["option", "paper", "what it does", "gain"], rows))
-
-
-def _median_rate(records: list[dict], arm: str) -> float:
-    """Steps per second of an arm, or trained tokens where steps are not alike; of the median measurement."""
-    over_sampling = records[0]["comparison"] == "over-sampling"
-    of_arm = [r for r in records if r["arm"] == arm]
-    if over_sampling:
-        return statistics.median(r["trained_tokens_per_s"] for r in of_arm)
-    return 1 / statistics.median(r["seconds_per_step"] for r in of_arm)
 
 
 def mechanisms_in_full() -> str:

@@ -7,7 +7,6 @@ ready. Simulated are what a worker does between two messages, the speed of its e
 
     python scripts/simulate.py                          # everything: records, table, figure in results/simulation
     python scripts/simulate.py --only scheduling        # some of them; the other records are kept
-    python scripts/simulate.py --engine FILE --only scheduling --out DIR      # with a measured curve
 """
 
 import argparse
@@ -18,16 +17,15 @@ from pathlib import Path
 from scripts.bench.harness import ROOT, provenance
 from scripts.simulation import report, theory
 from scripts.simulation.cluster import Outcome, simulate
-from scripts.simulation.engine import EngineCurve
 from scripts.simulation.scenarios import Scenario, scenarios
 
 
-def run(scenario: Scenario, seed: int, curve: EngineCurve | None = None) -> dict:
-    """Simulate all arms of a scenario and return its record; `curve` replaces those of the scenario."""
+def run(scenario: Scenario, seed: int) -> dict:
+    """Simulate all arms of a scenario and return its record."""
     outcomes: dict[str, Outcome] = {}
     start = time.process_time()
     for arm in scenario.arms:
-        outcomes[arm] = simulate(scenario.case(arm, outcomes, seed, curve))
+        outcomes[arm] = simulate(scenario.case(arm, outcomes, seed))
     arms = {
         arm: {name: float(f"{number:.6g}") for name, number in outcome.numbers.items()}
         | {"propositions": theory.checked(outcome)}
@@ -41,11 +39,10 @@ def simulate_all(arguments: argparse.Namespace) -> None:
     """Run what was chosen, seed by seed, and write records, table and figure."""
     made_by, path = provenance(), arguments.out / "simulation.jsonl"
     gc.set_threshold(100_000)  # objects that live for a whole run make collections long, and all of them are kept
-    curve = None if arguments.engine is None else EngineCurve.load(arguments.engine)
     wanted = [] if arguments.report else scenarios(arguments.only)
     for seed in range(arguments.seeds):
         for scenario in wanted:
-            made = run(scenario, seed, curve)
+            made = run(scenario, seed)
             report.replace(made | made_by, path)
             values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in made["arms"].values())
             print(f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)", flush=True)
@@ -59,9 +56,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records")
     parser.add_argument("--only", nargs="+", help="mechanisms, or names of comparisons; see scripts/simulation")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own")
-    parser.add_argument(
-        "--engine", type=Path, help="JSON of a measured engine, as results/simulation/engine_cpu_tiny.json"
-    )
     parser.add_argument("--report", action="store_true", help="simulate nothing, draw table and figure again")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ in work.py. The page also has `large`, `update` and `queue`: their code is in th
 """
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -48,7 +47,7 @@ from scripts.bench.work import (
     work_of,
 )
 from scripts.latency import run_latency_worker
-from scripts.lines import markdown
+from scripts.lines import markdown, read
 from trainer.batch import distribute
 from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
@@ -199,8 +198,7 @@ def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
     for _ in range(steps):
         rig.step(train)
     seconds, after = time.monotonic() - start, cpu_seconds(rig)
-    lines = (rig.node.run.path / "metrics.jsonl").read_text().splitlines()[-steps:]
-    metrics = [json.loads(line) for line in lines]
+    metrics = read(rig.node.run.path / "metrics.jsonl")[-steps:]
     rig.wait_until_idle()
     return {
         "step_s": seconds / steps,

@@ -5,7 +5,6 @@ weights are published again and again, under a rising version. A `TrainingRig` i
 """
 
 import io
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -26,6 +25,7 @@ from job.publisher import Publisher
 from job.step_log import StepLog
 from records.time_ledger import TrainerClock
 from scripts.bench.work import NO_LEARNING, run_work_worker
+from scripts.lines import read
 from trainer import batch
 from trainer.policy import load_policy
 from weights.shm import ShmTransport
@@ -78,7 +78,7 @@ class Rig:
 
     def update_seconds(self, since: int) -> list[float]:
         """From each publish to when a worker sampled under it, of the versions from `since` on."""
-        events = map(json.loads, (self.node.run.path / "events.jsonl").read_text().splitlines())
+        events = read(self.node.run.path / "events.jsonl")
         updates = [event for event in events if event["event"] == "update" and event["version"] >= since]
         return [event["time"] - self.published_at[event["version"]] for event in updates]
 
@@ -143,9 +143,10 @@ def running(rig: Rig) -> Iterator[Rig]:
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
+def one_rank(device: str = "cpu") -> Iterator[None]:
     """A process group of this process alone, which FSDP2 needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

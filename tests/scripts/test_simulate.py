@@ -251,17 +251,12 @@ def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
         roofline("Qwen3-8B", "H800", 1_000_000)
 
 
-def test_a_curve_is_read_as_it_was_written_and_a_broken_one_is_refused(tmp_path):
+def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp_path):
     path = tmp_path / "curve.json"
     path.write_text(json.dumps({"command": "by hand", **asdict(slowing())}))
     assert EngineCurve.load(path) == slowing()
     assert slowing().rate(1) == 10.0 and slowing().rate(64) == pytest.approx(2.0)
     assert 1 / slowing().rate(127) == pytest.approx(0.1 + 2 * 0.4)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="holds no engine curve"):
-        EngineCurve.load(path)
-    with pytest.raises(ValueError, match="requests rising"):
-        EngineCurve("x", ((2, 1.0), (1, 1.0)), 1.0, 1)
 
 
 def test_lengths_have_the_tail_that_is_stated_and_members_of_a_group_are_alike():
@@ -356,8 +351,6 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
     assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
         report.table([{**records[0], "arms": {}}])
-    slower = script.run(tiny_scenario(), 0, steady(rate=1.0))
-    assert slower["arms"]["sync"]["step_s"] > records[0]["arms"]["sync"]["step_s"]
 
 
 def test_the_committed_records_have_every_comparison_with_five_seeds_or_more():
