@@ -8,7 +8,7 @@ import inspect
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from algos import LOSSES
@@ -21,7 +21,7 @@ from scripts.bench import peers as peers_bench
 from scripts.bench import rollout as rollout_bench
 from scripts.bench.harness import rounds
 from scripts.lines import markdown, read
-from scripts.runs import load
+from scripts.runs import Run, load
 from scripts.simulation import report as simulation_report
 from scripts.simulation.workload import LONGEST_TO_MEDIAN
 
@@ -67,15 +67,11 @@ def options() -> str:
         value = getattr(default, name)
         shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
         rows.append([f"`--{flag(name)}`", f"`{shown}`", " ".join(text.split()).replace("|", "\\|")])
+    words = {algo: [*inspect.signature(loss).parameters.values()][1:] for algo, loss in LOSSES.items()}
+    own = ([f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"] for a, of in words.items())
     heading, keywords = ["option", "default", "meaning"], ["`--algo`", "keyword arguments and their defaults"]
     text = "".join(f"**{title}**\n\n{lines(markdown(heading, rows))}\n" for title, rows in blocks)
-    return f"{text}**`--algo-args`**\n\n{lines(markdown(keywords, _keywords()))}"
-
-
-def _keywords() -> Iterable[Sequence[str]]:
-    for algo, loss in LOSSES.items():
-        _, *keywords = inspect.signature(loss).parameters.values()
-        yield f"`{algo}`", ", ".join(f"`{word.name}={word.default}`" for word in keywords) or "none"
+    return f"{text}**`--algo-args`**\n\n{lines(markdown(keywords, own))}"
 
 
 # Losses
@@ -160,10 +156,14 @@ def old_keys() -> str:
 # Runs
 
 
+def staleness_runs() -> list[Run]:
+    """The default job at three async ratios, with each seed."""
+    return [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
+
+
 def staleness() -> str:
     """The default job at three async ratios."""
-    runs = [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
-    return lines(run_table.table(runs, ["async_ratio"]))
+    return lines(run_table.table(staleness_runs(), ["async_ratio"]))
 
 
 # Benches
@@ -207,28 +207,21 @@ def simulation() -> str:
 
 def findings() -> str:
     """What came out, hits and misses, a point for each study."""
-    return lines(line for point in _findings() for line in textwrap.wrap(f"- {point}", 150, subsequent_indent="  "))
-
-
-def _findings() -> Iterable[str]:
     arms = peers_bench.arms_of(records_of("peers"))
     rates = {w: [peers_bench.rate(a[peers_bench.best(a, who)]) for who in ("ours", "TRL")] for w, a in arms.items()}
     shown = (f"{us / trl:.2f}× on `{w}` (target {peers_bench.TARGETS[w]:g}×)" for w, (us, trl) in rates.items())
-    yield f"Samples per second against TRL's fastest mode: {', '.join(shown)}. [More](docs/results.md#against-trl)"
-    seconds = {a: statistics.mean(_seconds_per_step(a)) for a in (0, 1, 2)}
+    points = [f"Samples per second against TRL's fastest mode: {', '.join(shown)}. [More](docs/results.md#against-trl)"]
+    steps = [(run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean()) for run in staleness_runs()]
+    seconds = {a: statistics.mean(s for ratio, s in steps if ratio == a) for a in (0, 1, 2)}
     ratios = ", ".join(f"{seconds[a] / seconds[0]:.2f} at α = {a}" for a in (1, 2))
-    yield f"Time of a step against α = 0, on two cores: {ratios}. [More](docs/results.md#what-staleness-costs)"
+    points += [f"Time of a step against α = 0, on two cores: {ratios}. [More](docs/results.md#what-staleness-costs)"]
     claims = simulation_report.claims(records_of("simulation"))
     found = claims[(claims["tail"] == LONGEST_TO_MEDIAN) & ~claims["scenario"].str.startswith("own bench")]
     hit, missed = (found["verdict"] == "hit").sum(), (found["verdict"] == "MISS").sum()
     scaling = found[found["short"].str.contains("128 GPUs over 16")].iloc[0]
-    yield (
+    points += [
         f"The papers' comparisons, simulated with the real controller: {hit} of {hit + missed} numbers are hit. A miss:"
         f" 128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
         "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
-    )
-
-
-def _seconds_per_step(async_ratio: float) -> list[float]:
-    runs = (load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json")))
-    return [run.metrics["time/step_s"].mean() for run in runs if run.info["config"]["async_ratio"] == async_ratio]
+    ]
+    return lines(line for point in points for line in textwrap.wrap(f"- {point}", 150, subsequent_indent="  "))

@@ -212,7 +212,8 @@ def paired(records: list[dict], measured: str = "level") -> list[str]:
         values, column = pairs.set_index("seed")[measured], ", ".join(p for p in column.split(", ") if p not in same)
         cells = [f"`{name}`", column, f"{pairs['start'].min() if measured != 'area' else 0} … {pairs['end'].min()}"]
         cells += [signed(values[seed]) if seed in values else MISSING for seed in seeds]
-        lines.append([*cells, f"**{signed(values.mean())}**", t_interval(values.tolist())])
+        ends = " … ".join(map(signed, interval(values.tolist()))) if len(values) > 1 else MISSING
+        lines.append([*cells, f"**{signed(values.mean())}**", ends])
         sign = "below zero" if (values < 0).all() else "above zero" if (values > 0).all() else "not all of one sign"
         shown.setdefault(column, {}).setdefault(sign, []).append(f"`{name}`")
     signs = []
@@ -226,11 +227,6 @@ def interval(values: list[float]) -> tuple[float, float]:
     quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
     mean, half = statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
-
-
-def t_interval(values: list[float]) -> str:
-    """The 95 % interval as text."""
-    return " … ".join(map(signed, interval(values))) if len(values) > 1 else MISSING
 
 
 def signed(value: float) -> str:

@@ -5,12 +5,13 @@ TicketQueue and Dispatcher: they decide which group starts, which ticket goes wh
 ready. Simulated are what a worker does between two messages, the speed of its engine and the time to train
 (scripts/simulation/). What is assumed stands in the table, and on top of workload.py, engine.py and scenarios.toml.
 
-    python scripts/simulate.py                          # everything: records, table, figure in results/simulation
+    python scripts/simulate.py                          # everything: records and table in results/simulation
     python scripts/simulate.py --only scheduling        # some of them; the other records are kept
 """
 
 import argparse
 import gc
+import itertools
 import time
 from pathlib import Path
 
@@ -35,36 +36,29 @@ def run(scenario: Scenario, seed: int) -> dict:
     return {"scenario": scenario.name, "tail": scenario.tail, "seed": seed, "arms": arms, "cpu_s": cpu_s}
 
 
-def simulate_all(arguments: argparse.Namespace) -> None:
-    """Run what was chosen, seed by seed, and write records, table and figure."""
-    made_by, path = provenance(), arguments.out / "simulation.jsonl"
-    gc.set_threshold(100_000)  # objects that live for a whole run make collections long, and all of them are kept
-    wanted = [] if arguments.report else scenarios(arguments.only)
-    for seed in range(arguments.seeds):
-        for scenario in wanted:
-            made = run(scenario, seed)
-            report.replace(made | made_by, path)
-            values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in made["arms"].values())
-            print(f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)", flush=True)
-    report.write(arguments.out)
-    print(f"records: {arguments.out}")
-
-
 def main() -> None:
-    """Read the command line and do what it says."""
+    """Read the command line, run what was chosen, seed by seed, and write records and table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records")
     parser.add_argument("--only", nargs="+", help="mechanisms, or names of comparisons; see scripts/simulation")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own")
-    parser.add_argument("--report", action="store_true", help="simulate nothing, draw table and figure again")
+    parser.add_argument("--report", action="store_true", help="simulate nothing, write the table again")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    gc.set_threshold(100_000)  # objects that live for a whole run make collections long, and all of them are kept
     try:
         if arguments.seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
-        simulate_all(arguments)
+        made_by, wanted = provenance(), [] if arguments.report else scenarios(arguments.only)
+        for seed, scenario in itertools.product(range(arguments.seeds), wanted):
+            made = run(scenario, seed)
+            report.replace(made | made_by, arguments.out / "simulation.jsonl")
+            values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in made["arms"].values())
+            print(f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)", flush=True)
+        report.write(arguments.out)
     except ValueError as error:
         parser.error(str(error))
+    print(f"records: {arguments.out}")
 
 
 if __name__ == "__main__":

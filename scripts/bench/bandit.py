@@ -12,9 +12,6 @@ of one arm's gradient are sums over all V^T arms, weighted by their probability:
 is between the random starts. T = 1 is the textbook bandit, where a token's ratio is the arm's; with T > 1 a token's
 ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The row
 `arm_ratio` is no loss of ours: importance weights of whole arms, never clipped, unbiased at every lag.
-
-One caveat: steps without noise move every arm the way its advantage points, which is the way that clips cut. Noisy
-updates, as in training, move many arms the other way; there the clipped losses keep more of their gradient than here.
 """
 
 import argparse

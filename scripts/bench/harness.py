@@ -66,14 +66,14 @@ class Bench:
     """A script beside this file; `name` is the script's, its folder's in results/ and its records'.
 
     `cases` gives all cases for a command line, of which --only picks some, or raises ValueError for what cannot be;
-    `report` the paragraphs of table.md, and puts figures into the folder. A record is of what the fields in `key` say,
-    and of a round. The field `shown` is printed after each measurement.
+    `report` the paragraphs of table.md. A record is of what the fields in `key` say, and of a round. The field `shown`
+    is printed after each measurement.
     """
 
     name: str
     title: str
     cases: Callable[[argparse.Namespace], Iterable[Case]]
-    report: Callable[[list[dict], Path], Iterable[str]]
+    report: Callable[[list[dict]], Iterable[str]]
     key: tuple[str, ...]
     shown: str = "seconds"
     repeats: int = 5
@@ -273,7 +273,7 @@ def write(bench: Bench, out: Path) -> list[dict]:
     if not records:
         raise ValueError(f"{out / bench.name}.jsonl has no records; run python {script} first")
     how = f"What is measured, and how, is on top of `{script}`. Numbers are medians [minimum–maximum]."
-    text = [f"# {bench.title}", "\n".join(made_by(records)), how, *bench.report(records, out)]
+    text = [f"# {bench.title}", "\n".join(made_by(records)), how, *bench.report(records)]
     (out / "table.md").write_text("\n\n".join(filter(None, text)) + "\n", encoding="utf-8")
     return records
 

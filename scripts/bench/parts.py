@@ -35,7 +35,7 @@ from data.tasks import load_task
 from scripts.bench import harness
 from scripts.bench.bare import PlainWorker, make_tickets, worker
 from scripts.bench.harness import Arm, Bench, Case, Column
-from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, num_tokens, one_rank, running
+from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, one_rank, running
 from scripts.bench.work import (
     LONG,
     NATURAL,
@@ -202,7 +202,7 @@ def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
     rig.wait_until_idle()
     return {
         "step_s": seconds / steps,
-        "tokens_per_step": statistics.fmean(map(num_tokens, rig.batches)),
+        "tokens_per_step": statistics.fmean(sum(group.num_generated for group in batch) for batch in rig.batches),
         "pause_s": statistics.fmean(m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m),
         "cpu_s": {who: (after[who] - before[who]) / steps for who in after},
         **{
@@ -316,7 +316,7 @@ def cpu_table(records: list[dict]) -> list[str]:
     return harness.table("CPU time per step", of_parts, columns) if of_parts else []
 
 
-def report(records: list[dict], out: Path) -> Iterable[str]:
+def report(records: list[dict]) -> Iterable[str]:
     """Paragraphs of the page."""
     how = "Ratios are of measurements that were made one after the other; of speed-ups they are limit ÷ ours."
     return [how, "\n".join(table(records)), "\n".join(cpu_table(records))]

@@ -266,7 +266,7 @@ def summary(records: list[dict]) -> list[str]:
     return markdown(["work", "best arms", "n", *(heading for c in columns for heading in c.headings())], rows)
 
 
-def report(records: list[dict], _: Path) -> Iterator[str]:
+def report(records: list[dict]) -> Iterator[str]:
     """The best arms, and then all of them, work by work."""
     yield "\n".join(summary(records))
     for work, arms in arms_of(records).items():

@@ -171,8 +171,3 @@ def load_weights(model_path: str) -> Weights:
 def specs_of(weights: Weights) -> list[ParameterSpec]:
     """What a transport must know of some weights."""
     return [ParameterSpec(name, weight.dtype, tuple(weight.shape)) for name, weight in weights]
-
-
-def num_tokens(groups: list[Group]) -> int:
-    """Tokens that the policy wrote in some groups."""
-    return sum(group.num_generated for group in groups)

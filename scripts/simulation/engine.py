@@ -66,8 +66,6 @@ MAX_RUNNING_REQUESTS = 128
 class EngineCurve:
     """Speed of one engine."""
 
-    source: str
-    """Where it comes from: model, hardware, command or formula."""
     decode: tuple[tuple[float, float], ...]
     """(running requests, tokens/s per request), by rising number of requests."""
     prefill_tokens_per_s: float
@@ -113,7 +111,6 @@ def roofline(model: str, gpu: str, mean_context_tokens: float, num_gpus: int = 1
         return STEP_OVERHEAD_S + max(2 * num_parameters * n / flops, (weights + n * kv_bytes) / bandwidth)
 
     return EngineCurve(
-        f"roofline of {model} on {num_gpus} x {gpu}, contexts of {mean_context_tokens:.0f} tokens",
         tuple((n, 1 / seconds(n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 2 * MAX_RUNNING_REQUESTS)),
         flops / (2 * num_parameters),
         min(MAX_RUNNING_REQUESTS, int(room / kv_bytes)),

@@ -1,4 +1,4 @@
-"""Records, tables and figure of simulate.py; its option --report draws the last two again."""
+"""Records and tables of simulate.py; its option --report writes the tables again."""
 
 import json
 from pathlib import Path
@@ -158,12 +158,11 @@ ASSUMED = f"""\
 
 
 def write(out: Path) -> None:
-    """Write table.md and simulation.png from simulation.jsonl in the folder `out`. Raises ValueError if it is empty."""
+    """Write table.md from simulation.jsonl in the folder `out`. Raises ValueError if it is empty."""
     records = read(out / "simulation.jsonl")
     if not records:
         raise ValueError(f"{out / 'simulation.jsonl'} has no records; run python scripts/simulate.py first")
     found = claims(records)
-    draw(found, out / "simulation.png")
     made_by = dict.fromkeys(
         f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}." for r in records
     )
@@ -181,33 +180,8 @@ def write(out: Path) -> None:
         f"Means and ranges are of the seeds' ratios; above 1 is better. {RULE}",
         "\n".join(table(records)),
         "\n".join(notes(records)),
-        "![times better, ours and the papers'](simulation.png)",
         "## Propositions 1 and 2 of ROLL Flash",
         "What they state, and what of a run is compared with what, is on top of `scripts/simulation/theory.py`.",
         "\n".join(propositions(records)),
     ]
     (out / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-
-
-def draw(found: pd.DataFrame, out: Path) -> None:
-    """Write the figure: a panel per comparison; bars are means and ranges of ours, dots the paper's."""
-    from matplotlib.figure import Figure
-
-    shown = found[(found["tail"] == workload.LONGEST_TO_MEDIAN) & (found.against != "")].groupby("scenario", sort=False)
-    columns = min(4, len(shown))
-    figure = Figure(figsize=(5 * columns, 2.6 * -(-len(shown) // columns)), layout="constrained")
-    panels = figure.subplots(-(-len(shown) // columns), columns, squeeze=False).flatten()
-    for panel, (name, rows) in zip(panels, shown, strict=False):
-        spread = [rows["mean"] - rows["min"], rows["max"] - rows["mean"]]
-        panel.barh(range(len(rows)), rows["mean"], xerr=spread, color="C0", alpha=0.6)
-        for place, paper in enumerate(rows.paper):
-            if paper is not None:
-                panel.plot(paper, [place] * 2, "ko-")
-        panel.axvline(1, color="k", linewidth=0.8)
-        panel.set_yticks(range(len(rows)), rows.name, fontsize=7)
-        panel.invert_yaxis()
-        panel.set_title(name, fontsize=8)
-        panel.grid(axis="x", alpha=0.3)
-    for panel in panels[len(shown) :]:
-        panel.set_axis_off()
-    figure.savefig(out, dpi=100)

@@ -31,8 +31,7 @@ from scripts.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, EngineCu
 from scripts.simulation.theory import train_gpus
 from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, lengths_up_to
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 SYNC_BYTES_PER_S = 8e9
 """Weights to all engines: what verl reports of 235B on 64 -> 64 GPUs (59 s)."""
 NEAR_BEST = 0.03

@@ -43,7 +43,7 @@ class Counting:
 
 def bench_of(log, **more):
     case = Case("race on foot", [Arm(name, Counting(name, log).start, {"fast": name == "b"}) for name in "ab"], **more)
-    return Bench("race", "A race", lambda given: [case], lambda records, out: [], key=("case", "arm")), case
+    return Bench("race", "A race", lambda given: [case], lambda records: [], key=("case", "arm")), case
 
 
 def records_of(path):

@@ -80,7 +80,7 @@ def test_every_case_is_there_in_both_sizes():
 
 
 def test_the_records_of_the_repository_give_their_page(tmp_path):
-    text = "\n".join(parts.report(read(harness.ROOT / "results/parts/parts.jsonl"), tmp_path))
+    text = "\n".join(parts.report(read(harness.ROOT / "results/parts/parts.jsonl")))
     rollout = "| rollout natural | rollout worker, tokens/s | 5 | 8500 [7468–9462] | 8876 [7711–9437] |"
     assert f"{rollout} 0.968 [0.887–1.040] | ≥ 0.95 | yes | plain AsyncLLM |" in text
     assert "| 1.237 [1.198–1.659] | ≤ 1.1 | no | slower half alone |" in text

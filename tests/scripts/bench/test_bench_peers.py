@@ -141,7 +141,7 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
     records += [run_of("TRL a", samples_per_s=12.0, to_accuracy_s=None, **learns)]
     records += [run_of("TRL a", samples_per_s=11.0, to_accuracy_s=70.0, **learns)]
     records += [run_of("ours α=1", cores_busy=1.5), run_of("ours α=1")]
-    _, natural, long = (text.splitlines() for text in peers.report(records, tmp_path))
+    _, natural, long = (text.splitlines() for text in peers.report(records))
     found = cells(natural, "TRL a")
     assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11 [10–12]")
     assert found["s to held-out 0.8"] == "70 [50–inf]" and found["CPU ms per sample"] == "–"
