@@ -5,11 +5,10 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 """
 
 import inspect
-import json
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from algos import LOSSES
@@ -20,7 +19,9 @@ from scripts import table as run_table
 from scripts.bench import parts as parts_bench
 from scripts.bench import peers as peers_bench
 from scripts.bench import rollout as rollout_bench
-from scripts.runs import load
+from scripts.bench.harness import rounds
+from scripts.lines import markdown, read
+from scripts.runs import Run, load
 from scripts.simulation import report as simulation_report
 from scripts.simulation.workload import LONGEST_TO_MEDIAN
 
@@ -42,15 +43,9 @@ MECHANISMS = (
 """Option, paper, what it does; comparison and arm of results/rollout that measure it against the first arm."""
 
 
-def markdown(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def read(name: str) -> list[dict]:
+def records_of(name: str) -> list[dict]:
     """The records of results/NAME/NAME.jsonl."""
-    return [json.loads(line) for line in (RESULTS / name / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    return read(RESULTS / name / f"{name}.jsonl")
 
 
 def lines(of: Iterable[str]) -> str:
@@ -72,14 +67,11 @@ def options() -> str:
         value = getattr(default, name)
         shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
         rows.append([f"`--{flag(name)}`", f"`{shown}`", " ".join(text.split()).replace("|", "\\|")])
-    text = "".join(f"**{title}**\n\n{markdown(['option', 'default', 'meaning'], rows)}\n" for title, rows in blocks)
-    return f"{text}**`--algo-args`**\n\n{markdown(['`--algo`', 'keyword arguments and their defaults'], _keywords())}"
-
-
-def _keywords() -> Iterable[Sequence[str]]:
-    for algo, loss in LOSSES.items():
-        _, *keywords = inspect.signature(loss).parameters.values()
-        yield f"`{algo}`", ", ".join(f"`{word.name}={word.default}`" for word in keywords) or "none"
+    words = {algo: [*inspect.signature(loss).parameters.values()][1:] for algo, loss in LOSSES.items()}
+    own = ([f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"] for a, of in words.items())
+    heading, keywords = ["option", "default", "meaning"], ["`--algo`", "keyword arguments and their defaults"]
+    text = "".join(f"**{title}**\n\n{lines(markdown(heading, rows))}\n" for title, rows in blocks)
+    return f"{text}**`--algo-args`**\n\n{lines(markdown(keywords, own))}"
 
 
 # Losses
@@ -98,7 +90,7 @@ def losses() -> str:
             found[(found["loss"] == algo) & (found["setting"].str.contains(f"delay` {k}$"))]["level"] for k in (4, 16)
         ]
         rows.append([f"`{algo}`", linked, what, *map(_signed, levels)])
-    return markdown(["`--algo`", "paper", "what it does", "K = 4", "K = 16"], rows)
+    return lines(markdown(["`--algo`", "paper", "what it does", "K = 4", "K = 16"], rows))
 
 
 def _signed(differences) -> str:
@@ -133,7 +125,7 @@ def clipped() -> str:
     for algo in ("gspo", "grpo"):
         share = load(RESULTS / "losses" / "clipped" / f"{algo}-k4-s0").metrics["loss/clipped"]
         rows.append([f"`{algo}`", f"{share[:10].mean():.0%}", f"{share[40:].mean():.0%}"])
-    return markdown(["gradient cut to 0, share of the tokens", "first ten steps", "last forty"], rows)
+    return lines(markdown(["gradient cut to 0, share of the tokens", "first ten steps", "last forty"], rows))
 
 
 def replay() -> str:
@@ -148,98 +140,88 @@ def environments() -> str:
         (record,) = grids.read_records(RESULTS / "environments" / name / "cells.jsonl")
         first, *_, last = (accuracy for _, accuracy in record["evaluations"])
         rows.append([f"`{name}`", f"{first:.2f}", f"{last:.2f}"])
-    return markdown(["task", "before", "after"], rows)
+    return lines(markdown(["task", "before", "after"], rows))
 
 
 def old_keys() -> str:
     """How far old keys and values move a token's log-prob, nats."""
     rows = [
         [f"`{r['on_update']}`", r["updates"], r["tokens"], f"{r['gap_abs_mean']:.1e}", f"{r['step_abs_mean']:.1e}"]
-        for r in read("stale_kv")
+        for r in records_of("stale_kv")
     ]
     heading = ["`--on-update`", "updates before the token", "tokens", "moves it by, nats, mean", "a step moves it by"]
-    return markdown(heading, rows)
+    return lines(markdown(heading, rows))
 
 
 # Runs
 
 
+def staleness_runs() -> list[Run]:
+    """The default job at three async ratios, with each seed."""
+    return [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
+
+
 def staleness() -> str:
     """The default job at three async ratios."""
-    runs = [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
-    return lines(run_table.table(runs, ["async_ratio"]))
+    return lines(run_table.table(staleness_runs(), ["async_ratio"]))
 
 
 # Benches
 
 
 def mechanisms() -> str:
-    """How many times better than without each mechanism of rollout is."""
-    found = read("rollout")
-    rows = []
+    """How many times better than without each mechanism of rollout is, by medians: steps, or trained tokens."""
+    records, rows = records_of("rollout"), []
+    columns = {comparison.name: comparison.columns for comparison in rollout_bench.COMPARISONS}
     for option, paper, what, comparison, arm in MECHANISMS:
-        records = [r for r in found if r["comparison"] == comparison]
-        without = _median_rate(records, records[0]["arm"])
-        rows.append([f"`{option}`", paper, what, f"{_median_rate(records, arm) / without:.2f}×"])
-    return markdown(["option", "paper", "what it does", "gain"], rows)
-
-
-def _median_rate(records: list[dict], arm: str) -> float:
-    """Steps per second of an arm, or trained tokens where steps are not alike; of the median measurement."""
-    over_sampling = records[0]["comparison"] == "over-sampling"
-    of_arm = [r for r in records if r["arm"] == arm]
-    if over_sampling:
-        return statistics.median(r["trained_tokens_per_s"] for r in of_arm)
-    return 1 / statistics.median(r["seconds_per_step"] for r in of_arm)
+        arms = rounds(records, "arm", comparison=comparison)
+        # With over-sampling steps are not alike.
+        column = columns[comparison][comparison == "over-sampling"]
+        gain = column.gain(column.values(arms[arm]), column.values(next(iter(arms.values()))))
+        rows.append([f"`{option}`", paper, what, f"{gain:.2f}×"])
+    return lines(markdown(["option", "paper", "what it does", "gain"], rows))
 
 
 def mechanisms_in_full() -> str:
     """Every comparison of mechanisms: a table of its arms, medians with minimum and maximum."""
-    records = read("rollout")
+    records = records_of("rollout")
     tables = ("\n".join(rollout_bench.table(records, comparison)) for comparison in rollout_bench.COMPARISONS)
     return "\n\n".join(tables) + "\n"
 
 
 def peers() -> str:
     """Our best arm and TRL's on each work."""
-    return lines(peers_bench.summary(read("peers")))
+    return lines(peers_bench.summary(records_of("peers")))
 
 
 def parts() -> str:
     """Each part against its limit, and the CPU time of a step."""
-    records = read("parts")
+    records = records_of("parts")
     return lines([*parts_bench.summary(records), "", *parts_bench.cpu_table(records)])
 
 
 def simulation() -> str:
     """The papers' numbers beside the simulated ones, hits and misses."""
-    return lines(simulation_report.short(read("simulation")))
+    return lines(simulation_report.short(records_of("simulation")))
 
 
 def findings() -> str:
     """What came out, hits and misses, a point for each study."""
-    return lines(line for point in _findings() for line in textwrap.wrap(f"- {point}", 150, subsequent_indent="  "))
-
-
-def _findings() -> Iterable[str]:
-    arms = peers_bench.arms_of(read("peers"))
+    arms = peers_bench.arms_of(records_of("peers"))
     rates = {w: [peers_bench.rate(a[peers_bench.best(a, who)]) for who in ("ours", "TRL")] for w, a in arms.items()}
     shown = (f"{us / trl:.2f}× on `{w}` (target {peers_bench.TARGETS[w]:g}×)" for w, (us, trl) in rates.items())
-    yield f"Samples per second against TRL's fastest mode: {', '.join(shown)}. [More](docs/results.md#against-trl)"
-    seconds = {a: statistics.mean(_seconds_per_step(a)) for a in (0, 1, 2)}
+    points = [f"Samples per second against TRL's fastest mode: {', '.join(shown)}. [More](docs/results.md#against-trl)"]
+    steps = [(run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean()) for run in staleness_runs()]
+    seconds = {a: statistics.mean(s for ratio, s in steps if ratio == a) for a in (0, 1, 2)}
     ratios = ", ".join(f"{seconds[a] / seconds[0]:.2f} at α = {a}" for a in (1, 2))
-    yield f"Time of a step against α = 0, on two cores: {ratios}. [More](docs/results.md#what-staleness-costs)"
-    claims = simulation_report.claims(read("simulation"))
+    points += [f"Time of a step against α = 0, on two cores: {ratios}. [More](docs/results.md#what-staleness-costs)"]
+    claims = simulation_report.claims(records_of("simulation"))
     found = claims[(claims["tail"] == LONGEST_TO_MEDIAN) & ~claims["scenario"].str.startswith("own bench")]
     hit, missed = (found["verdict"] == "hit").sum(), (found["verdict"] == "MISS").sum()
     scaling = found[found["short"].str.contains("128 GPUs over 16")].iloc[0]
-    yield (
+    points += [
         f"The papers' comparisons, simulated with the real controller: {hit} of {hit + missed} numbers are hit. A miss:"
         f" 128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
         "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
-    )
-
-
-def _seconds_per_step(async_ratio: float) -> list[float]:
-    runs = (load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json")))
-    return [run.metrics["time/step_s"].mean() for run in runs if run.info["config"]["async_ratio"] == async_ratio]
+    ]
+    return lines(line for point in points for line in textwrap.wrap(f"- {point}", 150, subsequent_indent="  "))

@@ -20,8 +20,9 @@ import pandas as pd
 from config import Algo
 from records.batches import weights_sha256
 from scripts import figures
+from scripts.lines import markdown, read
 from scripts.runs import Run, evaluations, summarise
-from scripts.table import MISSING, markdown, show, sort_key, spread
+from scripts.table import MISSING, show, sort_key, spread
 
 SERIES = {
     "reward": "reward/mean", "staleness_mean": "staleness/mean", "staleness_max": "staleness/max",
@@ -58,16 +59,14 @@ def read_records(path: Path) -> list[dict]:
 
     Raises ValueError, naming the line, if one is broken.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     records = {}
-    for number, line in enumerate(lines, start=1):
+    for number, record in enumerate(read(path), start=1):
         try:
-            record = json.loads(line)
             if "of" in record:  # older records of replays have the parts of their cell apart
                 record["cell"] = {name: record[name] for name in ("kind", "of", "algo")}
             records[key(record["cell"])] = record
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            what = f"{path}, line {number} of {len(lines)} is not a cell ({type(error).__name__}: {error})"
+        except (KeyError, TypeError) as error:
+            what = f"{path}, line {number} is not a cell ({type(error).__name__}: {error})"
             raise ValueError(f"{what}; delete the line and ablate.py runs its cell again") from None
     return list(records.values())
 
@@ -137,7 +136,7 @@ def table(records: list[dict]) -> list[str]:
     n = int(runs.groupby(["loss", "setting"], observed=True).size().max())
     by_setting = dict(list(runs.groupby("setting", observed=True)))
     initial = [of.groupby("seed")["initial"].mean() for of in by_setting.values()]  # losses share version 0
-    lines = [["", *by_setting], ["before training", *(_mean(values, n) for values in initial)]]
+    lines = [["before training", *(_mean(values, n) for values in initial)]]
     for name in runs["loss"].cat.categories:
         chosen = [of[of["loss"] == name] for of in by_setting.values()]
         lines.append([f"`{name}`", *(_mean(of["accuracy_last"][of["error"].isna()], n, of["error"]) for of in chosen)])
@@ -147,7 +146,7 @@ def table(records: list[dict]) -> list[str]:
     failed = "; failed k/m: k of m runs ended with an error, the mean is of the others" * (len(finished) < len(runs))
     of = f"mean ± standard deviation over n = {n} seeds" if n > 1 else "n = 1 seed"
     caption = f"Final held-out accuracy, {of}{failed}. Samples trained on, per run: {trained}."
-    return [*markdown(lines), "", f"{caption} `publish_delay` is in steps."]
+    return [*markdown(["", *by_setting], lines), "", f"{caption} `publish_delay` is in steps."]
 
 
 def _mean(values: pd.Series, n: int, errors: pd.Series | None = None) -> str:
@@ -208,18 +207,19 @@ def paired(records: list[dict], measured: str = "level") -> list[str]:
         return []
     seeds, all_settings = sorted(found["seed"].unique()), summaries(records)["setting"].cat.categories
     same = set.intersection(*(set(column.split(", ")) for column in all_settings))
-    lines = [["loss", "setting", "versions", *(f"seed {seed}" for seed in seeds), "mean", "95 % t-interval"]]
+    heading, lines = ["loss", "setting", "versions", *(f"seed {seed}" for seed in seeds), "mean", "95 % t-interval"], []
     for (column, name), pairs in found.groupby(["setting", "loss"], sort=False):
         values, column = pairs.set_index("seed")[measured], ", ".join(p for p in column.split(", ") if p not in same)
         cells = [f"`{name}`", column, f"{pairs['start'].min() if measured != 'area' else 0} … {pairs['end'].min()}"]
         cells += [signed(values[seed]) if seed in values else MISSING for seed in seeds]
-        lines.append([*cells, f"**{signed(values.mean())}**", t_interval(values.tolist())])
+        ends = " … ".join(map(signed, interval(values.tolist()))) if len(values) > 1 else MISSING
+        lines.append([*cells, f"**{signed(values.mean())}**", ends])
         sign = "below zero" if (values < 0).all() else "above zero" if (values > 0).all() else "not all of one sign"
         shown.setdefault(column, {}).setdefault(sign, []).append(f"`{name}`")
     signs = []
     for column, of_sign in shown.items():
         signs.append(f"- {column}: " + "; ".join(f"{sign} {', '.join(names)}" for sign, names in of_sign.items()))
-    return [f"**{MEASURES[measured]}.**", "", *markdown(lines), "", "The seeds of a loss are", "", *signs]
+    return [f"**{MEASURES[measured]}.**", "", *markdown(heading, lines), "", "The seeds of a loss are", "", *signs]
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -227,11 +227,6 @@ def interval(values: list[float]) -> tuple[float, float]:
     quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
     mean, half = statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
-
-
-def t_interval(values: list[float]) -> str:
-    """The 95 % interval as text."""
-    return " … ".join(map(signed, interval(values))) if len(values) > 1 else MISSING
 
 
 def signed(value: float) -> str:
@@ -268,11 +263,11 @@ def replay_table(records: list[dict]) -> list[str]:
         tenths = {name: statistics.fmean(v[-max(1, len(v) // 10) :]) for name, v in record["series"].items()}
         name = f"{RECORDED}, " * (record["cell"]["kind"] == RECORDED) + f"`{loss(record['cell'])}`"
         groups.setdefault(name, []).append({"accuracy": record["accuracy"], **tenths})
-    lines = [["trained with", "n", *(heading for heading, _ in REPLAY_COLUMNS.values())]]
+    lines = []
     for name, chosen in groups.items():
         cells = [spread([one[c] for one in chosen], form) for c, (_, form) in REPLAY_COLUMNS.items()]
         lines.append([name, str(len(chosen)), *cells])
-    return markdown(lines)
+    return markdown(["trained with", "n", *(heading for heading, _ in REPLAY_COLUMNS.values())], lines)
 
 
 def report(out: Path) -> None:

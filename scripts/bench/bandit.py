@@ -12,9 +12,6 @@ of one arm's gradient are sums over all V^T arms, weighted by their probability:
 is between the random starts. T = 1 is the textbook bandit, where a token's ratio is the arm's; with T > 1 a token's
 ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The row
 `arm_ratio` is no loss of ours: importance weights of whole arms, never clipped, unbiased at every lag.
-
-One caveat: steps without noise move every arm the way its advantage points, which is the way that clips cut. Noisy
-updates, as in training, move many arms the other way; there the clipped losses keep more of their gradient than here.
 """
 
 import argparse
@@ -29,7 +26,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from algos import LOSSES, LossInputs
-from scripts.bench.harness import ROOT, load, markdown, provenance
+from scripts.bench.harness import ROOT, provenance
+from scripts.lines import markdown, read
 
 MEASURES = {
     "bias": ("‖E[g] − ∇J‖ / ‖∇J‖", ".2f"),
@@ -175,7 +173,7 @@ def draw(records: list[dict], lengths: list[int], path: Path) -> None:
 
 def write(out: Path) -> None:
     """Write bandit.png and README.md from bandit.jsonl, whose first line says what made it."""
-    made, *records = load(out / "bandit.jsonl")
+    made, *records = read(out / "bandit.jsonl")
     lengths = sorted({record["tokens"] for record in records})
     dirty, torch_version = ", with changes" * made.get("dirty", False), made.get("torch") or made["packages"]["torch"]
     draw(records, lengths, out / "bandit.png")
@@ -209,7 +207,7 @@ def main() -> None:
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.report:
-        made = provenance("full") | {"n": given.starts, "lr": given.lr, "choices": given.choices}
+        made = provenance() | {"n": given.starts, "lr": given.lr, "choices": given.choices}
         lines = [made] + [
             r for t in given.tokens for r in study(t, given.choices, given.max_lag, given.starts, given.lr)
         ]

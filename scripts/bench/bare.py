@@ -11,7 +11,7 @@ from cluster.placement import WorkerPlacement, WorkerSpec
 from cluster.processes import freeze_garbage, kill_session
 from config import Config
 from controller.tickets import PromptSource, TicketSource
-from data.messages import Connect, Finished, Ready, Stop, Tickets, Update, Updated
+from data.messages import Connect, Finished, Ready, Stop, Tickets, Update
 from data.models import load_tokenizer, stop_token_ids
 from data.records import Ticket
 from data.tasks import load_task
@@ -20,8 +20,6 @@ from scripts.bench.rig import Weights, specs_of
 from scripts.bench.work import SimulatedRewards, start_proxy, work_of
 from weights.shm import ShmTransport
 
-PHASES = ("pause", "start", "load", "finish", "version", "resume")
-"""Of a weight update, as vLLM's engine is asked for them."""
 TIMEOUT_S = 300.0
 
 
@@ -52,30 +50,6 @@ class PlainWorker(RolloutWorker):
         return len(outputs[-1].outputs[0].token_ids)
 
 
-class PhasedWorker(PlainWorker):
-    """An engine that stands idle while each phase of an update is waited for and timed by itself."""
-
-    async def _update(self, update: Update) -> None:
-        """Load new weights and report the seconds of each phase."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine, (update_info,) = self.proxy.engine, update.update_infos
-        calls = (
-            lambda: engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False),
-            engine.start_weight_update,
-            lambda: engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)),
-            engine.finish_weight_update,
-            lambda: engine.update_weight_version(str(update.version)),
-            engine.resume_generation,
-        )
-        seconds = {}
-        for phase, call in zip(PHASES, calls, strict=True):
-            start = time.perf_counter()
-            await call()
-            seconds[phase] = time.perf_counter() - start
-        self.connection.send(seconds)
-
-
 class Worker:
     """A worker's process, without a controller."""
 
@@ -103,19 +77,15 @@ class Worker:
         self.publish()
 
     def publish(self) -> dict[str, float]:
-        """Stage and transfer the weights. Returns seconds of each, and of what the worker reports: pause or phases."""
+        """Stage and transfer the weights. Returns seconds of each, and of the pause that the worker reports."""
         self.version += 1
         start = time.monotonic()
         staged = self.transport.stage(self.version, self.weights)
         stage_s = time.monotonic() - start
         self.pipe.send(Update(self.version, staged.messages, ()))
-        match self.receive():
-            case Updated(pause_s=pause_s):
-                reported = {"pause_s": pause_s}
-            case dict(phases):
-                reported = phases
+        pause_s = self.receive().pause_s
         self.transport.announce(staged)
-        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, **reported}
+        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, "pause_s": pause_s}
 
     def sample(self, tickets: list[Ticket]) -> float:
         """Run tickets to their end. Returns tokens per second."""

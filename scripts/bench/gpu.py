@@ -149,7 +149,7 @@ def _rows(record: dict) -> list[tuple[str, str]]:
     return rows
 
 
-def report(records: list[dict], _: Path) -> list[str]:
+def report(records: list[dict]) -> list[str]:
     """The GPUs and the table."""
     gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in records)
     return [", ".join(gpus), f"```\n{table(records)}\n```"]

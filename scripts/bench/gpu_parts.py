@@ -1,7 +1,6 @@
 """What gpu.py measures, one function per part; each runs in a process of its own and returns its numbers."""
 
 import functools
-import json
 import math
 import os
 import statistics
@@ -23,9 +22,10 @@ from data.models import load_tokenizer
 from data.tasks import load_task
 from engine.vllm_setup import engine_options
 from rollout import run_worker
-from scripts.bench.gpu_setup import TRANSPORTS, Pair, Setup, enter_worker, one_rank, peak_memory, place_here, timed
+from scripts.bench.gpu_setup import TRANSPORTS, Pair, Setup, enter_worker, peak_memory, place_here, timed
 from scripts.bench.harness import ROOT
-from scripts.bench.rig import load_weights, specs_of
+from scripts.bench.rig import load_weights, one_rank, specs_of
+from scripts.lines import read
 from trainer.batch import distribute
 from trainer.model import compute_dtype
 from trainer.packing import TrainSequence
@@ -209,8 +209,7 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else {}
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **hidden})
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return job_numbers([json.loads(line) for line in lines])
+    return job_numbers(read(folder / "run" / "metrics.jsonl"))
 
 
 def job_numbers(metrics: list[dict]) -> dict:

@@ -7,15 +7,13 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from cluster.gpus import visible_gpus
 from cluster.placement import Placement, WorkerSpec, available_cores, place, plan_memory
@@ -126,17 +124,6 @@ class Pair:
         """End the engine while its loop runs."""
         self.proxy.shutdown()
         await asyncio.sleep(0.1)
-
-
-@contextmanager
-def one_rank(device: str) -> Iterator[None]:
-    """A process group of this process alone, which FSDP needs."""
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def timed(action: Callable, device: str) -> tuple[float, object]:

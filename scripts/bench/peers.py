@@ -19,7 +19,7 @@ steps to the last step's end; by then what was sampled in advance, while the tra
 an accuracy is from the start of the process to the weights that have it, infinite for a run without such weights.
 
 The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time per sample that
-it takes; and for comparison generation alone (two workers of one thread) and training alone (two threads).
+it takes. The records also have generation and training alone, whose code is in the history at their commit.
 """
 
 import argparse
@@ -47,8 +47,9 @@ from cluster.processes import kill_session
 from data.models import resolve_model
 from data.tasks import load_task
 from data.tiny import sampled_accuracy
-from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, markdown, rounds, table
+from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, table
 from scripts.bench.work import MODEL_TASK, WORKS
+from scripts.lines import markdown, read
 
 PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
@@ -69,35 +70,32 @@ TARGETS = {"natural": 2.0, "short": 1.0, "long": 2.0}
 class Way:
     """What an arm runs to do a work."""
 
-    mode: str
-    """Of TRL; or train, for ours, or generate or learn, for one half of ours."""
-    is_peer: bool = False
-    """Whether it is TRL's."""
+    mode: str = ""
+    """Of TRL; ours has none."""
     threads: int = 1
     """OMP_NUM_THREADS; ours places its threads itself."""
     options: dict = field(default_factory=dict)
     """Of Config."""
 
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is TRL's."""
+        return bool(self.mode)
+
     def steps(self, work: str) -> int:
         """Steps of a run that is long enough for a steady state."""
-        return (SYNCHRONOUS_STEPS if self.is_peer and self.mode != "async" else STEPS)[work]
-
-    def learns(self, work: str) -> bool:
-        """Whether weights are worth keeping: not with forced lengths, and not of half the work."""
-        return work == "natural" and (self.is_peer or self.mode == "train")
+        return (SYNCHRONOUS_STEPS if self.mode in ("generate", "colocate") else STEPS)[work]
 
 
 WAYS = {
-    "ours α=1": Way("train", options={"async_ratio": 1.0}),
-    "ours α=2": Way("train", options={"async_ratio": 2.0}),
-    "ours α=2, 2 workers": Way("train", options={"async_ratio": 2.0, "num_rollout_workers": 2}),
-    "TRL generate, 1 thread": Way("generate", is_peer=True),
-    "TRL generate, 2 threads": Way("generate", is_peer=True, threads=2),
-    "TRL colocate, 1 thread": Way("colocate", is_peer=True),
-    "TRL colocate, 2 threads": Way("colocate", is_peer=True, threads=2),
-    "TRL async, 1 thread": Way("async", is_peer=True),
-    "generation alone": Way("generate"),
-    "training alone": Way("learn"),
+    "ours α=1": Way(options={"async_ratio": 1.0}),
+    "ours α=2": Way(options={"async_ratio": 2.0}),
+    "ours α=2, 2 workers": Way(options={"async_ratio": 2.0, "num_rollout_workers": 2}),
+    "TRL generate, 1 thread": Way("generate"),
+    "TRL generate, 2 threads": Way("generate", threads=2),
+    "TRL colocate, 1 thread": Way("colocate"),
+    "TRL colocate, 2 threads": Way("colocate", threads=2),
+    "TRL async, 1 thread": Way("async"),
 }
 
 
@@ -118,20 +116,20 @@ def install(folder: Path) -> None:
 def measure(way: Way, work: str, peers: Path, tiny: bool, logs: Path) -> dict:
     """Run from start to end, with TRL from the folder `peers`. Returns what its steps and its processes say."""
     model_path, steps = resolve_model("tiny", MODEL_TASK), TINY_STEPS if tiny else way.steps(work)
-    out = Path(tempfile.mkdtemp(prefix=f"{way.mode}-{work}-", dir=logs))
-    options = {"mode": way.mode, "work": work, "steps": steps, "out": str(out), **way.options}
-    options |= {"model": model_path} if way.is_peer else {}
-    options |= {"snapshot_every": min(SNAPSHOT_EVERY, steps)} if way.learns(work) else {}
+    out, learns = Path(tempfile.mkdtemp(prefix=f"{way.mode}-{work}-", dir=logs)), work == "natural"
+    options = {"work": work, "steps": steps, "out": str(out), **way.options}
+    options |= {"mode": way.mode, "model": model_path} if way.is_peer else {}
+    options |= {"snapshot_every": min(SNAPSHOT_EVERY, steps)} if learns else {}  # weights, to be scored afterwards
     script = ROOT / "scripts" / "bench" / ("peers_trl.py" if way.is_peer else "peers_ours.py")
     started_at = time.time()
     looks = run([sys.executable, str(script), json.dumps(options)], environment(way, peers), out / "log")
-    lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    lines = read(out / "steps.jsonl")
     found = {"work": work, "steps": steps, "peer": PINS[0], **steady_state(lines)}
     found["start_s"] = lines[0]["time"] - started_at
     found["cores_busy"] = cores_busy(looks, lines[len(lines) // 4]["time"], lines[-1]["time"])
     found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
     found |= {"cores": len(os.sched_getaffinity(0)), "peak_memory_gb": max(memory for *_, memory in looks) / 1e9}
-    if way.learns(work):
+    if learns:
         found["curve"] = accuracy_curve(out, model_path, started_at)
         found["to_accuracy_s"] = seconds_to(found["curve"])
     return found
@@ -268,7 +266,7 @@ def summary(records: list[dict]) -> list[str]:
     return markdown(["work", "best arms", "n", *(heading for c in columns for heading in c.headings())], rows)
 
 
-def report(records: list[dict], _: Path) -> Iterator[str]:
+def report(records: list[dict]) -> Iterator[str]:
     """The best arms, and then all of them, work by work."""
     yield "\n".join(summary(records))
     for work, arms in arms_of(records).items():

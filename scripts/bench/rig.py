@@ -5,7 +5,6 @@ weights are published again and again, under a rising version. A `TrainingRig` i
 """
 
 import io
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -26,6 +25,7 @@ from job.publisher import Publisher
 from job.step_log import StepLog
 from records.time_ledger import TrainerClock
 from scripts.bench.work import NO_LEARNING, run_work_worker
+from scripts.lines import read
 from trainer import batch
 from trainer.policy import load_policy
 from weights.shm import ShmTransport
@@ -40,11 +40,11 @@ Weights = list[tuple[str, Tensor]]
 class Rig:
     """A node with workers and no trainer, on the CPU. To be used `with running(rig)`."""
 
-    def __init__(self, config: Config, worker_main: Callable, folder: Path, weights: Weights | None = None):
-        """`folder` is made, for records and logs; the model's own weights are published unless some are given."""
+    def __init__(self, config: Config, worker_main: Callable, folder: Path):
+        """`folder` is made, for records and logs."""
         endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
         self.config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
-        self.version, self.weights = 0, weights
+        self.version = 0
         """Of the weights that are published next."""
         self.published_at: dict[int, float] = {}
         """Unix time by version."""
@@ -61,7 +61,7 @@ class Rig:
     def connect(self) -> None:
         """Wait until the engines are up, and join them to the weights."""
         torch.set_num_threads(self.node.placement.trainer_threads)
-        self.weights = self.weights or load_weights(self.node.model_path)
+        self.weights = load_weights(self.node.model_path)
         self.controller.connect(ShmTransport(specs_of(self.weights)))
 
     def publish(self) -> None:
@@ -78,7 +78,7 @@ class Rig:
 
     def update_seconds(self, since: int) -> list[float]:
         """From each publish to when a worker sampled under it, of the versions from `since` on."""
-        events = map(json.loads, (self.node.run.path / "events.jsonl").read_text().splitlines())
+        events = read(self.node.run.path / "events.jsonl")
         updates = [event for event in events if event["event"] == "update" and event["version"] >= since]
         return [event["time"] - self.published_at[event["version"]] for event in updates]
 
@@ -143,9 +143,10 @@ def running(rig: Rig) -> Iterator[Rig]:
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
+def one_rank(device: str = "cpu") -> Iterator[None]:
     """A process group of this process alone, which FSDP2 needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -170,8 +171,3 @@ def load_weights(model_path: str) -> Weights:
 def specs_of(weights: Weights) -> list[ParameterSpec]:
     """What a transport must know of some weights."""
     return [ParameterSpec(name, weight.dtype, tuple(weight.shape)) for name, weight in weights]
-
-
-def num_tokens(groups: list[Group]) -> int:
-    """Tokens that the policy wrote in some groups."""
-    return sum(group.num_generated for group in groups)

@@ -152,7 +152,7 @@ def recomputed_tokens(trajectory: Trajectory) -> int:
     return sum(i for i in range(1, len(versions)) if -1 < versions[i - 1] < versions[i])
 
 
-# Tables and figure
+# Tables
 
 
 def table(records: list[dict], comparison: Comparison) -> list[str]:
@@ -161,8 +161,8 @@ def table(records: list[dict], comparison: Comparison) -> list[str]:
     return harness.table(comparison.name, arms, comparison.columns)
 
 
-def report(records: list[dict], out: Path) -> Iterator[str]:
-    """Paragraphs of the page; draws the figure."""
+def report(records: list[dict]) -> Iterator[str]:
+    """Paragraphs of the page."""
     yield (
         "Options of every arm are in `scripts/bench/rollout.toml`. How many times better an arm is than the first is a "
         "ratio of medians, in brackets the least and the most of a round."
@@ -171,26 +171,6 @@ def report(records: list[dict], out: Path) -> Iterator[str]:
     for comparison in (c for c in COMPARISONS if c.name in measured):
         yield "\n".join(table(records, comparison))
         yield f"Papers: {comparison.paper}. Ours: {comparison.why}."
-    draw(measured, out / "rollout.png")
-    yield "![medians of all arms](rollout.png)"
-
-
-def draw(measured: dict[str, list[dict]], path: Path) -> None:
-    """Write the figure: a panel per comparison; bars are medians, lines their minimum to maximum."""
-    import pandas  # not above: the process of every worker imports this file
-    from matplotlib.figure import Figure
-
-    drawn = [comparison for comparison in COMPARISONS if comparison.name in measured]
-    figure = Figure(figsize=(18, 3 * math.ceil(len(drawn) / 3)), layout="constrained")
-    for index, comparison in enumerate(drawn):
-        arms, column = harness.rounds(measured[comparison.name], "arm"), comparison.columns[0]
-        values = pandas.DataFrame({arm: pandas.Series(column.values(found)) for arm, found in arms.items()})
-        values = values[values.columns[::-1]]  # from the bottom
-        medians = values.median()
-        panel = figure.add_subplot(math.ceil(len(drawn) / 3), 3, index + 1)
-        medians.plot.barh(ax=panel, xerr=[medians - values.min(), values.max() - medians], alpha=0.6)
-        panel.set(title=f"{comparison.name}, n = {values.count().min()}", xlabel=column.heading)
-    figure.savefig(path, dpi=110)
 
 
 def cases(given: argparse.Namespace) -> list[Case]:

@@ -16,7 +16,7 @@ from data.messages import Finished
 from data.records import Group
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
-from scripts.simulation.fleet import SimulatedTrajectory, SimulatedWorkers
+from scripts.simulation.fleet import SimulatedWorkers
 from scripts.simulation.workload import Workload
 from weights.transport import Announcement, Staged
 
@@ -202,19 +202,15 @@ class Simulation:
         tokens = sum(t.num_generated for t in trajectories)
         prompts = self.case.workload.prompt_tokens * len(trajectories)
         newest = max(0, self._version - self.config.publish_delay)
+        segments = (pair for t in trajectories for pair in zip(t.policy_versions, t.segment_tokens, strict=True))
         return Step(
             wait_s=self.clock.now - self._published_at,
             train_s=(tokens + prompts) * self.case.cluster.train_s_per_token,
             tokens=tokens,
-            inherited_tokens=sum(_tokens_before(t, newest) for t in trajectories),
+            inherited_tokens=sum(tokens for version, tokens in segments if version < newest),
             staleness=tuple(self._version - t.min_version for t in trajectories),
             slot_s=tuple(t.slot_s for t in trajectories),
         )
-
-
-def _tokens_before(trajectory: SimulatedTrajectory, version: int) -> int:
-    pairs = zip(trajectory.policy_versions, trajectory.segment_tokens, strict=True)
-    return sum(tokens for sampled, tokens in pairs if sampled < version)
 
 
 def simulate(case: Case) -> Outcome:

@@ -8,7 +8,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,18 +39,18 @@ class SimulatedTrajectory(Trajectory):
         return int(self.policy_versions[0])  # a later entry is of a later version
 
 
+@dataclass(slots=True, eq=False)
 class Episode:
     """A trajectory on its way."""
 
-    __slots__ = ("draws", "is_over", "member", "num_turns", "request", "segments", "slot_s", "ticket")
-
-    def __init__(self, ticket: Ticket, member: int):
-        self.ticket, self.member = ticket, member
-        self.request: Request | None = None
-        self.segments: list[tuple[int, int]] = []  # (policy version, tokens)
-        self.num_turns, self.slot_s = 0, 0.0
-        self.is_over = False
-        self.draws: random.Random | None = None
+    ticket: Ticket
+    member: int
+    request: Request | None = None
+    segments: list[tuple[int, int]] = field(default_factory=list)  # (policy version, tokens)
+    num_turns: int = 0
+    slot_s: float = 0.0
+    is_over: bool = False
+    draws: random.Random | None = None
 
     def keep(self, parts: list[tuple[int, int]]) -> None:
         """Append what a turn has decoded."""

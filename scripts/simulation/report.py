@@ -1,10 +1,11 @@
-"""Records, tables and figure of simulate.py; its option --report draws the last two again."""
+"""Records and tables of simulate.py; its option --report writes the tables again."""
 
 import json
 from pathlib import Path
 
 import pandas as pd
 
+from scripts.lines import markdown, read
 from scripts.simulation import engine, scenarios, workload
 from scripts.simulation.cluster import FLOPS_PER_PARAMETER
 from scripts.simulation.scenarios import UNITS, Scenario
@@ -13,19 +14,9 @@ NEAR, ROUNDING = 0.15, 1e-6
 RULE = f"A hit: what is reported lies within the range of the seeds, or within {NEAR:.0%} of their mean."
 
 
-def load(path: Path) -> list[dict]:
-    """The records. Raises ValueError if there are none."""
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    if not found:
-        raise ValueError(f"{path} has no records; run python scripts/simulate.py first")
-    return found
-
-
 def replace(new: dict, path: Path) -> None:
     """Append a record, in the place of an earlier one of the same scenario and seed."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = {tuple(old[key] for key in ("scenario", "tail", "seed")): old for old in map(json.loads, lines)}
-    kept[tuple(new[key] for key in ("scenario", "tail", "seed"))] = new
+    kept = {tuple(one[key] for key in ("scenario", "tail", "seed")): one for one in [*read(path), new]}
     path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in kept.values()), encoding="utf-8")
 
 
@@ -68,11 +59,6 @@ def verdict(paper: tuple[float, float] | None, mean: float, lowest: float, highe
 
 
 # Markdown
-
-
-def markdown(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
 def _number(value: float | None) -> str:
@@ -172,10 +158,11 @@ ASSUMED = f"""\
 
 
 def write(out: Path) -> None:
-    """Write table.md and simulation.png from simulation.jsonl in the folder `out`. Raises ValueError if it is empty."""
-    records = load(out / "simulation.jsonl")
+    """Write table.md from simulation.jsonl in the folder `out`. Raises ValueError if it is empty."""
+    records = read(out / "simulation.jsonl")
+    if not records:
+        raise ValueError(f"{out / 'simulation.jsonl'} has no records; run python scripts/simulate.py first")
     found = claims(records)
-    draw(found, out / "simulation.png")
     made_by = dict.fromkeys(
         f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}." for r in records
     )
@@ -193,35 +180,8 @@ def write(out: Path) -> None:
         f"Means and ranges are of the seeds' ratios; above 1 is better. {RULE}",
         "\n".join(table(records)),
         "\n".join(notes(records)),
-        "![times better, ours and the papers'](simulation.png)",
         "## Propositions 1 and 2 of ROLL Flash",
         "What they state, and what of a run is compared with what, is on top of `scripts/simulation/theory.py`.",
         "\n".join(propositions(records)),
     ]
     (out / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-
-
-def draw(found: pd.DataFrame, out: Path) -> None:
-    """Write the figure: a panel per comparison; bars are means and ranges of ours, dots the paper's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    shown = found[(found["tail"] == workload.LONGEST_TO_MEDIAN) & (found.against != "")].groupby("scenario", sort=False)
-    columns = min(4, len(shown))
-    figure = Figure(figsize=(5 * columns, 2.6 * -(-len(shown) // columns)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(-(-len(shown) // columns), columns, squeeze=False).flatten()
-    for panel, (name, rows) in zip(panels, shown, strict=False):
-        spread = [rows["mean"] - rows["min"], rows["max"] - rows["mean"]]
-        panel.barh(range(len(rows)), rows["mean"], xerr=spread, color="C0", alpha=0.6)
-        for place, paper in enumerate(rows.paper):
-            if paper is not None:
-                panel.plot(paper, [place] * 2, "ko-")
-        panel.axvline(1, color="k", linewidth=0.8)
-        panel.set_yticks(range(len(rows)), rows.name, fontsize=7)
-        panel.invert_yaxis()
-        panel.set_title(name, fontsize=8)
-        panel.grid(axis="x", alpha=0.3)
-    for panel in panels[len(shown) :]:
-        panel.set_axis_off()
-    figure.savefig(out, dpi=100)

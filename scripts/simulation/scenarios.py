@@ -31,8 +31,7 @@ from scripts.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, EngineCu
 from scripts.simulation.theory import train_gpus
 from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, lengths_up_to
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 SYNC_BYTES_PER_S = 8e9
 """Weights to all engines: what verl reports of 235B on 64 -> 64 GPUs (59 s)."""
 NEAR_BEST = 0.03
@@ -79,8 +78,8 @@ class Scenario:
     tail: float
     """Longest length divided by the median."""
 
-    def case(self, arm: str, outcomes: dict[str, Outcome], seed: int, curve: EngineCurve | None = None) -> Case:
-        """The run of one arm, where `outcomes` are those of the arms before it; `curve` replaces its engines'."""
+    def case(self, arm: str, outcomes: dict[str, Outcome], seed: int) -> Case:
+        """The run of one arm, where `outcomes` are those of the arms before it."""
         known = dict(self.arms[arm])
         ratio = int(known["options"].get("async_ratio", 0))
         if "split_by" in known:
@@ -89,8 +88,9 @@ class Scenario:
         # Groups that start together end, wait and are replaced together: one step in 1 + α is a long one.
         steps = -(-known["steps"] // (1 + ratio)) * (1 + ratio)
         workload = _workload(known, self.tail)
-        cluster = _cluster(known, workload.lengths, curve)
-        return Case(known["options"], workload, cluster, steps, known.get("warmup", 2 + ratio), seed)
+        return Case(
+            known["options"], workload, _cluster(known, workload.lengths), steps, known.get("warmup", 2 + ratio), seed
+        )
 
 
 def _workload(known: dict, tail: float) -> Workload:
@@ -100,12 +100,12 @@ def _workload(known: dict, tail: float) -> Workload:
     return Workload(lengths, Turns(latency=law, **known["turns"]) if law else None, **rest)
 
 
-def _cluster(known: dict, lengths: LengthLaw, curve: EngineCurve | None) -> Cluster:
+def _cluster(known: dict, lengths: LengthLaw) -> Cluster:
     model, gpu = known.get("model", "Qwen3-8B"), known.get("gpu", "H800")
-    if curve is None and "curve" in known:
+    if "curve" in known:
         curve = EngineCurve.load(RESULTS / "simulation" / known["curve"])
         curve = replace(curve, max_running_requests=known["options"]["max_running_requests"])
-    elif curve is None:
+    else:
         curve = roofline(model, gpu, lengths.mean_context, known.get("tensor_parallel", 1))
     trains = "train_gpus" in known
     return Cluster(
@@ -201,7 +201,7 @@ def _merged(known: dict, changes: dict) -> dict:
 
 @functools.cache
 def _measured(comparison: str) -> dict[str, float]:
-    """Arm -> how many times better than the first it was in a comparison of scripts/bench_rollout.py, by medians."""
+    """Arm -> how many times better than the first it was in a comparison of scripts/bench/rollout.py, by medians."""
     key = "new_tokens_per_s" if comparison == "over-sampling" else "seconds_per_step"
     frame = pd.read_json(RESULTS / "rollout" / "rollout.jsonl", lines=True)
     medians = frame[frame.comparison == comparison].groupby("arm", sort=False)[key].median()

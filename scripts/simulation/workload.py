@@ -53,10 +53,6 @@ class LengthLaw:
         return sum(lengths) / count, sum(length * length for length in lengths) / count
 
     @property
-    def mean(self) -> float:
-        return self.moments[0]
-
-    @property
     def mean_context(self) -> float:
         """Tokens, prompt included, of a request that runs at a random time: long ones are met more often."""
         mean, mean_square = self.moments

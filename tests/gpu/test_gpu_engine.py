@@ -7,7 +7,8 @@ import torch
 
 from cluster.memory import GIB, kv_bytes_per_token
 from cluster.shape import read_shape
-from scripts.bench.gpu_setup import Pair, Setup, one_rank
+from scripts.bench.gpu_setup import Pair, Setup
+from scripts.bench.rig import one_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 

@@ -12,6 +12,7 @@ import pytest
 from data.records import Ticket
 from scripts import simulate as script
 from scripts.latency import LatencyLaw
+from scripts.lines import read
 from scripts.simulation import report, scenarios, theory
 from scripts.simulation.clock import Clock
 from scripts.simulation.cluster import Case, Cluster, simulate
@@ -39,11 +40,11 @@ def ticket(group_id):
 
 def steady(slots=4, rate=10.0):
     """An engine whose speed does not depend on how many run, and which needs no time for prompts."""
-    return EngineCurve("steady", ((1, rate), (2, rate)), 1e12, slots)
+    return EngineCurve(((1, rate), (2, rate)), 1e12, slots)
 
 
 def slowing(slots=8):
-    return EngineCurve("slowing", ((1, 10.0), (64, 2.0)), 2000.0, slots)
+    return EngineCurve(((1, 10.0), (64, 2.0)), 2000.0, slots)
 
 
 def case(options=None, workload=None, workers=2, curve=None, steps=4, warmup=1, **cluster):
@@ -75,7 +76,7 @@ def test_three_responses_on_two_slots_take_what_they_take_by_hand():
 
 def test_an_engine_that_slows_down_with_its_load_takes_what_it_takes_by_hand():
     # Alone 10 tokens/s, two together 5 each: 30 and 10 tokens to 2 s, then 20 and 20 tokens left to 6 s.
-    curve = EngineCurve("halving", ((1, 10.0), (2, 5.0)), 1e12, 2)
+    curve = EngineCurve(((1, 10.0), (2, 5.0)), 1e12, 2)
     workload = Workload(Table((30, 10, 20)), prompt_tokens=0)
     assert rollout_s({"groups_per_step": 1, "group_size": 3}, curve, workload) == pytest.approx(6.0)
 
@@ -250,17 +251,12 @@ def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
         roofline("Qwen3-8B", "H800", 1_000_000)
 
 
-def test_a_curve_is_read_as_it_was_written_and_a_broken_one_is_refused(tmp_path):
+def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp_path):
     path = tmp_path / "curve.json"
     path.write_text(json.dumps({"command": "by hand", **asdict(slowing())}))
     assert EngineCurve.load(path) == slowing()
     assert slowing().rate(1) == 10.0 and slowing().rate(64) == pytest.approx(2.0)
     assert 1 / slowing().rate(127) == pytest.approx(0.1 + 2 * 0.4)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="holds no engine curve"):
-        EngineCurve.load(path)
-    with pytest.raises(ValueError, match="requests rising"):
-        EngineCurve("x", ((2, 1.0), (1, 1.0)), 1.0, 1)
 
 
 def test_lengths_have_the_tail_that_is_stated_and_members_of_a_group_are_alike():
@@ -268,11 +264,13 @@ def test_lengths_have_the_tail_that_is_stated_and_members_of_a_group_are_alike()
     drawn = [[law.draw(problem, ticket(problem), member) for member in range(8)] for problem in range(1500)]
     flat = sorted(itertools.chain(*drawn))
     assert flat[-1] == 8192 and flat[len(flat) // 2] == pytest.approx(8192 / 20, rel=0.07)
-    assert sum(flat) / len(flat) == pytest.approx(law.mean, rel=0.07)
+    assert sum(flat) / len(flat) == pytest.approx(law.moments[0], rel=0.07)
     logs = [[math.log(length / law.median) / law.sigma for length in group] for group in drawn]
     within = sum(sum((z - sum(g) / 8) ** 2 for z in g) / 7 for g in logs) / len(logs)
     assert within == pytest.approx(1 / 3, rel=0.07)
-    assert LengthLaw(15, 1.0, 192).mean == pytest.approx(24, abs=1)  # the rollout bench's, an eighth of the longest
+    assert LengthLaw(15, 1.0, 192).moments[0] == pytest.approx(
+        24, abs=1
+    )  # the rollout bench's, an eighth of the longest
 
 
 def test_a_problem_that_is_issued_again_is_as_hard_and_its_response_is_new():
@@ -342,7 +340,7 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
     path = tmp_path / "simulation.jsonl"
     for seed in (0, 1, 1):
         report.replace(script.run(tiny_scenario(), seed) | made_by, path)
-    records = report.load(path)
+    records = read(path)
     assert [record["seed"] for record in records] == [0, 1]
     gains = sorted(scenarios.times_better("trained_tokens_per_s", "async", "sync")(r["arms"]) for r in records)
     row = report.claims(records).iloc[1]
@@ -352,28 +350,25 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
     report.write(tmp_path)
     text = (tmp_path / "table.md").read_text()
     assert "| again | sync | 2 | 1 | 1 | MISS |" in text and "commit c0ffee" in text and "n = 2 seeds" in text
-    assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
         report.table([{**records[0], "arms": {}}])
-    slower = script.run(tiny_scenario(), 0, steady(rate=1.0))
-    assert slower["arms"]["sync"]["step_s"] > records[0]["arms"]["sync"]["step_s"]
 
 
 def test_the_committed_records_have_every_comparison_with_five_seeds_or_more():
-    counts = report.claims(report.load(RECORDS))
+    counts = report.claims(read(RECORDS))
     there = set(zip(counts["scenario"], counts["tail"], strict=True))
     assert there == {(scenario.name, scenario.tail) for scenario in scenarios.scenarios()}
     assert counts["count"].min() == counts["count"].max() >= 5
 
 
 def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses():
-    *rows, _, _ = report.short(report.load(RECORDS))
+    *rows, _, _ = report.short(read(RECORDS))
     assert len(rows) - 2 <= 10
     assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
 
 
 def test_the_propositions_hold_on_every_committed_run_that_meets_their_assumptions():
-    found = [pair for r in report.load(RECORDS) for arm in r["arms"].values() for pair in arm["propositions"].items()]
+    found = [pair for r in read(RECORDS) for arm in r["arms"].values() for pair in arm["propositions"].items()]
     claimed = [(name, share) for name, share in found if not isinstance(share, str)]
     assert {name for name, _ in claimed} == {"1", "2 sync", "2 async", "2 async, no overlap"}
     assert max(share for _, share in claimed) <= 1 + report.ROUNDING

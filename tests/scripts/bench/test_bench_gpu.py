@@ -3,9 +3,10 @@
 import pytest
 
 from cluster.shape import ModelShape
-from scripts.bench import gpu, harness
+from scripts.bench import gpu
 from scripts.bench.gpu_parts import FUNCTIONS, job_numbers, throughput, trainer, training_flops
 from scripts.bench.gpu_setup import Setup
+from scripts.lines import read
 
 
 def brute_force_flops(layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, num_trained):
@@ -97,7 +98,7 @@ def run_bench(monkeypatch, out, *options):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--out", str(out), *options])
     with pytest.raises(SystemExit) as exited:
         gpu.main()
-    return harness.load(out / "gpu.jsonl"), exited.value.code
+    return read(out / "gpu.jsonl"), exited.value.code
 
 
 @pytest.mark.slow

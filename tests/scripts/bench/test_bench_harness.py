@@ -8,6 +8,7 @@ import pytest
 
 from scripts.bench import harness
 from scripts.bench.harness import Arm, Bench, Case, Column
+from scripts.lines import read
 
 MADE = {"size": "full", "command": "python bench", "commit": "c0ffee", "dirty": False, "changes": ""}
 MADE |= {"hardware": "2 CPU cores", "load_before": 0.1, "packages": {"torch": "2"}}
@@ -42,11 +43,11 @@ class Counting:
 
 def bench_of(log, **more):
     case = Case("race on foot", [Arm(name, Counting(name, log).start, {"fast": name == "b"}) for name in "ab"], **more)
-    return Bench("race", "A race", lambda given: [case], lambda records, out: [], key=("case", "arm")), case
+    return Bench("race", "A race", lambda given: [case], lambda records: [], key=("case", "arm")), case
 
 
 def records_of(path):
-    return [(r["arm"], r["repeat"], r["seconds"]) for r in harness.load(path)]
+    return [(r["arm"], r["repeat"], r["seconds"]) for r in read(path)]
 
 
 def run(bench, monkeypatch, *options):
@@ -60,7 +61,7 @@ def test_arms_are_measured_in_turn_every_second_round_backwards_and_the_first_ro
     harness.measure(bench, case, 2, tmp_path / "race.jsonl", MADE)
     assert log[:8] == ["start a", "start b", "a", "b", "a", "b", "b", "a"] and sorted(log[8:]) == ["end a", "end b"]
     assert records_of(tmp_path / "race.jsonl") == [("a", 0, 2.0), ("b", 0, 2.0), ("b", 1, 3.0), ("a", 1, 3.0)]
-    assert harness.load(tmp_path / "race.jsonl")[1]["options"] == {"fast": True}
+    assert read(tmp_path / "race.jsonl")[1]["options"] == {"fast": True}
 
 
 def test_a_bench_goes_on_where_it_stopped_and_measures_nothing_twice(tmp_path):

@@ -1,16 +1,14 @@
 import statistics
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tiny_policy import load, random_sequences, save_tiny_model
 
 from config import Config
-from data.records import Group, Ticket, check_trajectory
 from scripts.bench import bare, harness, parts
-from scripts.bench.rig import num_tokens
 from scripts.bench.work import LONG, SHORT, WORKS, work_of
+from scripts.lines import read
 from trainer.packing import bundle, pack
 
 
@@ -60,28 +58,10 @@ def test_memcpy_is_timed_for_all_bytes():
     assert 1e-6 < parts.memcpy_s(10**6) < 0.1
 
 
-def test_an_echoed_response_is_one_that_the_trainer_takes():
-    ticket = Ticket(3, 1, 2, 1, 0, (5, 6, 7), "a", None, seed=0, min_version=0)
-    trajectory = parts.echo(ticket, version=4)
-    check_trajectory(trajectory)
-    assert trajectory.num_generated == 9 and trajectory.min_version == 4 and trajectory.tokens[:3].tolist() == [5, 6, 7]
-    group = Group(1, (parts.echo(ticket, 0, 4), parts.echo(ticket, 0, 5)))
-    assert num_tokens([group, group]) == 18
-    assert np.isfinite(group.trajectories[0].behavior_logprobs).all()
-
-
-def test_the_queue_alone_consumes_all_groups_of_all_steps(tmp_path, model_path):
-    config = Config(model=model_path, async_ratio=1.0, groups_per_step=2, group_size=2)
-    with parts.echoing(config, per_message=3, steps=5, logs=tmp_path) as measure:
-        measured = measure()
-    assert measured["cpu_us"] > 0 and measured["wall_us"] > 0
-    assert (tmp_path / "queue-3" / "events.jsonl").read_text().count('"event": "trajectory"') >= 5 * 2 * 2
-
-
 def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
     assert parts.record("rollout long", 90.0, 100.0)["ratio"] == pytest.approx(0.9)
     assert parts.record("speed-up natural α=1", 0.4, 0.5)["ratio"] == pytest.approx(1.25)
-    assert parts.record("queue 1 per message", 80.0)["ratio"] is None
+    assert parts.record("publish tiny", 80.0, 100.0, bytes=7)["bytes"] == 7
 
 
 def test_whole_steps_give_overlap_pause_and_speed_up():
@@ -95,18 +75,18 @@ def test_every_case_is_there_in_both_sizes():
     for size in parts.SIZES:
         cases = list(parts.cases(SimpleNamespace(size=size)))
         assert {case.name.split()[0] for case in cases} == {
-            "rollout", "trainer", "publish", "update", "queue", "job", "frozen_lake"
+            "rollout", "trainer", "publish", "job", "frozen_lake"
         }  # fmt: skip
 
 
 def test_the_records_of_the_repository_give_their_page(tmp_path):
-    text = "\n".join(parts.report(harness.load(harness.ROOT / "results/parts/parts.jsonl"), tmp_path))
+    text = "\n".join(parts.report(read(harness.ROOT / "results/parts/parts.jsonl")))
     rollout = "| rollout natural | rollout worker, tokens/s | 5 | 8500 [7468–9462] | 8876 [7711–9437] |"
     assert f"{rollout} 0.968 [0.887–1.040] | ≥ 0.95 | yes | plain AsyncLLM |" in text
     assert "| 1.237 [1.198–1.659] | ≤ 1.1 | no | slower half alone |" in text
     assert "µs | 5 | 203 [189–228] | – | – | – | – | – |" in text
     assert "| overlap α=1 | 5 | 249 [" in text
-    lines = parts.summary(harness.load(harness.ROOT / "results/parts/parts.jsonl"))
+    lines = parts.summary(read(harness.ROOT / "results/parts/parts.jsonl"))
     assert (
         len(lines) == 2 + 15
         and "| trainer long | train_step | plain step | 0.878 [0.740–0.909] | ≥ 0.9 | no |" in lines
