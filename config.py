@@ -62,18 +62,18 @@ class Config:
 
     # Freshness
     stale_policy: Literal["wait", "drop", "gate"] = "wait"
-    """How the bound is kept: block for the groups that expire first, or drop and re-issue what expired; `gate` only
-    counts submissions (AReaL), which bounds the mean."""
+    """How the bound on staleness is kept: `wait` blocks for groups that expire first, `drop` drops and re-issues what
+    expired, `gate` only counts submissions (AReaL), which bounds the mean."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
-    """Running requests at a weight update: go on with the old KV cache, or with a new one; abort and go on from what
-    was written, or start over (the group stays as old as its first start); or drain first."""
+    """Running requests at a weight update: `keep` goes on with the old KV cache, `recompute` with a new one; `resume`
+    aborts and goes on from what was written, `restart` starts over (as old as its first start); `wait` drains first."""
     publish_delay: int = 0
-    """Publish weights this many steps late (K): with async_ratio 0 every token is exactly K steps stale."""
+    """Publish weights this many steps late (K): with async_ratio 0 every token is K steps stale, from step K + 1 on."""
 
     # Rollout
     scheduling: Literal["queue", "batch", "lockstep"] = "queue"
-    """Every response to whichever worker is free; or prompts split in advance, all waited for, then all rewarded; or a
-    queue in which all environments take a turn before any takes the next. The last two are baselines."""
+    """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for
+    all, then rewards all; `lockstep` is a queue in which all environments take a turn before any takes the next."""
     replicate_prompts: bool = True
     """One request per response, on any workers; otherwise one request of group_size responses on one worker."""
     drop_zero_variance: bool = False

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop."""
+    """A signal asked the run to stop: what to say, and its number."""
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 def train(config: Config, worker_main: Callable | None = None) -> None:

@@ -138,7 +138,8 @@ class ReasoningGym:
         names = sorted(set(DATASETS) - {"composite"})
         if name not in names:
             close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
-            hint = f"close to it: {', '.join(close)}" if close else f"there are {len(names)}, from {names[0]}"
+            near = f"close to it: {', '.join(close)}"
+            hint = near if close else f"it has {len(names)}, such as {names[0]} and {names[-1]}"
             raise ValueError(f"reasoning_gym has no dataset {name!r}; {hint}")
         self._name = name
         self._seed = seed

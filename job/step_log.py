@@ -51,7 +51,8 @@ class StepLog:
             self.clock.enter("evaluate")  # also if it is another node that evaluates
         known = over_nodes(self.node.cluster.gather(mine))
         self.clock.enter("other")
-        self.node.run.record("step", step=step, spans=account.spans_s)
+        trained = {} if groups is None else {"groups": [group.group_id for group in groups]}
+        self.node.run.record("step", step=step, spans=account.spans_s, **trained)
         if not self.node.cluster.is_first:
             return
         times = time_metrics(account.spent, known.rollout.worker_time)

@@ -28,19 +28,16 @@ from scripts.simulation.workload import LONGEST_TO_MEDIAN
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 MECHANISMS = (
-    ("--scheduling queue", "ROLL Flash", "each response to whichever worker is free", "scheduling", "queue"),
-    ("--replicate-prompts", "ROLL Flash", "a request per response, on any worker", "replication 16x16", "replicated"),
-    ("--drop-zero-variance --extra-groups 16", "DAPO, ROLL Flash", "groups that teach nothing make room, 16 more run",
-     "scheduling", "queue +16 groups"),
-    ("--extra-members 2", "ROLL Flash", "the first `group_size` to finish make the group", "redundancy", "+2 members"),
-    ("--extra-members 2, 1 % of steps fail", "ROLL Flash", "a failed response is no loss",
-     "redundancy failing", "+2 members"),
-    ("--over-sampling 2", "APRIL", "what is left over is suspended, and goes on after the update",
-     "over-sampling", "R = 2"),
-    ("no --scheduling lockstep", "ROLL Flash", "environments do not wait for each other",
-     "environments normal(10,10)", "asynchronous"),
+    ("`--scheduling queue`", "`batch`", "ROLL Flash", "scheduling", "queue", "batch"),
+    ("`--extra-groups 16`", "0", "ROLL Flash", "scheduling", "queue +16 groups", "queue"),
+    ("`--replicate-prompts`", "one request a group", "ROLL Flash", "replication 16x16", "replicated", "one request"),
+    ("`--extra-members 2`", "0", "ROLL Flash", "redundancy", "+2 members", "none"),
+    ("`--extra-members 2` where 1 % of steps fail", "0", "ROLL Flash", "redundancy failing", "+2 members", "none"),
+    ("`--over-sampling 2`", "1", "APRIL", "over-sampling", "R = 2", "R = 1"),
+    ("`--scheduling queue`, several turns", "`lockstep`", "ROLL Flash", "environments normal(10,10)", "asynchronous",
+     "barrier"),
 )  # fmt: skip
-"""Option, paper, what it does; comparison and arm of results/rollout that measure it against the first arm."""
+"""Option, baseline, paper; comparison of results/rollout, its arm, and the arm of the baseline."""
 
 
 def records_of(name: str) -> list[dict]:
@@ -170,16 +167,16 @@ def staleness() -> str:
 
 
 def mechanisms() -> str:
-    """How many times better than without each mechanism of rollout is, by medians: steps, or trained tokens."""
+    """How many times better than its baseline each mechanism of rollout is, by medians: steps, or trained tokens."""
     records, rows = records_of("rollout"), []
     columns = {comparison.name: comparison.columns for comparison in rollout_bench.COMPARISONS}
-    for option, paper, what, comparison, arm in MECHANISMS:
+    for option, baseline, paper, comparison, arm, against in MECHANISMS:
         arms = rounds(records, "arm", comparison=comparison)
         # With over-sampling steps are not alike.
         column = columns[comparison][comparison == "over-sampling"]
-        gain = column.gain(column.values(arms[arm]), column.values(next(iter(arms.values()))))
-        rows.append([f"`{option}`", paper, what, f"{gain:.2f}×"])
-    return lines(markdown(["option", "paper", "what it does", "gain"], rows))
+        gain = column.gain(column.values(arms[arm]), column.values(arms[against]))
+        rows.append([option, baseline, paper, f"{gain:.2f}×"])
+    return lines(markdown(["option", "baseline", "paper", "gain"], rows))
 
 
 def mechanisms_in_full() -> str:
