@@ -40,12 +40,6 @@ def accuracy_over_samples(metrics: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"x": progress(metrics)["samples"], "y": accuracy}).dropna()
 
 
-def reward_over_seconds(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Mean reward of the last tenth of the run's steps, trailing, over the seconds spent in steps, a row per step."""
-    smooth = metrics["reward/mean"].rolling(max(1, len(metrics) // 10)).mean()
-    return pd.DataFrame({"x": metrics["time/step_s"].cumsum(), "y": smooth}).set_axis(metrics["step"]).dropna()
-
-
 def average(curves: list[pd.DataFrame]) -> pd.DataFrame:
     """Mean x, and mean, low and high y at every step, over the runs that reached it.
 

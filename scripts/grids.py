@@ -296,17 +296,13 @@ def _draw(runs: pd.DataFrame, out: Path) -> None:
     failed, several = runs["error"].notna(), runs["seed"].nunique() > 1
     notes = ["line: mean over seeds; band or bar: minimum to maximum"] * several
     notes += ["thin, up to ×: a run that ended with an error"] * bool(failed.any())
-    reward = "reward, mean of the last tenth of the steps"
-    for name, curve, *labels in (
-        ("curves", figures.accuracy_over_samples, "samples trained on", "held-out accuracy"),
-        ("wallclock", figures.reward_over_seconds, "time in steps, s", reward),
-    ):
-        panels: figures.Panels = {}
-        for (column, of), chosen in runs.groupby(["setting", "loss"], observed=True):
-            points = [(curve(metrics_of(record)), "error" in record) for record in chosen["record"]]
-            panels.setdefault(column.replace("`", ""), {})[of] = points
-        figures.draw_panels(panels, labels, "; ".join(notes), out / f"{name}.png")
-    panels, names = {"final held-out accuracy": {}, reward: {}}, list(runs["loss"].cat.categories)
+    panels: figures.Panels = {}
+    for (column, of), chosen in runs.groupby(["setting", "loss"], observed=True):
+        curves = [(figures.accuracy_over_samples(metrics_of(one)), "error" in one) for one in chosen["record"]]
+        panels.setdefault(column.replace("`", ""), {})[of] = curves
+    figures.draw_panels(panels, ("samples trained on", "held-out accuracy"), "; ".join(notes), out / "curves.png")
+    reward, names = "reward, mean of the last tenth of the steps", list(runs["loss"].cat.categories)
+    panels = {"final held-out accuracy": {}, reward: {}}
     width = np.ptp(runs["staleness_settled"]) * 0.08 / len(names)  # losses are moved sideways, apart from each other
     for lines, measured in zip(panels.values(), ("accuracy_last", "reward_last"), strict=True):
         for (of, _), chosen in runs[~failed].groupby(["loss", "seed"], observed=True):
