@@ -4,9 +4,9 @@
     python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=true|false' -- --steps 40
     python scripts/ablate.py --replay runs/A runs/B --algos tis topr    # on the batches of runs made with --record
 
-Every combination is one cell: one `torchrun train_async.py`, all with the same number of consumed samples. A finished
-cell is a line of OUT/cells.jsonl and is not run again: the same --out goes on where it stopped. What follows `--` is
-handed to every run. grids.py says what is kept, and makes table.md, paired.md, cells.csv and the figures of it.
+Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
+line of OUT/cells.jsonl and is not run again: the same --out goes on where it stopped. What follows `--` is handed to
+every run. grids.py says what is kept, and makes table.md, paired.md, cells.csv and the figures of it.
 """
 
 import argparse
@@ -162,13 +162,14 @@ def read_arguments(args: list[str] | None = None) -> argparse.Namespace:
     add("--parallel", type=int, default=1, metavar="N", help="runs at a time; above 1, times mean less (default: 1)")
     add("--report", action="store_true", help="run nothing, make the tables and figures of --out again")
     add("extra", nargs="*", metavar="-- --option=value", help="options of every run")
-    return parser.parse_args(args)
+    arguments, unknown = parser.parse_known_args(args)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; options of every run go after --")
+    return arguments
 
 
 def cells_of(arguments: argparse.Namespace) -> list[dict]:
     """The cells that the command line asks for. Raises ValueError if a run would not accept one."""
-    from algos import hyperparameters
-
     losses, cells = [read_value("algo", algo) for algo in arguments.algos], []
     for run in arguments.replay:
         name, config = run.resolve().name, load(run).info["config"]
@@ -176,7 +177,9 @@ def cells_of(arguments: argparse.Namespace) -> list[dict]:
         cells.append({"kind": RECORDED, "of": name, **own})
         cells += [{"kind": "replay", "of": name, **one} for one in losses]
     if cells:
-        return cells
+        return checked(cells, arguments.extra)
+    if arguments.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
     axes = {"algo": losses, "seed": [{"seed": seed} for seed in range(arguments.seeds)]}
     for name in ("async_ratio", "publish_delay"):
         axes[name] = [read_value(name, text) for text in getattr(arguments, name)]
@@ -184,13 +187,25 @@ def cells_of(arguments: argparse.Namespace) -> list[dict]:
         name, separator, values = sweep.partition("=")
         if not separator:
             raise ValueError(f"--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got {sweep!r}")
-        name = name.replace("-", "_")
+        if (name := name.replace("-", "_")) in axes:
+            own = "--algos, --async-ratio, --publish-delay and --seeds are options of this script"
+            raise ValueError(f"--sweep {flag(name)} has values already; sweep an option once, and {own}")
         axes[name] = [read_value(name, value) for value in values.split("|")]
-    cells = grid(axes)
-    for cell in cells:
+    return checked(grid(axes), arguments.extra)
+
+
+def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
+    """The cells. Raises ValueError if a run would not accept one, or `extra` says otherwise than it does."""
+    from algos import hyperparameters
+
+    for cell in (cell for cell in cells if cell.get("kind") != RECORDED):
         try:
-            config = read_options(options(cell, arguments.extra)).checked()
-            hyperparameters(config.algo, config.algo_args)
+            alone, config = read_options(options(cell)), read_options(options(cell, extra))
+            for name in cell:
+                if getattr(config, name, None) != getattr(alone, name, None):
+                    raise ValueError(f"--{flag(name)} is the grid's; give it before --")
+            if "of" not in cell:  # a replay's other options are those of its recorded run
+                hyperparameters(config.checked().algo, config.algo_args)
         except ValueError as error:
             raise ValueError(f"cell {cell_name(cell)}: {error}") from None
     return cells
@@ -199,7 +214,7 @@ def cells_of(arguments: argparse.Namespace) -> list[dict]:
 def main() -> None:
     """Read the command line, run what is missing, report."""
     arguments = read_arguments()
-    out = arguments.out or ROOT / "runs" / f"ablation-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = arguments.out or Path("runs") / f"ablation-{time.strftime('%Y%m%d-%H%M%S')}"
     recorded, extra = {run.resolve().name: run.resolve() for run in arguments.replay}, arguments.extra
 
     def run(cell: dict) -> dict:
@@ -209,10 +224,14 @@ def main() -> None:
         return run_cell(cell, [*command, *options(cell, extra)], out / "runs" if arguments.keep_runs else None)
 
     try:
+        if arguments.report and not arguments.out:
+            raise ValueError("--report needs --out, the directory of a grid")
         if not arguments.report:
             path = out / ("replays.jsonl" if recorded else "cells.jsonl")
             run_missing(cells_of(arguments), path, run, extra, arguments.parallel)
         report(out)
+    except KeyboardInterrupt:
+        sys.exit(f"stopped; the same --out goes on: --out {shlex.quote(str(out))}")
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -47,9 +47,9 @@ def axes(algos=("grpo",), ratios=("0",), delays=("0",), seeds=1, **sweeps):
     return {name: [read_value(name, value) for value in values] for name, values in chosen.items()}
 
 
-def run_script(*arguments):
-    command = [sys.executable, "scripts/ablate.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def run_script(*arguments, cwd=ROOT):
+    command = [sys.executable, ROOT / "scripts/ablate.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -101,6 +101,15 @@ def test_any_option_can_be_swept_whatever_its_type():
             ["--algos", "grpo:cap=1", "--sweep", "algo_args=cap=2"],
             "or an option of it, is there twice; name each value and option",
         ),
+        (["--sweep", "lr=1e-3|2e-3", "--sweep", "lr=3e-3"], "--sweep lr has values already; sweep an option once"),
+        (["--algos", "grpo", "--sweep", "algo=tis"], "--sweep algo has values already; sweep an option once, and --al"),
+        (["--sweep", "async-ratio=1|2"], "--sweep async-ratio has values already"),
+        (["--sweep", "seed=7"], "--sweep seed has values already"),
+        (["--", "--async-ratio", "1"], "cell grpo-a0-k0-s0: --async-ratio is the grid's; give it before --"),
+        (["--", "--algo=topr"], "--algo is the grid's; give it before --"),
+        (["--sweep", "lr=0.1|0.2", "--", "--lr=0.2"], "--lr is the grid's; give it before --"),
+        (["--algos", "grpo:clip_high=0.4", "--", "--algo-args", "clip_low=0.1"], "--algo-args is the grid's"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--algos", "grpo", "tis:clip_high=0.3"], "cell tis+clip_high=0.3-a0-k0-s0: "),
     ],
 )
@@ -114,6 +123,15 @@ def test_the_script_says_a_mistake_in_one_line_and_makes_nothing(tmp_path):
     done = run_script("--out", tmp_path / "out", "--", "--groups-per-step=0")
     assert done.returncode == 1 and done.stderr.startswith("error: cell grpo-a0-k0-s0: --groups-per-step must be")
     assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_options_of_every_run_that_the_grid_does_not_vary_go_after_two_dashes(capsys):
+    same = ["--sweep", "lr=0.1|0.2", "--seeds", "1", "--", "--steps=5", "--seed=0"]
+    assert len(ablate.cells_of(ablate.read_arguments(same))) == 3 * 2 * 2
+    with pytest.raises(SystemExit):
+        ablate.read_arguments(["--algos", "grpo", "--steps", "5"])
+    assert "unrecognized arguments: --steps" in (said := capsys.readouterr().err)
+    assert said.endswith("; options of every run go after --\n")
 
 
 # Runs
@@ -154,22 +172,24 @@ def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
     script = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-from scripts.ablate import run_missing
-from pathlib import Path
+from scripts import ablate
 
-def run(cell):
+def run(cell, command, keep_in):
     print("running", flush=True)
     time.sleep(1)
     return {{"cell": cell, "evaluations": [], "error": "SignalException"}}
 
-run_missing([{{"algo": "grpo"}}, {{"algo": "tis"}}], Path({str(tmp_path)!r}) / "cells.jsonl", run)
+ablate.run_cell = run
+sys.argv[1:] = ["--out", {str(tmp_path)!r}]
+ablate.main()
 """
     job = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while job.stdout.readline() != "running\n":
         assert job.poll() is None
     job.send_signal(2)
-    rest, trace = job.communicate(timeout=30)
-    assert "KeyboardInterrupt" in trace and rest == "" and not (tmp_path / "cells.jsonl").exists()
+    rest, said = job.communicate(timeout=30)
+    assert said == f"stopped; the same --out goes on: --out {tmp_path}\n" and job.returncode == 1
+    assert rest == "" and not (tmp_path / "cells.jsonl").exists()
 
 
 def test_cells_of_a_grid_with_other_options_are_refused(tmp_path):
@@ -213,10 +233,9 @@ def test_the_script_goes_on_with_a_grid_that_is_finished_without_running_anythin
     assert (tmp_path / "curves.png").exists()
 
 
-def test_without_out_a_grid_is_kept_in_a_new_directory_that_git_does_not_track():
+def test_a_report_needs_to_be_told_of_which_grid():
     done = run_script("--report")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert f"error: {ablate.ROOT / 'runs'}/ablation-20" in done.stderr and "has no finished cell" in done.stderr
+    assert done.returncode == 1 and done.stderr == "error: --report needs --out, the directory of a grid\n"
 
 
 # Replays
@@ -257,9 +276,16 @@ def test_a_replay_does_not_take_over_the_options_that_the_recorded_run_gave_its_
     assert options(own) == ["--algo=grpo", "--algo-args", "clip_high=0.3"]
 
 
-def test_a_replay_that_fails_ends_it_with_its_reason_and_keeps_what_was_made(tmp_path):
-    run = write_recorded(tmp_path / "run", 0, 0.5)
-    done = run_script("--replay", run, "--algos", "tis", "--out", tmp_path / "out")
+def test_a_replay_is_not_given_another_loss_than_its_row_says(tmp_path):
+    run = str(write_recorded(tmp_path / "run", 0, 0.5))
+    with pytest.raises(ValueError, match="cell tis-replay-run: --algo is the grid's; give it before --"):
+        ablate.cells_of(ablate.read_arguments(["--replay", run, "--algos", "tis", "--", "--algo=grpo"]))
+
+
+def test_a_replay_that_fails_ends_it_with_its_reason_and_keeps_what_was_made_in_the_working_directory(tmp_path):
+    write_recorded(tmp_path / "run", 0, 0.5)
+    done = run_script("--replay", "run", "--algos", "tis", cwd=tmp_path)
     assert done.returncode == 1 and "cell tis-replay-run has no metrics: error: " in done.stderr
     assert "was not recorded" in done.stderr
-    assert [record["cell"]["kind"] for record in read_records(tmp_path / "out" / "replays.jsonl")] == ["recorded run"]
+    (made,) = tmp_path.glob("runs/ablation-20*/replays.jsonl")
+    assert [record["cell"]["kind"] for record in read_records(made)] == ["recorded run"]
