@@ -1,7 +1,8 @@
 """Tabulate runs, as Markdown on stdout: `python scripts/table.py RUN [RUN ...] [--by OPTION [OPTION ...]]`.
 
 A row per run: its name, the options in which the runs differ, and what runs.py summarises. With --by a row per
-combination of the options' values: mean ± standard deviation over the n runs that have it.
+combination of the options' values: mean ± standard deviation over the n runs that have it. If a run has not
+made all its steps, a column says how many it made.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from scripts.runs import Run, load, names, summarise
 
 COLUMNS = {
     "accuracy_first": ("held-out accuracy, first", "{:.3f}"), "accuracy_last": ("last", "{:.3f}"),
-    "staleness_mean": ("staleness, mean", "{:.2f}"), "staleness_max": ("max", "{:.0f}"),
+    "staleness_mean": ("staleness, mean", "{:.2f}"), "staleness_max": ("max", "{:.3g}"),
     "seconds_per_step": ("s per step", "{:.2f}"), "tokens_per_s": ("tokens/s", "{:.0f}"),
     "wait_share": ("trainer waited", "{:.0%}"),
 }  # fmt: skip
@@ -25,7 +26,7 @@ MISSING = "–"
 
 def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
     """The lines of the table. Raises ValueError for an option that no run has."""
-    options = by or differing_options(runs)
+    options = [option.replace("-", "_") for option in by] if by else differing_options(runs)
     for option in options:
         known = dict.fromkeys(name for run in runs for name in run.info["config"])
         if option not in known:
@@ -35,12 +36,16 @@ def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
         values = [run.info["config"].get(option) for option in options]
         order = tuple(map(sort_key, values)) if by else (index,)
         label = tuple(map(show, values)) if by else (name, *map(show, values))
-        groups.setdefault((order, label), []).append(summarise(run.metrics))
-    head = [*([] if by else ["run"]), *(f"`{option}`" for option in options), *(["n"] if by else [])]
+        summary = summarise(run.metrics)
+        summary["wanted"] = max(summary["steps"], run.info["config"].get("steps", 0))
+        groups.setdefault((order, label), []).append(summary)
+    is_cut = any(one["steps"] < one["wanted"] for chosen in groups.values() for one in chosen)
+    head = [*["run"] * (not by), *(f"`{option}`" for option in options), *["n"] * bool(by), *["steps made"] * is_cut]
     lines = []
     for (_, label), chosen in sorted(groups.items()):
         cells = [spread([one[key] for one in chosen], template) for key, (_, template) in COLUMNS.items()]
-        lines.append([*label, *([str(len(chosen))] if by else []), *cells])
+        made = ", ".join(dict.fromkeys(f"{one['steps']} of {one['wanted']}" for one in chosen))
+        lines.append([*label, *[str(len(chosen))] * bool(by), *[made] * is_cut, *cells])
     return markdown([*head, *(heading for heading, _ in COLUMNS.values())], lines)
 
 
@@ -55,9 +60,8 @@ def show(value) -> str:
     """An option's value as the command line has it."""
     if isinstance(value, list | tuple):
         return " ".join(map(show, value)) or "none"
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
+    text = f"{value:.10g}" if isinstance(value, float) else str(value)
+    return text.lower() if value is None or isinstance(value, bool) else text
 
 
 def sort_key(value) -> tuple[bool, float, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.runs import load
-from scripts.table import table
+from scripts.table import COLUMNS, spread, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +67,25 @@ def test_runs_with_the_same_values_share_a_row_with_mean_and_standard_deviation(
     cells["2"] = "2 | 0.250 | 0.625 ± 0.177 | 1.00 | 1 | 2.00 | 50 | 25% |"
     n = {label: "1" if label.split(" | ")[-1] in ("2", "grpo", "clip_high=0.3") else "2" for label in labels}
     assert rows == [f"| {label} | {cells[n[label]]}" for label in labels]
+
+
+def test_an_option_may_be_named_as_on_the_command_line(runs):
+    assert table(runs, ["async-ratio"]) == table(runs, ["async_ratio"])
+
+
+def test_a_run_that_was_stopped_early_adds_a_column_of_the_steps_made(tmp_path):
+    whole = write_run(tmp_path / "whole", [0.25] * 3, 2.0, algo="tis", steps=3)
+    cut = write_run(tmp_path / "cut", [0.25] * 2, 2.0, algo="tis", steps=3)
+    assert "steps made" not in table([whole])[0]
+    head, _, first, second = table([whole, cut])
+    assert head.startswith("| run | steps made | held-out") and first.startswith("| whole | 3 of 3 | 0.250 |")
+    assert second.startswith("| cut | 2 of 3 | 0.250 |")
+    assert table([whole, cut], ["algo"])[2].startswith("| tis | 2 | 3 of 3, 2 of 3 | 0.250 |")
+
+
+def test_a_spread_of_whole_numbers_has_digits_that_tell_it_from_another():
+    form = COLUMNS["staleness_max"][1]
+    assert (spread([1, 4], form), spread([2, 2], form), spread([120, 120], form)) == ("2.5 ± 2.12", "2", "120")
 
 
 def test_an_option_that_no_run_has_is_an_error_that_names_the_nearest(runs):
