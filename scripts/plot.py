@@ -19,16 +19,16 @@ def main() -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="directory of a run")
     parser.add_argument("--out", type=Path, help="PNG to write; unset writes curves.png into the first run")
     arguments = parser.parse_args()
+    out = arguments.out or arguments.runs[0] / "curves.png"
     try:
         runs = [load(run) for run in arguments.runs]
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    from scripts.figures import draw_runs  # a mistake is said before matplotlib is there
+        from scripts.figures import draw_runs  # a mistake is said before matplotlib is there
 
-    out, metrics = arguments.out or arguments.runs[0] / "curves.png", [run.metrics for run in runs]
-    named = dict(zip(names(runs), metrics, strict=True))
-    print(pd.DataFrame({name: readable_summary(metrics) for name, metrics in named.items()}).to_string(na_rep="-"))
-    draw_runs(named, out)
+        named = dict(zip(names(runs), [run.metrics for run in runs], strict=True))
+        print(pd.DataFrame({name: readable_summary(metrics) for name, metrics in named.items()}).to_string(na_rep="-"))
+        draw_runs(named, out)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     print(*(f"run:    {run}" for run in arguments.runs), f"curves: {out}", sep="\n")
 
 

@@ -38,6 +38,14 @@ def test_runs_are_summarised_beside_each_other_and_drawn_over_each_other(tmp_pat
     assert pixels.shape[1] >= 1200 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
 
 
+def test_a_figure_that_cannot_be_written_is_one_line(tmp_path):
+    run = write_run(tmp_path / "one", 2, evaluate=False)
+    for out, why in ((tmp_path / "none" / "x.png", "No such file"), (tmp_path / "x.nope", "is not supported")):
+        done = plot(run, "--out", out)
+        assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert why in done.stderr
+
+
 def test_a_directory_that_is_no_run_is_one_line(tmp_path):
     done = plot(tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
