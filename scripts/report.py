@@ -28,9 +28,7 @@ from scripts.timeline import STATE_COLORS, TRAJECTORY_FIELDS, Timeline, build_ti
 NUM_SAMPLES = 10
 STILL_GOING_S = 60  # a run whose last record is younger may be going on
 COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
-LAG_COLORS = {
-    "0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030",
-}  # fmt: skip
+LAG_COLORS = {"0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030"}
 """Of the lag buckets of trainer/lag_stats.py, which needs torch; fresh to stale."""
 CURVES = {
     "Staleness of trajectories, steps": {"staleness/mean": "mean", "staleness/max": "max"},
@@ -98,7 +96,7 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
         "packages": ", ".join([*map(" ".join, info["packages"].items()), f"Python {info['python']}"]),
     }
     for event in rows(run.events["advice"]):
-        shown["advice"] = next(line.strip() for line in event["text"].splitlines() if "advice:" in line)
+        shown["advice"] = re.search("advice: (.*)", event["text"])[1]
     if run.cut:
         shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
     return shown
@@ -256,8 +254,7 @@ def main() -> None:
         written = write_report(arguments.run, arguments.trace)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    for path in written:
-        print(f"{path.stem}: {path}")
+    print(*(f"{path.stem}: {path}" for path in written), sep="\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ TRAJECTORY_FIELDS = (
 STATE_COLORS = {
     "wait": "#b7bfcc", "gather": "#6fb1e8", "forward_backward": "#2f6fb5", "optimizer": "#1d3f72", "publish": "#e08b2c",
     "evaluate": "#e3b505", "save": "#3d9970", "other": "#8d6cc4", "starting": "#c9b8a2", "decoding": "#3f83cc",
-    "environment": "#3d9970", "starved": "#d32020", "gated": "#b7bfcc", "paused": "#e08b2c", "restarting": "#e57373",
+    "environment": "#3d9970", "starved": "#7a4a1e", "gated": "#b7bfcc", "paused": "#e08b2c", "restarting": "#e57373",
 }  # fmt: skip
 """Of the states in records/time_ledger.py."""
 MOMENTS = ("started", "died")

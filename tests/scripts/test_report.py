@@ -13,7 +13,7 @@ import pytest
 
 from scripts import report
 from scripts.runs import load
-from scripts.timeline import build_timeline, pack, trace
+from scripts.timeline import STATE_COLORS, build_timeline, pack, trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -321,6 +321,11 @@ def test_a_run_without_time_ledgers_has_a_page_without_them(run):
     assert "Trainer's time, share of each step" in page["missing"]
 
 
+def test_red_on_the_page_means_failed_and_no_state(run):
+    (failed,) = re.findall('FAILED = "(.*?)"', html_of(run))
+    assert failed not in STATE_COLORS.values()
+
+
 def test_ten_samples_are_spread_over_the_run(run):
     assert [sample["step"] for sample in page_of(run)["samples"]] == [1, 4, 7, 11, 14, 17, 20, 24, 27, 30]
 
@@ -476,7 +481,7 @@ def test_what_ended_a_run_early_and_its_advice_are_said(run):
     write_lines(run / "events.jsonl", [*make_events(), advice, ended])
     facts = page_of(run)["facts"]
     assert facts["outcome"] == "ended early: 2 of 12 steps; Interrupted: stopped; worker deaths: 1"
-    assert facts["advice"] == "advice: leave both"
+    assert facts["advice"] == "leave both"
 
 
 def test_the_script_ends_with_one_line_and_a_status(tmp_path):
@@ -508,7 +513,8 @@ setTimeout(() => {
   const drawStart = performance.now();
   draw();
   const charts = Array.from(document.querySelectorAll("#charts figure"), (f) => f.querySelectorAll("polyline").length);
-  const seen = { problems, whole, charts, colors: colorsDrawn(), draw_ms: performance.now() - drawStart };
+  const short = [0, 8e-6, -2e-5, 3 * 2e-6, 0.00015, 0.5, 12345].map(shortNumber);
+  const seen = { short, problems, whole, charts, colors: colorsDrawn(), draw_ms: performance.now() - drawStart };
   point("pointermove", toX((bar[1] + bar[2]) / 2), AXIS + tops[2] - view.top + rowTop(lane, 2) + 1);
   seen.tip = tip.textContent;
   point("wheel", 500, 100);
@@ -538,6 +544,7 @@ def test_a_browser_draws_the_timeline_zooms_it_and_names_what_is_under_the_point
     if browser is None:
         pytest.skip(f"no browser of {', '.join(BROWSERS)} is installed")
     seen, log = open_in_browser(run, browser)
+    assert seen["short"] == ["0", "8e-6", "-2e-5", "6e-6", "0.00015", "0.5", "12.35k"]
     assert seen["problems"] == [] and "CONSOLE" not in log
     assert seen["charts"] == [len(chart["series"]) for chart in page_of(run)["charts"]]
     assert "47,111,181" in seen["colors"] and len(seen["colors"]) > STEPS, "phases and versions are not there"
