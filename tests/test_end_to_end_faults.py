@@ -81,7 +81,9 @@ def kill_in_an_update(job):
     raise AssertionError("the trainer never ended a step without the engine")
 
 
-@pytest.mark.parametrize(("number", "num_steps"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "num_steps"), [pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow), (signal.SIGTERM, 0)]
+)
 def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, number, num_steps):
     shared_memory = set(os.listdir("/dev/shm"))
     job = start_job(tmp_path, steps=100_000, num_ranks=2)

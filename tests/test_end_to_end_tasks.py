@@ -34,6 +34,7 @@ def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_m
     assert_ledger_balances(metrics)
 
 
+@pytest.mark.slow
 def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(tmp_path):
     job = run_job(
         tmp_path,
