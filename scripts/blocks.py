@@ -206,8 +206,11 @@ def findings() -> str:
     """What came out, hits and misses, a point for each study."""
     arms = peers_bench.arms_of(records_of("peers"))
     rates = {w: [peers_bench.rate(a[peers_bench.best(a, who)]) for who in ("ours", "TRL")] for w, a in arms.items()}
-    shown = (f"{us / trl:.2f}× on `{w}` (target {peers_bench.TARGETS[w]:g}×)" for w, (us, trl) in rates.items())
-    points = [f"Samples per second against TRL's fastest mode: {', '.join(shown)}. [More](docs/results.md#against-trl)"]
+    shown = (f"{us / trl:.2f}× on `{w}` (we aim at {peers_bench.TARGETS[w]:g}×)" for w, (us, trl) in rates.items())
+    points = [
+        f"Samples per second against TRL's fastest mode: {', '.join(shown)}. Responses end as they end, or have forced "
+        "lengths, long-tailed or of 4 tokens. [More](docs/results.md#against-trl)"
+    ]
     steps = [(run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean()) for run in staleness_runs()]
     seconds = {a: statistics.mean(s for ratio, s in steps if ratio == a) for a in (0, 1, 2)}
     ratios = ", ".join(f"{seconds[a] / seconds[0]:.2f} at α = {a}" for a in (1, 2))
