@@ -52,7 +52,7 @@ def keep_freed_memory() -> None:
     """Have malloc keep what this process frees, and processes forked from it; nothing where malloc is not glibc's.
 
     A step frees and takes the same tensors again. Whether glibc gives their pages back in between depends on what was
-    freed before; where it does, each comes back by a page fault, a tenth of a small step.
+    freed before; where it does, each comes back by a page fault, which made a small step some percent longer.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)

@@ -2,8 +2,8 @@
 # Install, then lint, format check and tests: bash scripts/test.sh [--slow | --all] [options of pytest]
 # Without a word all tests but those marked slow, with --slow these alone, with --all both, as CI does.
 # All parts run, and one that fails is the status, as is a choice of no test at all. What needs a GPU runs alone where there
-# is one; all else two files at a time, then two whole jobs; at the end stand once more the closing lines of the parts that
-# ran any test.
+# is one; all else three files at a time, then three whole jobs, as each waits now and then; at the end stand once more the
+# closing lines of the parts that ran any test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
