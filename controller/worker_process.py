@@ -4,6 +4,7 @@ Each has one duplex pipe, read by one thread and written by another, so that nei
 trainer wait. Processes share no queue: one that is killed while it holds a shared queue's lock blocks all the others.
 """
 
+import contextlib
 import multiprocessing
 import queue
 import re
@@ -48,20 +49,20 @@ class WorkerProcess:
         self._outbox.put(message)
 
     def _write(self, connection) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                connection.send(message)
-            except OSError:
-                return  # the reading thread sees the same end and acts on it
+        # Only this thread closes the pipe, after both have done with it: one closed in the middle of a write may give
+        # its number to the pipe of the next worker, which would then get what was meant for this one.
+        with connection:
+            while (message := self._outbox.get()) is not None:
+                with contextlib.suppress(OSError):  # the reading thread sees the same end and acts on it
+                    connection.send(message)
 
     def _read(self, connection, on_message: Callable) -> None:
-        with connection:
-            try:
-                while True:
-                    on_message(_receive(connection))
-            except EOFError:
-                self._outbox.put(None)
-        on_message(None)
+        try:
+            while (message := _receive(connection)) is not None:
+                on_message(message)
+            on_message(None)
+        finally:
+            self._outbox.put(None)
 
     @property
     def exit_code(self) -> int | None:
@@ -79,7 +80,6 @@ class WorkerProcess:
         self.process.join(timeout=timeout_s)
         kill_session(self.process.pid)
         self.process.join()
-        self.send(None)
 
     def dump_stacks(self) -> None:
         """Have the process and its children write their stacks to the log."""
@@ -101,8 +101,8 @@ class WorkerProcess:
 
 
 def _receive(connection):
-    """The next message. Raises EOFError when the other end is gone, however the system says so."""
+    """The next message, or None when the other end is gone, however the system says so."""
     try:
         return connection.recv()
-    except OSError as error:
-        raise EOFError from error
+    except (EOFError, OSError):
+        return None

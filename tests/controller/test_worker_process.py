@@ -1,0 +1,51 @@
+"""A worker's process and its pipe."""
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+from controller.worker_process import WorkerProcess
+
+
+def end_at_once(spec, connection):
+    """Be a worker that dies before it has read anything."""
+    os.setsid()
+
+
+class SlowToWrite:
+    """A message in the middle of being written until `go_on` is set."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def __reduce__(self):
+        self.go_on.wait(30)
+        return SlowToWrite, ()
+
+
+def open_sockets() -> set[int]:
+    return {int(fd.name) for fd in Path("/proc/self/fd").iterdir() if fd.is_socket()}
+
+
+def test_the_pipe_of_a_dead_worker_keeps_its_number_while_a_message_to_it_is_being_written(tmp_path):
+    spec = SimpleNamespace(log_path=tmp_path / "log", placement=SimpleNamespace(worker=0))
+    message, opened_since, before = SlowToWrite(), [], open_sockets()
+
+    def on_message(told):
+        assert told is None  # the worker is dead: its successor's pipe would be opened now
+        for _ in range(20):
+            opened_since.extend(socket.socketpair())
+        message.go_on.set()
+
+    with ThreadPoolExecutor(4) as threads:
+        worker = WorkerProcess(spec, end_at_once, on_message, threads)
+        [ours] = open_sockets() - before
+        worker.send(message)
+        worker.reading.result(timeout=60)
+    assert ours not in {one.fileno() for one in opened_since}
+    for one in opened_since:
+        one.close()
+    assert ours not in open_sockets()  # closed, once nobody writes any more
