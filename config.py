@@ -149,6 +149,10 @@ class Config:
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
     node_roles: tuple[Literal["trainer", "rollout"], ...] = ("trainer", "rollout")
     """What this node does, of several: train, sample, or both; otherwise samples and weights cross nodes."""
+    listen: str | None = None
+    """HOST:PORT where machines may join that sample for this run from elsewhere: `python rollout.py --join`."""
+    join_timeout_s: float = 600.0
+    """Longest time without any worker, of this node or joined, seconds; then the run ends."""
     timeout_s: float = 600.0
     """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node."""
 

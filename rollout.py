@@ -5,6 +5,7 @@ at the same time and independently: each is generated, stepped or scored as soon
 nothing waits for a batch, unless a baseline asks for a barrier.
 """
 
+import argparse
 import asyncio
 import faulthandler
 import functools
@@ -275,3 +276,21 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
         runner.run(worker.serve())
     sys.stdout.flush()
     os._exit(0)  # Python takes seconds to tidy up after vLLM's modules
+
+
+def main() -> None:
+    """Sample for a run elsewhere: `python rollout.py --join HOST:PORT --key FILE`."""
+    from engine.join import join
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)")
+    parser.add_argument("--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run")
+    given = parser.parse_args()
+    try:
+        print(f"left: {join(given.join, given.key, run_worker)}")
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -47,10 +47,12 @@ class Announcements:
                 self._send_owed(worker)
 
     def _send_owed(self, worker: Worker) -> None:
-        """Send a worker the newest weights if it is owed them. Only worker 0 scores the probe: all load the same."""
+        """Send a worker the newest weights if it is owed them. The first alone scores the probe: all load the same."""
         if worker.owed:
-            self.transport.acquire(self.newest.staged)
-            worker.load(self.newest.version, self.newest.staged, self.newest.probe if worker.index == 0 else ())
+            first = min(other.index for other in self.workers)
+            staged, probe = self.newest.staged, self.newest.probe if worker.index == first else ()
+            self.transport.acquire(worker.index, staged)
+            worker.load(self.newest.version, staged, self.transport.messages(worker.index, staged), probe)
 
     def on_ready(self, worker: Worker) -> None:
         """Connect a worker that was started again, and send it the weights; the first are connected all together."""
@@ -65,7 +67,7 @@ class Announcements:
 
     def on_updated(self, worker: Worker) -> None:
         """Give back the buffer that a worker has loaded, and send what it is owed."""
-        self.transport.release(worker.loaded())
+        self.transport.release(worker.index, worker.loaded())
         self._send_owed(worker)
 
     def on_death(self, worker: Worker) -> None:
@@ -73,7 +75,7 @@ class Announcements:
         if self.transport is not None:
             self.transport.drop(worker.index)
         if worker.loading is not None:
-            self.transport.release(worker.loaded())
+            self.transport.release(worker.index, worker.loaded())
 
     def has_free_buffer(self) -> bool:
         """Whether weights can be staged."""

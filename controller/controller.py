@@ -4,6 +4,7 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -49,6 +50,7 @@ class Controller:
         self.journal = Journal(record)
         self._changed = Changes(config.timeout_s, workers, self.announcements, self.describe)
         self._stopping = False
+        self._alone_since = time.monotonic()
 
     # Life of the workers
 
@@ -69,6 +71,13 @@ class Controller:
         self.wait_until_ready()
         with self._changed:
             self.announcements.connect(transport)
+
+    def let_in(self, process) -> Worker:
+        """Make a worker of an engine of another machine that is up; its messages come by `on_message`."""
+        with self._changed:
+            worker = self.workers.join(process)
+            self.journal.started(worker.index)
+            return worker
 
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
@@ -111,8 +120,10 @@ class Controller:
         self.journal.lost(worker.index)
         self.announcements.on_death(worker)
         self.workers.replace(worker)
+        self._alone_since = time.monotonic()
         self.journal.died(worker.index, worker.process.exit_code, len(worker.running))
-        self.journal.started(worker.index)
+        if self.workers.is_own(worker):
+            self.journal.started(worker.index)
         for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
 
@@ -171,12 +182,18 @@ class Controller:
         """Whether something runs or may start that can give the next batch before the next weights, which alone wake a
         worker that stands."""
         weights = self.announcements
+        if self.config.listen and not [*self.workers]:
+            return not self._was_alone_too_long()
         if weights.newest is None or weights.deferred is not None or self.buffer.num_free_places() > 0:
             return True
         active = [worker for worker in self.workers if worker.loading is not None or not worker.stands]
         if active and self.dispatcher.queue.has_training_tickets:
             return True
         return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
+
+    def _was_alone_too_long(self) -> bool:
+        """Whether no machine has sampled for this run for --join-timeout-s; only where none of its own does."""
+        return time.monotonic() > self._alone_since + self.config.join_timeout_s
 
     def _put_to_sleep(self) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""

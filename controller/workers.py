@@ -13,8 +13,8 @@ from typing import Literal
 
 from cluster.placement import Placement, WorkerSpec
 from cluster.processes import dump_trainer_stacks, kill_session
+from cluster.worker_process import WorkerProcess
 from config import Config
-from controller.worker_process import WorkerProcess
 from data.messages import HoldReason, Sleep, Stop, Suspend, Update
 from data.records import Ticket
 from weights.transport import Staged
@@ -71,10 +71,10 @@ class Worker:
         """Note that the engine has started."""
         self.state = "sampling"
 
-    def load(self, version: int, staged: Staged, probe: tuple[tuple[int, ...], ...]) -> None:
-        """Have the worker load staged weights, score the probe, and sample."""
+    def load(self, version: int, staged: Staged, messages: list[dict], probe: tuple[tuple[int, ...], ...]) -> None:
+        """Have the worker load staged weights, by update infos of its own, score the probe, and sample."""
         self.state, self.sent_version, self.loading, self.owed = "sampling", version, staged, False
-        self.process.send(Update(version, staged.messages, probe))
+        self.process.send(Update(version, messages, probe))
 
     def loaded(self) -> Staged:
         """Note that the worker reads no weights any more. Returns those that it read."""
@@ -129,7 +129,8 @@ class Workers:
         self.have_worked = False
         """Whether any trajectory has come back."""
         self._main = main
-        self._workers: list[Worker] = []
+        self._workers: dict[int, Worker] = {}
+        self._num_joined = 0
         self._readings: list[Future] = []  # of all processes that there were: handling a death may fail too
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
@@ -137,20 +138,20 @@ class Workers:
         self._threads = ThreadPoolExecutor(4 * len(placement.workers))
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers)
+        return iter(self._workers.values())
 
     def __getitem__(self, index: int) -> Worker:
         return self._workers[index]
 
     @property
     def num_workers(self) -> int:
-        """Number of workers that there are, or will be."""
+        """Number of this node's own workers that there are, or will be."""
         return len(self.placement.workers)
 
     @property
     def starting(self) -> list[Worker]:
         """Workers whose engines are not up yet."""
-        return [worker for worker in self._workers if not worker.is_up]
+        return [worker for worker in self if not worker.is_up]
 
     def launch(self, on_message: Callable, on_ended: Callable) -> None:
         """Start all workers; returns at once.
@@ -159,7 +160,23 @@ class Workers:
         """
         self._on_message, self._on_ended = on_message, on_ended
         for index in range(self.num_workers):
-            self._workers.append(self._start(index))  # one by one, so that stop() knows of each at once
+            self._workers[index] = self._start(index)  # one by one, so that stop() knows of each at once
+
+    def watch(self, thread: Future) -> None:
+        """Have `check` raise the error that ends a thread."""
+        self._readings.append(thread)
+        thread.add_done_callback(self._on_ended)
+
+    def join(self, process) -> Worker:
+        """Take in a worker of another machine; `process` is its connection, with the calls of WorkerProcess."""
+        self._num_joined += 1
+        worker = Worker(self.num_workers + self._num_joined - 1, process)
+        self._workers[worker.index] = worker
+        return worker
+
+    def is_own(self, worker: Worker) -> bool:
+        """Whether a worker is one of this node, which is started again when it dies."""
+        return worker.index < self.num_workers
 
     def _start(self, index: int, num_restarts: int = 0) -> Worker:
         log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
@@ -172,10 +189,13 @@ class Workers:
         return worker
 
     def replace(self, worker: Worker) -> None:
-        """Start a dead worker anew.
+        """Start a dead worker anew; one of another machine is left out.
 
         Raises WorkerDied, with its exit code, first error and last log lines, if it never worked or died too often.
         """
+        if not self.is_own(worker):
+            del self._workers[worker.index]
+            return
         worker.process.reap()
         report = worker.process.death_report()
         if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
@@ -189,10 +209,10 @@ class Workers:
 
     def fall_asleep(self) -> bool:
         """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
-        for worker in self._workers:  # one that was started again in between is told when it is up
+        for worker in self:  # one that was started again in between is told when it is up
             if worker.state in ("sampling", "suspended") and not worker.owed:  # it would wake it again
                 worker.fall_asleep()
-        return all(worker.state == "asleep" for worker in self._workers)
+        return all(worker.state == "asleep" for worker in self)
 
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start."""
@@ -210,16 +230,16 @@ class Workers:
     def dump_stacks(self) -> None:
         """Have every process of the run write its Python stacks: workers to their logs, trainer ranks to stderr."""
         dump_trainer_stacks()
-        for worker in self._workers:
+        for worker in self:
             worker.process.dump_stacks()
         time.sleep(1.0)  # the dumps are written by the other processes' signal handlers
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""
-        for worker in self._workers:
+        for worker in self:
             worker.process.send(Stop())
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        for worker in self._workers:
+        for worker in self:
             worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.is_up else 0.0)
         for child in multiprocessing.active_children():  # one whose start was interrupted
             kill_session(child.pid)

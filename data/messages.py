@@ -163,3 +163,81 @@ class Stopped:
     """The last word of a worker that was told to stop."""
 
     activity: ActivityReport
+
+
+# A machine of the swarm and the node it samples for: beside the messages of its engines, each with the engine's number
+
+PROTOCOL = 1
+"""Number of this page; a machine that has another is refused."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """A machine would sample for this run."""
+
+    protocol: int
+    code: str
+    """Digest of the source files."""
+    host: str
+    """Name of the machine, for people."""
+    num_engines: int
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What to sample: the run's options, and the digest of the model's folder without its weights."""
+
+    options: dict
+    model_digest: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """You cannot sample for this run; the machine ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """I am there."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The machine leaves, or was told that the run has ended."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Send a piece of the way from `base`, or from nothing, to `version`."""
+
+    version: int
+    base: int | None
+    offset: int
+    """Bytes of it that are there."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the way to a version."""
+
+    version: int
+    is_delta: bool
+    num_bytes: int
+    """Of the whole way."""
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Gone:
+    """There is no such version any more; a newer one is announced."""
+
+    version: int
+
+
+TO_ENGINE = (Tickets, Connect, Update, Abort, Suspend, Hold, Proceed, Stop)
+FROM_ENGINE = (Ready, Updated, Probed, Finished, Waiting, Stopped)
+TO_MACHINE = (Welcome, Refused, Beat, Leave, Piece, Gone)
+FROM_MACHINE = (Join, Beat, Leave, Pull)

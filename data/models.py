@@ -1,6 +1,7 @@
 """Where the weights of `--model` are: a tiny model made here, a local folder, or the Hugging Face hub."""
 
 import functools
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -31,6 +32,15 @@ def resolve_model(model: str, task: str) -> str:
     folder = model if os.path.isdir(model) else _snapshot(model)
     _check_folder(model, folder)
     return folder
+
+
+def folder_digest(folder: str) -> str:
+    """Digest of a model's folder without its weights: its configuration and its tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.json")):
+        if not path.name.endswith(".index.json"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _snapshot(model: str) -> str:

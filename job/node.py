@@ -19,6 +19,7 @@ from setproctitle import setproctitle
 
 from algos import hyperparameters
 from cluster.cluster import Cluster, check_shares, join
+from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
@@ -26,9 +27,11 @@ from cluster.processes import dump_trainer_stacks, exit_with_parent, keep_freed_
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
+from controller.swarm import Swarm
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
-from data.models import load_tokenizer, resolve_model
+from data.messages import Welcome
+from data.models import folder_digest, load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.exchange import exchange_groups
@@ -56,6 +59,8 @@ class Node:
     run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
+    swarm: Swarm | None = None
+    """Where machines join that sample for this node from elsewhere."""
 
     def take_batch(self, step: int) -> list[Group] | None:
         """Wait for what this node trains on in a step, and with --record keep it; None but on a leader that trains."""
@@ -165,7 +170,7 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 def start_rollout(start: Start) -> Node:
     """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
-    cluster, config, controller = start.cluster, start.config, None
+    cluster, config, controller, swarm = start.cluster, start.config, None, None
     model_path = resolve_model(config.model, config.task)
     start = replace(start, placement=_fit_memory(start, model_path))
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
@@ -178,16 +183,19 @@ def start_rollout(start: Start) -> Node:
         controller = Controller(config, workers, tickets, run.record, start.clock, len(cluster.samplers))
         start.on_end.callback(controller.stop)
         start.dump_stacks_by(workers.dump_stacks)
+        swarm = _listen(config, run, model_path)
+        if swarm is not None:
+            start.on_end.callback(swarm.stop)
         controller.launch()
     # From here on transformers is imported, for seconds, in which the workers import vLLM.
     _check_window(config, model_path)
     tokenizer = load_tokenizer(model_path)
     if tickets is not None:
         tickets.check_prompts()
-        if start.placement.workers[0].shared_with_rank is not None:
+        if any(worker.shared_with_rank is not None for worker in start.placement.workers):
             # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
             controller.wait_until_ready()
-    return start.make_node(model_path, run=run, tokenizer=tokenizer, controller=controller)
+    return start.make_node(model_path, run=run, tokenizer=tokenizer, controller=controller, swarm=swarm)
 
 
 def _fit_memory(start: Start, model_path: str) -> Placement:
@@ -211,6 +219,14 @@ def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirec
         print(f"run directory: {run.path}", flush=True)
     run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
     return run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
+
+
+def _listen(config: Config, run: RunDirectory, model_path: str) -> Swarm | None:
+    """Listen for machines that join, where --listen asks for it."""
+    if config.listen is None:
+        return None
+    welcome = Welcome(config.as_dict(), folder_digest(model_path))
+    return Swarm(config.listen, run.path / "swarm.key", code_digest(), welcome)
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

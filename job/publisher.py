@@ -13,6 +13,7 @@ from job.node import Node, is_due
 from trainer.policy import Policy
 from weights.ipc import IpcTransport
 from weights.nccl import NcclTransport
+from weights.pull import LocalAndPulled, PullTransport
 from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec
 
@@ -79,7 +80,7 @@ def _gather(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
-    timeout_s = node.config.timeout_s
+    timeout_s, num_own = node.config.timeout_s, len(node.placement.workers)
     match node.placement.transport:
         case "shm":
             transport = ShmTransport(specs)
@@ -87,7 +88,13 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
             transport = IpcTransport(specs)
         case "nccl":
             transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s, timeout_s)
-    node.controller.connect(transport)
+    if node.swarm is None:
+        node.controller.connect(transport)
+        return
+    pulled = PullTransport(specs)
+    node.controller.connect(LocalAndPulled(transport, pulled, num_own) if num_own else pulled)
+    serving = node.swarm.start(pulled, node.controller.let_in, node.controller.on_message)
+    node.controller.workers.watch(serving)
 
 
 def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,14 +1,16 @@
 """Weights that a distant machine pulls: versioned snapshots, whole, or as what has changed since one that it has.
 
-A snapshot is the payload of transport.py: all parameters, one after the other, in the dtype that is sent. It is named by
-its version and its digest (blake3). A *delta* between two snapshots has the 16-bit words that differ: where they are,
+A snapshot is the payload of transport.py: all parameters, one after the other, in the dtype that is sent. Its name is
+its version and digest (blake3). A *delta* between two snapshots has the 16-bit words that differ: where they are,
 as gaps, and their new values, each byte plane apart and compressed. It is exact: whoever applies it to the right base
 has the very bytes of the new snapshot, and the digest says so. An update in bf16 changes one word in a hundred (1e-5)
 or fewer, as most steps are smaller than half a unit of the last place.
 """
 
 import struct
+import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from weights.transport import ParameterSpec, Staged, copy_parameters, parameter_
 BLOCK_WORDS = 1 << 24
 """Words whose changes are found, packed and applied at a time: 32 MiB."""
 LEVEL = 1  # of zstd: planes of zeros and noise gain nothing from more
+PIECE_BYTES = 4 << 20
+"""Most bytes of weights in one message."""
 KEPT = 3
 """Snapshots that stay to be the base of a delta, the newest included; more only while a machine reads them."""
 _BLOCK = struct.Struct("<II")  # changed words, bytes that follow
@@ -88,6 +92,7 @@ class PullTransport:
         self._digests: dict[int, str] = {}
         self._deltas: dict[tuple[int, int], bytes] = {}
         self._readers: dict[int, int] = {}
+        self._lock = threading.Lock()  # the trainer stages while the swarm reads
 
     def init_info(self, worker: int = 0) -> dict:
         """How parameters lie in a snapshot."""
@@ -103,11 +108,24 @@ class PullTransport:
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters`, in the order of the specs, into a snapshot; old ones that nobody reads go."""
+        for _ in self.copy(version, parameters):
+            pass
+        return self.staged(version)
+
+    def copy(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield `parameters` on, each after it was copied; with the last one the snapshot is there."""
         payload = torch.zeros(self.num_bytes, dtype=torch.uint8)  # what lies between parameters is in the digest
-        copy_parameters(parameters, self.specs, parameter_views(payload, self.specs))
-        self._payloads[version] = payload.numpy()
-        self._digests[version] = digest_of(payload.numpy())
-        self._forget()
+        views = iter(parameter_views(payload, self.specs))
+        for named, spec in zip(parameters, self.specs, strict=True):
+            copy_parameters([named], [spec], [next(views)])
+            yield named
+        digest = digest_of(payload.numpy())
+        with self._lock:
+            self._payloads[version], self._digests[version] = payload.numpy(), digest
+            self._forget()
+
+    def staged(self, version: int) -> Staged:
+        """A snapshot that is there, as it is announced."""
         return Staged(version, [{"version": version, "digest": self._digests[version], "num_bytes": self.num_bytes}])
 
     def _forget(self) -> None:
@@ -116,31 +134,43 @@ class PullTransport:
                 del self._payloads[version], self._digests[version]
         self._deltas = {of: delta for of, delta in self._deltas.items() if of[1] in self._payloads}
 
-    def open(self, version: int, base: int | None) -> np.ndarray | bytes:
-        """What brings a machine that has `base`, or None, to `version`: a delta if that is there and smaller.
+    def open(self, version: int, base: int | None) -> tuple[bool, np.ndarray | bytes]:
+        """What brings a machine that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
 
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """
-        if version not in self._payloads:
-            raise ValueError(f"no snapshot of version {version}; there are {sorted(self._payloads)}")
-        payload = self._payloads[version]
-        if base not in self._payloads or base == version:
-            return payload
-        if (base, version) not in self._deltas:
-            self._deltas[base, version] = encode_delta(base, self._payloads[base], payload)
-        delta = self._deltas[base, version]
-        return delta if len(delta) < len(payload) else payload
+        with self._lock:
+            payload, old, delta = (
+                self._payloads.get(version),
+                self._payloads.get(base),
+                self._deltas.get((base, version)),
+            )
+        if payload is None:
+            raise ValueError(f"no snapshot of version {version} is left")
+        if old is None or base == version:
+            return False, payload
+        if delta is None:
+            delta = encode_delta(base, old, payload)
+            with self._lock:
+                self._deltas[base, version] = delta
+        return (True, delta) if len(delta) < len(payload) else (False, payload)
 
     def announce(self, staged: Staged) -> None:
         """These are the weights for any machine that joins or falls behind: the newest always stay."""
 
-    def acquire(self, staged: Staged) -> None:
-        """Keep a snapshot for one worker that is about to read it."""
-        self._readers[staged.buffer] = self._readers.get(staged.buffer, 0) + 1
+    def messages(self, worker: int, staged: Staged) -> list[dict]:
+        """What a worker's machine is to pull."""
+        return staged.messages
 
-    def release(self, staged: Staged) -> None:
+    def acquire(self, worker: int, staged: Staged) -> None:
+        """Keep a snapshot for one worker that is about to read it."""
+        with self._lock:
+            self._readers[staged.buffer] = self._readers.get(staged.buffer, 0) + 1
+
+    def release(self, worker: int, staged: Staged) -> None:
         """Note that one worker has read a snapshot, or has gone."""
-        self._readers[staged.buffer] -= 1
+        with self._lock:
+            self._readers[staged.buffer] -= 1
 
     def send(self, worker: int, staged: Staged) -> None:
         """Nothing: a machine reads by itself."""
@@ -156,7 +186,71 @@ class PullTransport:
         self._payloads.clear()
 
 
-def chunks(stream: np.ndarray | bytes, offset: int, size: int) -> Iterator[bytes]:
-    """The rest of a stream from `offset` on, in pieces of at most `size` bytes."""
-    view = memoryview(stream)
-    yield from (bytes(view[start : start + size]) for start in range(offset, len(view), size))
+@dataclass(frozen=True)
+class StagedTwice(Staged):
+    """Weights in a buffer of the local transport, and as the snapshot of their version."""
+
+    version: int
+
+
+class LocalAndPulled:
+    """The transports of a node with workers of its own and of a swarm, as one: each worker reads by its own."""
+
+    def __init__(self, local, pulled: PullTransport, num_own: int):
+        """`local` brings weights to the first `num_own` workers, `pulled` to all others."""
+        self.local, self.pulled, self.num_own = local, pulled, num_own
+
+    def _is_own(self, worker: int) -> bool:
+        return worker < self.num_own
+
+    def _of(self, worker: int):
+        return self.local if self._is_own(worker) else self.pulled
+
+    def _part(self, worker: int, staged: StagedTwice) -> Staged:
+        return staged if self._is_own(worker) else self.pulled.staged(staged.version)
+
+    def init_info(self, worker: int) -> dict:
+        """What a worker's engine, or machine, needs once."""
+        return self._of(worker).init_info(worker)
+
+    def free_buffer(self) -> int | None:
+        """Whether there is room to stage."""
+        return self.local.free_buffer()
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy weights to where each of the two has them, in one pass."""
+        local = self.local.stage(version, self.pulled.copy(version, parameters))
+        return StagedTwice(local.buffer, local.messages, version)
+
+    def messages(self, worker: int, staged: Staged) -> list[dict]:
+        """Update infos for a worker."""
+        return self._part(worker, staged).messages
+
+    def announce(self, staged: Staged) -> None:
+        """These are the weights for any worker that starts, joins or falls behind."""
+        self.local.announce(staged)
+
+    def acquire(self, worker: int, staged: Staged) -> None:
+        """A worker is about to read."""
+        self._of(worker).acquire(worker, self._part(worker, staged))
+
+    def release(self, worker: int, staged: Staged) -> None:
+        """A worker has read, or has died."""
+        self._of(worker).release(worker, self._part(worker, staged))
+
+    def send(self, worker: int, staged: Staged) -> None:
+        """A worker waits to receive weights."""
+        self._of(worker).send(worker, self._part(worker, staged))
+
+    def drop(self, worker: int) -> None:
+        """A worker has died."""
+        self._of(worker).drop(worker)
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        self.local.check()
+
+    def close(self) -> None:
+        """The run ends."""
+        self.local.close()
+        self.pulled.close()

@@ -6,7 +6,8 @@ A transport (shm.py, ipc.py, nccl.py) is the trainer's end; vLLM's is a `WeightT
     transport.free_buffer()               whether stage may be called now
     transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
     transport.announce(staged)            these are the weights for any worker that starts or falls behind
-    transport.acquire(staged)             one worker is about to read them; release(staged): it has, or has died
+    transport.messages(worker, staged)    update infos for that worker's engine
+    transport.acquire(worker, staged)     a worker is about to read them; release(worker, staged): it has, or has died
     transport.send(worker, staged)        a worker waits to receive them; nothing to do where it reads by itself
     transport.drop(worker)                it has died
     transport.check()                     raises what went wrong in the background
@@ -99,12 +100,16 @@ class TwoBuffers:
         """Keep these weights for workers that have yet to read them."""
         self._announced = staged.buffer
 
-    def acquire(self, staged: Staged) -> None:
-        """Note that one worker is about to read."""
+    def messages(self, worker: int, staged: Staged) -> list[dict]:
+        """Update infos for a worker's engine: the same for all."""
+        return staged.messages
+
+    def acquire(self, worker: int, staged: Staged) -> None:
+        """Note that a worker is about to read."""
         self._readers[staged.buffer] += 1
 
-    def release(self, staged: Staged) -> None:
-        """Note that one worker has read, or has died."""
+    def release(self, worker: int, staged: Staged) -> None:
+        """Note that a worker has read, or has died."""
         self._readers[staged.buffer] -= 1
 
     def send(self, worker: int, staged: Staged) -> None:

@@ -40,11 +40,11 @@ def connect(transport, worker=0, num_ranks=1):
 
 def receive(transport, engines, staged, worker=0):
     """What controller and worker do between Receiving and Updated; all ranks of an engine at the same time."""
-    transport.acquire(staged)
+    transport.acquire(worker, staged)
     transport.send(worker, staged)
     with ThreadPoolExecutor(len(engines)) as pool:
         list(pool.map(lambda engine: engine.update(staged.messages), engines))
-    transport.release(staged)
+    transport.release(worker, staged)
     transport.check()
 
 
@@ -73,7 +73,7 @@ def test_what_is_staged_meanwhile_does_not_change_what_a_slow_worker_gets():
         (engine,) = connect(sent)
         first = sent.stage(0, parameters(0.0))
         sent.announce(first)
-        sent.acquire(first)
+        sent.acquire(0, first)
         sent.announce(sent.stage(1, parameters(1.0)))
         assert sent.free_buffer() is None, "one is being sent, the other is announced"
         sent.send(0, first)

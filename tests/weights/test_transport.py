@@ -42,14 +42,14 @@ def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read():
     transport = ShmTransport(SPECS)
     first = transport.stage(0, parameters(0.0))
     transport.announce(first)
-    transport.acquire(first)
+    transport.acquire(0, first)
     second = transport.stage(1, parameters(1.0))
     assert second.buffer != first.buffer
     transport.announce(second)
     assert transport.free_buffer() is None, "one is being read, the other is announced"
     with pytest.raises(RuntimeError, match="no weight buffer is free"):
         transport.stage(2, parameters(2.0))
-    transport.release(first)
+    transport.release(0, first)
     assert transport.stage(2, parameters(2.0)).buffer == first.buffer
 
 
