@@ -5,6 +5,7 @@ Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -152,7 +153,9 @@ class Config:
     listen: str | None = None
     """HOST:PORT where machines may join that sample for this run from elsewhere: `python rollout.py --join`."""
     join_timeout_s: float = 600.0
-    """Longest time without any worker, of this node or joined, seconds; then the run ends."""
+    """Longest time that a run waits without any worker, and a joined machine without its run, seconds."""
+    swarm_args: tuple[str, ...] = ()
+    """NAME=VALUE each, for machines that join: the fields of SwarmOptions in config.py, with their defaults."""
     timeout_s: float = 600.0
     """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node."""
 
@@ -172,6 +175,7 @@ class Config:
             max_outstanding=dataclasses.replace(self, **shared).max_outstanding_groups,
             max_staleness=self.max_staleness,
             publish_delay=self.publish_delay,
+            refresh_lag=self.swarm.refresh_lag,
             stale_policy=self.stale_policy,
             extra_members=self.extra_members,
         )
@@ -184,9 +188,15 @@ class Config:
 
     @property
     def max_staleness(self) -> int:
-        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay, and MAX_RESUMES when over-sampling."""
+        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + refresh_lag, and MAX_RESUMES when
+        over-sampling."""
         resumes = MAX_RESUMES if self.over_sampling > 1 else 0
-        return math.ceil(self.async_ratio - 1e-9) + self.publish_delay + resumes
+        return math.ceil(self.async_ratio - 1e-9) + self.publish_delay + self.swarm.refresh_lag + resumes
+
+    @property
+    def swarm(self) -> "SwarmOptions":
+        """What `swarm_args` say of machines that join."""
+        return SwarmOptions.read(self.swarm_args)
 
     @property
     def members_per_group(self) -> int:
@@ -212,6 +222,42 @@ class Config:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
 
 
+@dataclass(frozen=True)
+class SwarmOptions:
+    """What is particular to machines that join a run (--swarm-args)."""
+
+    refresh_lag: int = 0
+    """Versions that a machine may be behind before it fetches the newest (Δ); raises the bound on staleness by as much.
+    0: it fetches each one, and starts nothing new until it has it."""
+    lease_s: float = 300.0
+    """Longest time that a machine may have a ticket while another could take it, seconds."""
+    verify_share: float = 0.05
+    """Share of a machine's responses whose log-probs and rewards are computed again by the trainer."""
+    snapshots: str = ""
+    """Folder or URL (fsspec) where weights are put for machines to fetch; empty: they pull from the run itself."""
+
+    @classmethod
+    @functools.cache
+    def read(cls, items: tuple[str, ...]) -> "SwarmOptions":
+        """The options that NAME=VALUE items make. Raises ValueError, in one line, for what is none."""
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        chosen = {}
+        for item in items:
+            name, _, text = item.partition("=")
+            if name not in kinds or name in chosen:
+                what = "is given twice" if name in chosen else f"is none of {', '.join(kinds)}{nearest(name, kinds)}"
+                raise ValueError(f"--swarm-args {item}: {name} {what}")
+            try:
+                chosen[name] = kinds[name](text)
+            except ValueError:
+                raise ValueError(f"--swarm-args {item}: {name} must be of type {kinds[name].__name__}") from None
+        options = cls(**chosen)
+        for name, (low, high) in {"refresh_lag": (0, 1000), "lease_s": (1, 10**6), "verify_share": (0, 1)}.items():
+            if not low <= getattr(options, name) <= high:
+                raise ValueError(f"--swarm-args {name} must be in [{low}, {high}], got {getattr(options, name)}")
+        return options
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """How many groups a node may have under way, and how old they may be when it trains on them."""
@@ -226,6 +272,8 @@ class Bounds:
     """Oldest version that a consumed token may have, steps behind the trainer."""
     publish_delay: int = 0
     """Steps that publication is late (K)."""
+    refresh_lag: int = 0
+    """Versions that a worker may be behind the published one when it starts a group (Δ)."""
     stale_policy: Literal["wait", "drop", "gate"] = "wait"
     extra_groups: int = 0
     """Groups of max_outstanding that may be given up when a batch is full."""
@@ -237,7 +285,7 @@ _AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coe
 _AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank"}  # all others at least 1
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
-    "timeout_s": 10**6, "env_timeout_s": 10**6, "seed": 2**63 - 1,
+    "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,
 }  # fmt: skip
 _TASKS = ("addition", "gsm8k", "reasoning_gym:NAME", *MULTI_TURN_TASKS)
 _OF_WORKERS = ("num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization")
@@ -278,7 +326,7 @@ def _ranges(name: str, value: float) -> Mistakes:
         yield outside, "in [0.01, 2], as vLLM samples at 0.01 what is below and refuses what is above"
     elif name in ("top_p", "gpu_memory_utilization"):
         yield not 0 < value <= 1, "in (0, 1]"
-    elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s"):
+    elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s", "join_timeout_s"):
         yield value <= 0, "above 0"
     elif not isinstance(value, bool):
         low = int(name not in _AT_LEAST_0)
@@ -329,6 +377,8 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield config.is_multi_turn, one, f"--task {config.task}, which has several turns"
         yield config.extra_members > 0, one, extra
         yield size > requests, one, f"--max-running-requests {requests} below --group-size {size}"
+    lag = f"--swarm-args refresh_lag={config.swarm.refresh_lag}, by which a machine may be behind,"
+    yield config.swarm.refresh_lag > 0 and config.async_ratio == 0, lag, "--async-ratio 0, which trains on-policy"
     if config.colocate == "sleep":
         one = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
         yield config.async_ratio > 0, one, f"--async-ratio {config.async_ratio:g}, which lets it run ahead; use 0"

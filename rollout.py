@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from setproctitle import setproctitle
 
@@ -280,16 +281,24 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
 def main() -> None:
     """Sample for a run elsewhere: `python rollout.py --join HOST:PORT --key FILE`."""
-    from engine.join import join
+    from engine.join import JoinedMachine
 
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)")
     parser.add_argument("--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run")
     given = parser.parse_args()
-    try:
-        print(f"left: {join(given.join, given.key, run_worker)}")
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
+        try:
+            machine = JoinedMachine(given.join, given.key, run_worker, Path(folder))
+            try:
+                print(f"left: {machine.serve()}")
+            finally:
+                machine.close()
+        except KeyboardInterrupt:
+            print("left: stopped here")
+        except (ValueError, RuntimeError, OSError) as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from weights.transport import Announcement
 class Announcements:
     """Brings announced weights to the workers, and keeps the transport's books on who reads them.
 
-    A worker loads one version at a time; of those announced meanwhile it is owed the newest. The controller calls all
-    of this under its lock.
+    A worker loads one version at a time; of those announced meanwhile it is owed the newest. One on a machine that has
+    joined fetches them first, while it samples on, and only when it is `refresh_lag` versions behind. The controller
+    calls all of this under its lock.
     """
 
-    def __init__(self, workers: Iterable[Worker]):
-        self.workers = workers
+    def __init__(self, workers: Iterable[Worker], refresh_lag: int = 0):
+        self.workers, self.refresh_lag = workers, refresh_lag
         self.transport = None
         """What brings weights to the engines; see weights/transport.py. None until they are connected."""
         self.newest: Announcement | None = None
@@ -42,17 +43,22 @@ class Announcements:
         self.newest = announcement
         self.transport.announce(announcement.staged)
         for worker in self.workers:
-            worker.owed = worker.sent_version < announcement.version or worker.stands
+            worker.owed = worker.stands or self._is_behind(worker)
             if worker.is_up and worker.loading is None:
                 self._send_owed(worker)
 
+    def _is_behind(self, worker: Worker) -> bool:
+        """Whether a worker has to have the newest weights; an evaluation is of these alone, and nobody may miss it."""
+        is_patient = worker.is_remote and worker.sent_version >= 0 and not self.newest.evaluate
+        return self.newest.version - worker.sent_version >= max(1, self.refresh_lag if is_patient else 1)
+
     def _send_owed(self, worker: Worker) -> None:
-        """Send a worker the newest weights if it is owed them. The first alone scores the probe: all load the same."""
+        """Send a worker the newest weights if it is owed them."""
         if worker.owed:
-            first = min(other.index for other in self.workers)
-            staged, probe = self.newest.staged, self.newest.probe if worker.index == first else ()
-            self.transport.acquire(worker.index, staged)
-            worker.load(self.newest.version, staged, self.transport.messages(worker.index, staged), probe)
+            infos = self.transport.messages(worker.index, self.newest.staged)
+            self.transport.acquire(worker.index, self.newest.staged)
+            worker.owed = False
+            (worker.fetch if worker.is_remote else worker.load)(self.newest, infos)
 
     def on_ready(self, worker: Worker) -> None:
         """Connect a worker that was started again, and send it the weights; the first are connected all together."""
@@ -61,13 +67,18 @@ class Announcements:
         worker.owed = self.newest is not None
         self._send_owed(worker)
 
+    def on_fetched(self, worker: Worker) -> None:
+        """Have a worker load the weights that have come to its machine, also if there are newer ones: it has these."""
+        worker.load(worker.loading, self.transport.messages(worker.index, worker.loading.staged))
+
     def on_receiving(self, worker: Worker) -> None:
         """Send the weights that a worker waits for."""
-        self.transport.send(worker.index, worker.loading)
+        self.transport.send(worker.index, worker.loading.staged)
 
     def on_updated(self, worker: Worker) -> None:
         """Give back the buffer that a worker has loaded, and send what it is owed."""
-        self.transport.release(worker.index, worker.loaded())
+        self.transport.release(worker.index, worker.loaded().staged)
+        worker.owed = worker.owed and (worker.stands or self._is_behind(worker))
         self._send_owed(worker)
 
     def on_death(self, worker: Worker) -> None:
@@ -75,7 +86,7 @@ class Announcements:
         if self.transport is not None:
             self.transport.drop(worker.index)
         if worker.loading is not None:
-            self.transport.release(worker.index, worker.loaded())
+            self.transport.release(worker.index, worker.loaded().staged)
 
     def has_free_buffer(self) -> bool:
         """Whether weights can be staged."""

@@ -65,11 +65,16 @@ class SampleBuffer:
     def _is_bounded(self) -> bool:
         return self.bounds.stale_policy != "gate"
 
+    @property
+    def _oldest_to_start(self) -> int:
+        """Oldest version with which a new group may start."""
+        return max(0, self.published_version - self.bounds.refresh_lag)
+
     # Admission
 
     def num_free_places(self) -> int:
         """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
-        if self._is_bounded and self.published_version + self.bounds.max_staleness < self.trainer_version:
+        if self._is_bounded and self._oldest_to_start + self.bounds.max_staleness < self.trainer_version:
             return 0
         return self.bounds.max_outstanding - len(self._residents) - len(self._unpublished)
 
@@ -80,9 +85,9 @@ class SampleBuffer:
             raise RuntimeError(f"group {group_id} has no place: all {most} are taken, {self.ledger()}")
         if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
-        self._residents[group_id] = _Resident(self.published_version)
+        self._residents[group_id] = _Resident(self._oldest_to_start)
         self._ledger.issue()
-        return self.published_version
+        return self._oldest_to_start
 
     def start(self, group_id: int, version: int) -> None:
         """Note that a worker with `version` takes a member; the first to be taken makes the group that much fresher."""
@@ -137,9 +142,21 @@ class SampleBuffer:
         resident.num_failed += 1
         return resident.num_failed <= self.bounds.extra_members
 
-    def count_discarded(self, num_tokens: int) -> None:
-        """Count tokens of responses that were started over."""
-        self._ledger.generate(num_tokens, "aborted")
+    def count_discarded(self, num_tokens: int, reason: DropReason = "aborted") -> None:
+        """Count tokens of responses that were started over, or came when nobody waited for them any more."""
+        self._ledger.generate(num_tokens, reason)
+
+    def groups_of(self, worker: int) -> list[int]:
+        """Resident groups that have a trajectory of a worker."""
+        residents = self._residents.items()
+        return [group_id for group_id, r in residents if any(t.worker == worker for t in r.members.values())]
+
+    def holding_back(self) -> set[int]:
+        """Groups that run, and without which there is no next batch, now or in time for the groups after it."""
+        batch = self._next_batch()
+        if batch is not None:
+            return {group_id for group_id in self._left_too_late(batch) if self.is_running(group_id)}
+        return {group_id for group_id in self._residents if self.is_running(group_id)}
 
     # Consumption
 

@@ -4,7 +4,6 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -19,8 +18,8 @@ from controller.evaluation import Evaluations, evaluation_metrics
 from controller.journal import Journal
 from controller.tickets import TicketSource
 from controller.waiting import Changes
-from controller.workers import Worker, Workers
-from data.messages import Asleep, Finished, HoldReason, Probed, Ready, Receiving, Stopped, Updated, Waiting
+from controller.workers import Disbelieved, Worker, Workers
+from data.messages import Asleep, Fetched, Finished, HoldReason, Probed, Ready, Receiving, Stopped, Updated, Waiting
 from data.records import Group, Ticket, Trajectory
 from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
@@ -45,12 +44,11 @@ class Controller:
         self.clock = clock or TrainerClock()
         self.buffer = SampleBuffer(config.bounds(num_nodes))
         self.dispatcher = Dispatcher(config, workers, self.buffer, tickets)
-        self.announcements = Announcements(workers)
+        self.announcements = Announcements(workers, config.swarm.refresh_lag)
         self.evaluations = Evaluations()
         self.journal = Journal(record)
         self._changed = Changes(config.timeout_s, workers, self.announcements, self.describe)
         self._stopping = False
-        self._alone_since = time.monotonic()
 
     # Life of the workers
 
@@ -72,12 +70,19 @@ class Controller:
         with self._changed:
             self.announcements.connect(transport)
 
-    def let_in(self, process) -> Worker:
-        """Make a worker of an engine of another machine that is up; its messages come by `on_message`."""
+    def let_in(self, process, machine: str, scores_probe: bool) -> Worker:
+        """Make a worker of an engine of a machine that has joined; its messages come by `on_message`."""
         with self._changed:
-            worker = self.workers.join(process)
-            self.journal.started(worker.index)
+            worker = self.workers.join(process, scores_probe)
+            self.journal.joined(worker.index, machine)
             return worker
+
+    def end_leases(self) -> None:
+        """Issue again the tickets that machines which have joined have had for too long."""
+        with self._changed:
+            for ticket in list(self.dispatcher.end_leases()):
+                self._issue_again(ticket)
+            self._fill()
 
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
@@ -86,19 +91,22 @@ class Controller:
             match message:
                 case None:
                     self._on_death(worker)
+                case Disbelieved():
+                    self.dispatcher.shut_out(worker.index)
+                    self._on_death(worker)
                 case Ready(startup_s):
                     worker.start_up()
                     self.journal.ready(worker.index, startup_s)
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
                     self.journal.active(worker.index, activity)
-                    for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
-                        worker.take_back(ticket_id)
-                    for trajectory in trajectories:
+                    for trajectory in self.dispatcher.take_back(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
                 case Waiting(ticket_ids):
                     self.dispatcher.arrive_at_barrier(ticket_ids)
+                case Fetched():
+                    self.announcements.on_fetched(worker)
                 case Receiving():
                     self.announcements.on_receiving(worker)
                 case Updated():
@@ -108,7 +116,7 @@ class Controller:
                 case Asleep():
                     worker.fell_asleep()
                 case Probed(version, logprobs):
-                    self.journal.probed(version, logprobs)
+                    self.journal.probed(worker.index, version, logprobs)
                 case Stopped(activity):
                     self.journal.active(worker.index, activity)
             self._fill()
@@ -120,11 +128,10 @@ class Controller:
         self.journal.lost(worker.index)
         self.announcements.on_death(worker)
         self.workers.replace(worker)
-        self._alone_since = time.monotonic()
         self.journal.died(worker.index, worker.process.exit_code, len(worker.running))
-        if self.workers.is_own(worker):
+        if not worker.is_remote:
             self.journal.started(worker.index)
-        for ticket in sorted(worker.running.values(), key=lambda t: t.ticket_id, reverse=True):
+        for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
             self._issue_again(ticket)
 
     def _issue_again(self, ticket: Ticket) -> None:
@@ -182,18 +189,17 @@ class Controller:
         """Whether something runs or may start that can give the next batch before the next weights, which alone wake a
         worker that stands."""
         weights = self.announcements
-        if self.config.listen and not [*self.workers]:
-            return not self._was_alone_too_long()
-        if weights.newest is None or weights.deferred is not None or self.buffer.num_free_places() > 0:
+        if (
+            self.workers.are_coming
+            or weights.newest is None
+            or weights.deferred is not None
+            or self.buffer.num_free_places() > 0
+        ):
             return True
         active = [worker for worker in self.workers if worker.loading is not None or not worker.stands]
         if active and self.dispatcher.queue.has_training_tickets:
             return True
         return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
-
-    def _was_alone_too_long(self) -> bool:
-        """Whether no machine has sampled for this run for --join-timeout-s; only where none of its own does."""
-        return time.monotonic() > self._alone_since + self.config.join_timeout_s
 
     def _put_to_sleep(self) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""
@@ -209,6 +215,11 @@ class Controller:
         return f"{workers}; {len(self.dispatcher.queue)} tickets queued; {self.buffer.ledger()}"
 
     # Weights and evaluation
+
+    @property
+    def newest_version(self) -> int:
+        """Newest version that workers were told of."""
+        return self.announcements.newest.version
 
     def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
         """Copy weights into a buffer of the transport that no worker reads, when there is one."""
@@ -261,8 +272,8 @@ class Controller:
             self.workers.check()  # what ended a reading thread is the reason if the ledger does not balance
             return self.journal.take_report(self.buffer.ledger(), self.workers.num_restarts)
 
-    def take_probes(self) -> dict[int, tuple[np.ndarray, ...]]:
-        """Take the engines' log-probs of the probe by version, as far as they have come since the last call."""
+    def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
+        """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""
         with self._changed:
             return self.journal.take_probes()
 

@@ -4,7 +4,10 @@
 queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, in rounds.
 """
 
+import functools
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,10 +15,12 @@ from config import Config
 from controller.buffer import SampleBuffer
 from controller.ledger import DropReason
 from controller.tickets import TicketQueue, TicketSource
-from controller.workers import Workers
+from controller.workers import Worker, Workers
 from data.messages import Abort, Hold, HoldReason, Proceed, Tickets
 from data.records import Group, Ticket, Trajectory
 
+SLOW = 4.0
+"""Times the mean duration of a trajectory after which a machine that holds a batch back is too slow for it."""
 MIN_FAILED_IN_A_ROW = 20
 """Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
 
@@ -29,6 +34,7 @@ class Dispatcher:
         self.queue = TicketQueue(config.scheduling, config.max_running_requests, self._min_version)
         self._at_barrier: set[int] = set()
         self._failed_in_a_row = 0
+        self._mean_s = 0.0  # of a trajectory, the newest counting most
 
     # Groups
 
@@ -68,10 +74,10 @@ class Dispatcher:
         return batch
 
     def _drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group; a problem that only came late is issued again, so that slow problems are not starved."""
+        """Drop a group; a problem that is not to blame is issued again, so that slow problems are not starved."""
         self.buffer.drop(group_id, reason)
         self._abort(group_id)
-        if reason in ("stale", "aborted"):
+        if reason in ("stale", "aborted", "shut_out"):
             self.tickets.put_back(group_id)
         else:
             self.tickets.forget(group_id)
@@ -83,6 +89,48 @@ class Dispatcher:
             running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
             if running:
                 worker.process.send(Abort(running))
+
+    # Trajectories that machines send which have joined
+
+    def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
+        in_time = {i: worker.take_back(i) for i in {trajectory.ticket_id for trajectory in trajectories}}
+        for trajectory in trajectories:
+            if not in_time[trajectory.ticket_id] and not trajectory.is_evaluation:
+                self.buffer.count_discarded(trajectory.num_generated, "late")
+        awaited = [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
+        for trajectory in awaited:
+            took_s = trajectory.ended_at - trajectory.started_at
+            self._mean_s += (took_s - self._mean_s) * (0.02 if self._mean_s else 1)
+        return awaited
+
+    def end_leases(self) -> Iterator[Ticket]:
+        """Take from machines that have joined, and yield, the tickets which another worker may start and they have had
+        for `lease_s`, or, where the next batch waits for them, for much longer than a trajectory takes."""
+        holding_back, now = self.buffer.holding_back(), time.monotonic()
+        for worker in filter(lambda worker: worker.is_remote, self.workers):
+            for ticket in filter(functools.partial(self.is_awaited, worker), list(worker.running.values())):
+                is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
+                lease_s = SLOW * self._mean_s if is_urgent and self._mean_s else self.config.swarm.lease_s
+                if now > worker.given_at[ticket.ticket_id] + lease_s and self._can_take(ticket, worker):
+                    worker.lapsed.add(ticket.ticket_id)
+                    worker.process.send(Abort([ticket.ticket_id]))
+                    yield ticket
+
+    def is_awaited(self, worker: Worker, ticket: Ticket) -> bool:
+        """Whether a worker's trajectory of a ticket is waited for: it was not told to abort it."""
+        is_running = ticket.is_evaluation or self.buffer.is_running(ticket.group_id)
+        return is_running and ticket.ticket_id not in worker.lapsed
+
+    def _can_take(self, ticket: Ticket, other: Worker) -> bool:
+        """Whether a worker that has a free slot may start a ticket which another has."""
+        version, most = self._min_version(ticket), self.config.max_running_requests - ticket.num_members
+        return any(w is not other and w.num_running <= most and w.can_start(version) for w in self.workers)
+
+    def shut_out(self, worker: int) -> None:
+        """Drop the groups that have a trajectory of a worker, which is not believed."""
+        for group_id in self.buffer.groups_of(worker):
+            self._drop(group_id, "shut_out")
 
     # Tickets
 

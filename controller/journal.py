@@ -21,7 +21,7 @@ class Journal:
         self._ledgers = WorkerLedgers()
         self._starts: Counter[int] = Counter()
         self._pause_s: list[float] = []
-        self._probes: dict[int, tuple[np.ndarray, ...]] = {}
+        self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}  # version -> worker -> log-probs
         self._sampled = SampledTokens()
 
     # The life of workers
@@ -33,13 +33,18 @@ class Journal:
         self._record("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
 
+    def joined(self, worker: int, machine: str) -> None:
+        """A worker is an engine of a machine that has joined; it keeps no time ledger here."""
+        self._record("worker_started", worker=worker, attempt=0, machine=machine)
+
     def ready(self, worker: int, startup_s: float) -> None:
         """A worker's engine is up."""
         self._record("worker_ready", worker=worker, startup_s=startup_s)
 
     def lost(self, worker: int) -> None:
         """A worker is gone; why is yet to be found out."""
-        self._ledgers.lose(worker, unix_ns())
+        if self._starts[worker]:  # else of a machine that has joined
+            self._ledgers.lose(worker, unix_ns())
 
     def died(self, worker: int, exit_code: int, num_tickets: int) -> None:
         """How a worker that was lost died, with how many tickets."""
@@ -67,9 +72,9 @@ class Journal:
         self._sampled += message.sampled
         self._record("update", worker=worker, version=message.version, pause_s=message.pause_s)
 
-    def probed(self, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
+    def probed(self, worker: int, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
         """A worker has scored the probe."""
-        self._probes[version] = logprobs
+        self._probes.setdefault(version, {})[worker] = logprobs
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """An evaluation has ended."""
@@ -83,8 +88,8 @@ class Journal:
         sampled, self._sampled = self._sampled, SampledTokens()
         return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts)
 
-    def take_probes(self) -> dict[int, tuple[np.ndarray, ...]]:
-        """The engines' log-probs of the probe by version, as far as they have come since the last call."""
+    def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
+        """The engines' log-probs of the probe by version and worker, as far as they have come since the last call."""
         probes, self._probes = self._probes, {}
         return probes
 

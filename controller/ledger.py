@@ -2,7 +2,8 @@
 
 from typing import Literal, get_args
 
-DropReason = Literal["stale", "filtered", "failed", "aborted"]
+DropReason = Literal["stale", "filtered", "failed", "aborted", "late", "shut_out"]
+"""`late`: tokens of a ticket that was issued again meanwhile; `shut_out`: of a machine that is not believed."""
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 COUNTS = (
     "groups_issued", "groups_consumed", "groups_resident", "tokens_generated", "tokens_consumed", "tokens_resident",

@@ -2,16 +2,19 @@
 
 A machine that joins is one or more `Worker`s whose pipe is a socket and whose weights are pulled; dispatcher, buffer
 and ledger do not know the difference. A machine that leaves, dies or falls silent is the death of its workers, whose
-tickets are issued again; what it says afterwards is of nobody, and only counted.
+tickets are issued again; what it says afterwards is late, and only counted.
 
 One ROUTER socket, encrypted and authenticated both ways by CURVE: `runs/NAME/swarm.key` has the keys of the run, and
-whoever has that file may sample for it. One thread does all input and output.
+whoever has that file may sample for it. One thread does all input and output. What comes is checked before anybody acts
+on it: a machine that says what no honest one can say is shut out.
 """
 
+import functools
 import json
 import os
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,28 +23,41 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from controller.workers import Worker
+from controller.controller import Controller
+from controller.trust import mistake_in
+from controller.workers import Disbelieved, Worker
 from data.messages import (
     FROM_ENGINE,
     FROM_MACHINE,
     PROTOCOL,
     Beat,
+    Fetch,
+    Fetched,
     Finished,
     Gone,
     Join,
+    JoinAgain,
     Leave,
     Piece,
+    Probed,
     Pull,
     Ready,
     Refused,
+    Update,
+    Updated,
     Welcome,
 )
+from data.records import Trajectory
 from data.wire import BEAT_S, MACHINE, SILENCE_S, Codec
 from weights.pull import PIECE_BYTES, PullTransport
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT = 10_000
 """Messages that wait for one machine; a slower reader is cut off."""
+MAX_FAILED = 16
+"""Trajectories that may fail one after the other on one machine."""
+MAX_NAMED = 16
+"""Machines of which metrics tell one by one; events tell of all."""
 
 
 def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
@@ -54,14 +70,35 @@ def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
 
 
 class RemoteProcess:
-    """An engine of another machine, with the calls of WorkerProcess."""
+    """An engine of a machine that has joined, with the calls of WorkerProcess; knows what answers it owes."""
 
     exit_code = None
 
-    def __init__(self, send: Callable[[object], None], name: str):
-        self.send, self.name = send, name
+    def __init__(self, post: Callable[[object], None], name: str):
+        self._post, self.name = post, name
         self.started_at = time.monotonic()
-        self.reading: Future = Future()
+        self._due: dict[tuple[type, int], list[int]] = {}  # answer and version -> lengths of what is to be in it
+
+    def send(self, message: object) -> None:
+        """Queue a message; never waits."""
+        match message:
+            case Fetch(version):
+                self._due[Fetched, version] = []
+            case Update(version, _, probe):
+                self._due[Updated, version] = []
+                if probe:
+                    self._due[Probed, version] = [len(tokens) - 1 for tokens in probe]
+        self._post(message)
+
+    def check_answer(self, message: Fetched | Updated | Probed) -> None:
+        """Raise ValueError for an answer to what was not asked."""
+        lengths = self._due.pop((type(message), message.version), None)
+        if lengths is None:
+            raise ValueError(f"{type(message).__name__} of version {message.version}, which it was not asked for")
+        if isinstance(message, Updated) and not (0 <= message.pause_s < 1e6 and 0 <= message.sampled.discarded < 1e9):
+            raise ValueError(f"an update of {message.pause_s} s that discarded {message.sampled.discarded} tokens")
+        if isinstance(message, Probed) and [scores.shape for scores in message.logprobs] != [(n,) for n in lengths]:
+            raise ValueError(f"log-probs of a probe of {lengths} tokens in other shapes")
 
     def stop(self, timeout_s: float) -> None:
         """Nothing: it was told, and nobody waits for another machine."""
@@ -79,28 +116,35 @@ class Machine:
     """A machine that has joined."""
 
     identity: bytes
-    host: str
+    name: str
+    """Its host, with a number where another has the same."""
+    clock_ahead_s: float = 0.0
     engines: dict[int, Worker] = field(default_factory=dict)
     """Those that are up."""
     heard_at: float = field(default_factory=time.monotonic)
-    num_bytes: int = 0
-    """Sent to it, weights included."""
+    is_pulling: bool = False
+    num_failed: int = 0
+    """Trajectories that failed since one did not."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What it did since the last report: bytes sent to it and received, tokens, trajectories, and their lags."""
 
 
 class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
 
-    def __init__(self, address: str, key_path: Path, code: str, welcome: Welcome):
+    def __init__(self, address: str, key_path: Path, code: str, welcome: Welcome, record: Callable[..., None]):
         """Bind the socket, make the key, and say how to join; machines whose `code` differs are refused.
 
-        Raises ValueError if the address is taken.
+        `record(event, **fields)` writes an event. Raises ValueError if the address is taken.
         """
-        self.address, self.code, self.welcome = address, code, welcome
-        self.num_late = 0
-        """Messages from engines of machines that were gone already."""
+        self.address, self.code, self.welcome, self.record = address, code, welcome, record
+        self._counts: Counter[str] = Counter()
+        self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
+        self._num_of_host: Counter[str] = Counter()
+        self._shut_out: set[bytes] = set()
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
-        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._to_do: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._context = zmq.Context()
         self._socket = self._listen(make_key(key_path))
@@ -128,12 +172,9 @@ class Swarm:
             ) from None
         return socket
 
-    def start(self, weights: PullTransport, join: Callable, on_message: Callable) -> Future:
-        """Let machines in, which pull these weights. Returns the swarm's thread, with the error that may end it.
-
-        In it `join(process)` is called, which makes a worker, and `on_message(worker, message or None)`.
-        """
-        self.weights, self._join, self._on_message = weights, join, on_message
+    def start(self, weights: PullTransport, controller: Controller) -> Future:
+        """Let machines in, which pull these weights. Returns the swarm's thread, with the error that may end it."""
+        self.weights, self.controller = weights, controller
         self._serving = ThreadPoolExecutor(1).submit(self._serve)
         return self._serving
 
@@ -145,6 +186,26 @@ class Swarm:
             self._close()
         else:
             self._serving.exception()  # which the run has ended with, if there is one
+
+    def shut_out(self, worker: int, why: str) -> None:
+        """Let the machine of a worker in no more, and drop what it has sampled and nobody has trained on."""
+        for machine in list(self._machines.values()):
+            if worker in {engine.index for engine in machine.engines.values()}:
+                self._do_soon(functools.partial(self._lose, machine, why, is_believed=False))
+
+    def take_report(self) -> dict[str, float]:
+        """Take the metrics `swarm/*` of what machines did since the last call."""
+        machines, metrics = list(self._machines.values()), {}
+        now, since = time.monotonic(), self._reported_at
+        self._reported_at = now
+        for machine in machines:
+            counts, machine.counts = machine.counts, Counter()
+            told = _metrics(counts, now - since)
+            self._counts += Counter({f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")})
+            self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
+            if len(machines) <= MAX_NAMED:
+                metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
+        return metrics | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
 
     # In the swarm's thread
 
@@ -158,12 +219,13 @@ class Swarm:
                 ready = dict(poller.poll(1000 * BEAT_S / 2))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                self._send_all()
+                self._do_all()
                 if self._socket in ready:
                     self._receive_all()
                 if time.monotonic() > beaten_at + BEAT_S:
                     beaten_at = time.monotonic()
                     self._beat()
+            self._do_all()
             for machine in list(self._machines.values()):
                 self._send(machine, MACHINE, Leave())
         finally:
@@ -174,19 +236,14 @@ class Swarm:
         self._context.destroy()
         self._encoding.shutdown()
 
-    def _post(self, machine: Machine, engine: bytes, message: object) -> None:
-        """Queue a message; from any thread."""
-        self._outbox.put((machine, engine, message))
+    def _do_soon(self, act: Callable[[], None]) -> None:
+        """Have something done in the swarm's thread; from any thread."""
+        self._to_do.put(act)
         os.eventfd_write(self._wake, 1)
 
-    def _send_all(self) -> None:
-        while True:
-            try:
-                machine, engine, message = self._outbox.get_nowait()
-            except queue.Empty:
-                return
-            if machine.identity in self._machines:
-                self._send(machine, engine, message)
+    def _do_all(self) -> None:
+        while not self._to_do.empty():
+            self._to_do.get()()
 
     def _send(self, machine: Machine, engine: bytes, message: object) -> None:
         frames = [machine.identity, engine, *self._codec.encode(message)]
@@ -195,7 +252,11 @@ class Swarm:
         except zmq.ZMQError as error:  # its connection is gone, or it reads too slowly
             self._lose(machine, f"cannot be reached ({error.strerror})")
             return
-        machine.num_bytes += sum(map(len, frames))
+        machine.counts["sent"] += sum(map(len, frames))
+
+    def _send_if_there(self, machine: Machine, engine: bytes, message: object) -> None:
+        if self._machines.get(machine.identity) is machine:
+            self._send(machine, engine, message)
 
     def _receive_all(self) -> None:
         while True:
@@ -214,30 +275,44 @@ class Swarm:
             if isinstance(message, Join):
                 self._let_in(frames[0], message)
             elif machine is None:
-                self.num_late += 1
-                self._send(Machine(frames[0], "?"), MACHINE, Refused("this connection has not joined; join again"))
+                self._on_stranger(frames[0], message)
             else:
                 machine.heard_at = time.monotonic()
+                machine.counts["received"] += sum(map(len, frames))
                 self._act(machine, frames[1], message)
         except ValueError as error:
             if machine is not None:
-                self._lose(machine, f"sent {error}")
+                self._lose(machine, f"sent {error}", is_believed=False)
 
     def _let_in(self, identity: bytes, join: Join) -> None:
         if identity in self._machines:
-            self._lose(self._machines[identity], "joined again")
-        machine, why = Machine(identity, join.host[:64]), None
-        if join.protocol != PROTOCOL:
-            why = f"its protocol is {join.protocol}, the run's {PROTOCOL}"
+            self._lose(self._machines[identity], "joins again")
+        host, why = join.host[:64].replace("/", "_"), None
+        if identity in self._shut_out:
+            why = "it was shut out"
+        elif join.protocol != PROTOCOL:
+            why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
         elif join.code != self.code:
-            why = f"its code is {join.code[:12]}, the run's {self.code[:12]}"
+            why = f"its code is {join.code[:12]}, the run's {self.code[:12]}; check out the same commit"
         if why is not None:
-            print(f"swarm: {machine.host} was refused: {why}", flush=True)
-            self._send(machine, MACHINE, Refused(f"{why}; check out the same commit"))
+            print(f"swarm: {host} was refused: {why}", flush=True)
+            self._send(Machine(identity, host), MACHINE, Refused(why))
             return
+        self._num_of_host[host] += 1
+        number = self._num_of_host[host]
+        machine = Machine(identity, host if number == 1 else f"{host}.{number}", join.unix_time - time.time())
         self._machines[identity] = machine
-        print(f"swarm: {machine.host} has joined with {join.num_engines} engines", flush=True)
+        self._counts["joins"] += 1
+        self.record("machine_joined", machine=machine.name)
+        print(f"swarm: {machine.name} has joined", flush=True)
         self._send(machine, MACHINE, self.welcome)
+
+    def _on_stranger(self, identity: bytes, message: object) -> None:
+        """Count what a machine sends that was taken for gone, and have it join again."""
+        if isinstance(message, Finished):
+            self._counts["late"] += len(message.trajectories)
+        if not isinstance(message, Leave):
+            self._send(Machine(identity, "?"), MACHINE, JoinAgain())
 
     def _act(self, machine: Machine, engine: bytes, message: object) -> None:
         match message:
@@ -246,31 +321,76 @@ class Swarm:
             case Leave():
                 self._lose(machine, "has left")
             case Pull(version, base):
+                if machine.is_pulling:
+                    raise ValueError("a Pull while it pulls")
+                machine.is_pulling = True
                 opening = self._encoding.submit(self.weights.open, version, base)
-                opening.add_done_callback(lambda opened: self._answer(machine, message, opened))
+                opening.add_done_callback(lambda opened: self._do_soon(lambda: self._answer(machine, message, opened)))
             case Ready() if engine.isdigit() and int(engine) not in machine.engines:
-                process = RemoteProcess(
-                    lambda m: self._post(machine, engine, m), f"engine {int(engine)} of {machine.host}"
-                )
-                machine.engines[int(engine)] = worker = self._join(process)
-                self._on_message(worker, message)
+                self._start_engine(machine, engine, message)
             case _ if engine.isdigit() and int(engine) in machine.engines:
-                worker = machine.engines[int(engine)]
-                if isinstance(message, Finished):  # the controller knows it by another number
-                    message = replace(
-                        message, trajectories=[replace(t, worker=worker.index) for t in message.trajectories]
-                    )
-                self._on_message(worker, message)
+                self._pass_on(machine, machine.engines[int(engine)], message)
             case _:
                 raise ValueError(f"{type(message).__name__} of an engine {engine[:8]!r} that is not up")
 
+    def _start_engine(self, machine: Machine, engine: bytes, ready: Ready) -> None:
+        def post(message: object) -> None:
+            self._do_soon(functools.partial(self._send_if_there, machine, engine, message))
+
+        process = RemoteProcess(post, f"engine {int(engine)} of {machine.name}")
+        worker = self.controller.let_in(process, machine.name, scores_probe=not machine.engines)
+        machine.engines[int(engine)] = worker
+        self.controller.on_message(worker, ready)
+
+    def _pass_on(self, machine: Machine, worker: Worker, message: object) -> None:
+        """Give the controller a message of an engine. Raises ValueError if no honest machine sends it."""
+        match message:
+            case Fetched() | Updated() | Probed():
+                worker.process.check_answer(message)
+            case Finished(trajectories):
+                self._check(worker, trajectories)
+                message = Finished([self._at_home(machine, worker, t) for t in trajectories], None)
+        # Its clock is not this machine's, so it keeps no time ledger here.
+        self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
+
+    def _check(self, worker: Worker, trajectories: list[Trajectory]) -> None:
+        """Raise ValueError for trajectories that are not what the worker's tickets asked for."""
+        members = Counter((trajectory.ticket_id, trajectory.member) for trajectory in trajectories)
+        counts = Counter(trajectory.ticket_id for trajectory in trajectories)
+        for trajectory in trajectories:
+            ticket = worker.running.get(trajectory.ticket_id)
+            if ticket is None or counts[ticket.ticket_id] != ticket.num_members or max(members.values()) > 1:
+                raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
+            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
+                raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
+            if why := mistake_in(trajectory, ticket, self.controller.config, worker.sent_version):
+                raise ValueError(f"of ticket {ticket.ticket_id} {why}")
+
+    def _at_home(self, machine: Machine, worker: Worker, trajectory: Trajectory) -> Trajectory:
+        """A trajectory with its worker's number and its times as they are here; it is counted."""
+        machine.num_failed = machine.num_failed + 1 if trajectory.finish_reason == "failed" else 0
+        if machine.num_failed > MAX_FAILED:
+            raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
+        if trajectory.num_generated:
+            lag = self.controller.newest_version - trajectory.min_version
+            machine.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
+        ahead_s = machine.clock_ahead_s
+        return replace(
+            trajectory,
+            worker=worker.index,
+            started_at=trajectory.started_at - ahead_s,
+            ended_at=trajectory.ended_at - ahead_s,
+            turns=tuple(tuple(time - ahead_s for time in turn) for turn in trajectory.turns),
+        )
+
     def _answer(self, machine: Machine, pull: Pull, opened: Future) -> None:
+        machine.is_pulling = False
         if opened.exception() is not None:
-            self._post(machine, MACHINE, Gone(pull.version))
+            self._send_if_there(machine, MACHINE, Gone(pull.version))
             return
         is_delta, stream = opened.result()
         data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
-        self._post(machine, MACHINE, Piece(pull.version, is_delta, len(stream), pull.offset, data))
+        self._send_if_there(machine, MACHINE, Piece(pull.version, is_delta, len(stream), pull.offset, data))
 
     def _beat(self) -> None:
         for machine in list(self._machines.values()):
@@ -278,15 +398,35 @@ class Swarm:
                 self._lose(machine, f"was silent for {SILENCE_S:.0f} s")
             else:
                 self._send(machine, MACHINE, Beat())
+        self.controller.end_leases()
 
-    def _lose(self, machine: Machine, why: str) -> None:
-        """Take a machine for gone: its workers have died."""
-        if self._machines.pop(machine.identity, None) is None:
+    def _lose(self, machine: Machine, why: str, is_believed: bool = True) -> None:
+        """Take a machine for gone: its workers have died. One that is not believed is also shut out."""
+        if self._machines.get(machine.identity) is not machine:
             return
+        del self._machines[machine.identity]
+        self._counts["leaves"] += 1
         tickets = sum(len(worker.running) for worker in machine.engines.values())
-        print(f"swarm: {machine.host} {why}; its {tickets} tickets are issued again", flush=True)
+        self.record("machine_left", machine=machine.name, why=why, tickets=tickets)
+        print(f"swarm: {machine.name} {why}; its {tickets} tickets are issued again", flush=True)
+        if not is_believed:
+            self._counts["shut_out"] += 1
+            self._shut_out.add(machine.identity)
+            self._send(machine, MACHINE, Refused(why))
         for worker in machine.engines.values():
-            self._on_message(worker, None)
+            self.controller.on_message(worker, None if is_believed else Disbelieved())
+
+
+COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")
+"""Since the start of the run: machines that joined, left and were shut out, trajectories that came after their machine
+was taken for gone, and 10⁶ bytes sent and received."""
+
+
+def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
+    """What a machine did in so many seconds."""
+    metrics = {f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")}
+    metrics["tokens_per_s"] = counts["tokens"] / seconds
+    return metrics | ({"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {})
 
 
 class _Only:

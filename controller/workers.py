@@ -15,9 +15,9 @@ from cluster.placement import Placement, WorkerSpec
 from cluster.processes import dump_trainer_stacks, kill_session
 from cluster.worker_process import WorkerProcess
 from config import Config
-from data.messages import HoldReason, Sleep, Stop, Suspend, Update
+from data.messages import Fetch, HoldReason, Sleep, Stop, Suspend, Update
 from data.records import Ticket
-from weights.transport import Staged
+from weights.transport import Announcement
 
 MAX_RESTARTS = 3
 """Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
@@ -26,7 +26,11 @@ STOP_TIMEOUT_S = 10.0
 
 
 class WorkerDied(RuntimeError):
-    """A rollout worker could not be started, or died more often than MAX_RESTARTS allows."""
+    """A rollout worker could not be started, died more often than MAX_RESTARTS allows, or there is none at all."""
+
+
+class Disbelieved:
+    """In place of a message of a machine that has joined: what it sent is not believed, and it is shut out."""
 
 
 @dataclass
@@ -39,17 +43,25 @@ class Worker:
 
     index: int
     process: WorkerProcess | None = None
-    """Set as soon as it has been started."""
+    """Set as soon as it has been started; for an engine of a machine that joined, its connection (swarm.py)."""
+    is_remote: bool = False
+    """Whether it is on a machine that joined: it fetches weights before it loads them, and is not started again."""
+    scores_probe: bool = False
+    """Whether it scores the probe after an update: one worker of each machine."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
     """What it was told last, and of sleep what it has said; only new weights end `suspended` and `asleep`."""
     sent_version: int = -1
     """Newest version sent."""
-    loading: Staged | None = None
-    """Weights that this worker has been sent and has not loaded yet."""
+    loading: Announcement | None = None
+    """Weights that this worker was told to load, or to fetch and load, and has not loaded yet."""
     owed: bool = False
     """Whether the announced weights are to be sent when those that are `loading` are loaded."""
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
+    given_at: dict[int, float] = field(default_factory=dict)
+    """When it was given each of them, monotonic seconds."""
+    lapsed: set[int] = field(default_factory=set)
+    """Those of them that have been issued again: it keeps their slots, and what comes of them is late."""
     num_running: int = 0
     """Trajectories that its tickets ask for."""
     num_restarts: int = 0
@@ -71,15 +83,20 @@ class Worker:
         """Note that the engine has started."""
         self.state = "sampling"
 
-    def load(self, version: int, staged: Staged, messages: list[dict], probe: tuple[tuple[int, ...], ...]) -> None:
-        """Have the worker load staged weights, by update infos of its own, score the probe, and sample."""
-        self.state, self.sent_version, self.loading, self.owed = "sampling", version, staged, False
-        self.process.send(Update(version, messages, probe))
+    def fetch(self, announcement: Announcement, infos: list[dict]) -> None:
+        """Have the weights come to the worker's machine, while it samples on; then it is to `load` them."""
+        self.loading = announcement
+        self.process.send(Fetch(announcement.version, infos))
 
-    def loaded(self) -> Staged:
+    def load(self, announcement: Announcement, infos: list[dict]) -> None:
+        """Have the worker load staged weights, score the probe if that is its part, and sample."""
+        self.state, self.sent_version, self.loading = "sampling", announcement.version, announcement
+        self.process.send(Update(announcement.version, infos, announcement.probe if self.scores_probe else ()))
+
+    def loaded(self) -> Announcement:
         """Note that the worker reads no weights any more. Returns those that it read."""
-        staged, self.loading = self.loading, None
-        return staged
+        announcement, self.loading = self.loading, None
+        return announcement
 
     def suspend(self) -> None:
         """Have the worker stop sampling until the next update."""
@@ -102,19 +119,28 @@ class Worker:
     def give(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
         self.held = None
-        self.running[ticket.ticket_id] = ticket
+        self.running[ticket.ticket_id], self.given_at[ticket.ticket_id] = ticket, time.monotonic()
         self.num_running += ticket.num_members
 
-    def take_back(self, ticket_id: int) -> Ticket:
-        """Note that the worker has ended a ticket. Returns the ticket."""
-        ticket = self.running.pop(ticket_id)
-        self.num_running -= ticket.num_members
+    @property
+    def awaited(self) -> list[Ticket]:
+        """Tickets that it has, and that nobody else has."""
+        return [ticket for ticket in self.running.values() if ticket.ticket_id not in self.lapsed]
+
+    def take_back(self, ticket_id: int) -> bool:
+        """Note that the worker has ended a ticket. Returns whether it came in time, and was not issued again."""
+        self.num_running -= self.running.pop(ticket_id).num_members
+        del self.given_at[ticket_id]
         self.num_restarts = 0
-        return ticket
+        is_late = ticket_id in self.lapsed
+        self.lapsed.discard(ticket_id)
+        return not is_late
 
     def describe(self) -> str:
         """State of the worker in a few words."""
-        state = "updating" if self.loading else self.state.replace("_", " ")
+        state = (
+            "updating" if self.loading and self.sent_version == self.loading.version else self.state.replace("_", " ")
+        )
         return f"worker {self.index} {state} v{self.sent_version} running {self.num_running}"
 
 
@@ -131,11 +157,12 @@ class Workers:
         self._main = main
         self._workers: dict[int, Worker] = {}
         self._num_joined = 0
+        self._alone_since = time.monotonic()
         self._readings: list[Future] = []  # of all processes that there were: handling a death may fail too
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
-        self._threads = ThreadPoolExecutor(4 * len(placement.workers))
+        self._threads = ThreadPoolExecutor(4 * max(1, len(placement.workers)))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -153,6 +180,11 @@ class Workers:
         """Workers whose engines are not up yet."""
         return [worker for worker in self if not worker.is_up]
 
+    @property
+    def are_coming(self) -> bool:
+        """Whether a worker is starting, or none is there and a machine may join: each has a timeout of its own."""
+        return not self._workers or bool(self.starting)
+
     def launch(self, on_message: Callable, on_ended: Callable) -> None:
         """Start all workers; returns at once.
 
@@ -167,22 +199,18 @@ class Workers:
         self._readings.append(thread)
         thread.add_done_callback(self._on_ended)
 
-    def join(self, process) -> Worker:
+    def join(self, process, scores_probe: bool) -> Worker:
         """Take in a worker of another machine; `process` is its connection, with the calls of WorkerProcess."""
+        worker = Worker(self.num_workers + self._num_joined, process, is_remote=True, scores_probe=scores_probe)
         self._num_joined += 1
-        worker = Worker(self.num_workers + self._num_joined - 1, process)
         self._workers[worker.index] = worker
         return worker
-
-    def is_own(self, worker: Worker) -> bool:
-        """Whether a worker is one of this node, which is started again when it dies."""
-        return worker.index < self.num_workers
 
     def _start(self, index: int, num_restarts: int = 0) -> Worker:
         log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
         of_worker = placement.workers[index], self.model_path, placement.transport
         spec = WorkerSpec(self.config, *of_worker, log, self._temporary.name)
-        worker = Worker(index, num_restarts=num_restarts)
+        worker = Worker(index, scores_probe=index == 0, num_restarts=num_restarts)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
         worker.process.reading.add_done_callback(self._on_ended)
         self._readings.append(worker.process.reading)
@@ -193,8 +221,9 @@ class Workers:
 
         Raises WorkerDied, with its exit code, first error and last log lines, if it never worked or died too often.
         """
-        if not self.is_own(worker):
+        if worker.is_remote:
             del self._workers[worker.index]
+            self._alone_since = time.monotonic()
             return
         worker.process.reap()
         report = worker.process.death_report()
@@ -215,10 +244,16 @@ class Workers:
         return all(worker.state == "asleep" for worker in self)
 
     def check(self) -> None:
-        """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start."""
+        """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start, or to
+        join."""
         for reading in self._readings:
             if reading.done():
                 reading.result()
+        if not self._workers and time.monotonic() > self._alone_since + self.config.join_timeout_s:
+            raise WorkerDied(
+                f"no machine has sampled for this run for {self.config.join_timeout_s:.0f} s, and it has no rollout "
+                "worker of its own; join one sooner, or raise --join-timeout-s"
+            )
         for worker in self.starting:
             if time.monotonic() > worker.process.started_at + self.config.timeout_s:
                 self.dump_stacks()

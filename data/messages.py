@@ -55,6 +55,15 @@ class Connect:
 
 
 @dataclass(frozen=True)
+class Fetch:
+    """Have these weights come to where you are, while you sample on, and say so; to a joined machine's engine."""
+
+    version: int
+    infos: list[dict]
+    """What to pull; see weights/pull.py."""
+
+
+@dataclass(frozen=True)
 class Update:
     """Load new weights, then score the probe under them."""
 
@@ -116,6 +125,13 @@ class Receiving:
 
 
 @dataclass(frozen=True)
+class Fetched:
+    """The weights that were to come are there, and can be loaded at once."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class Asleep:
     """The engine has given up its memory."""
 
@@ -165,7 +181,7 @@ class Stopped:
     activity: ActivityReport
 
 
-# A machine of the swarm and the node it samples for: beside the messages of its engines, each with the engine's number
+# A machine of the swarm and the run that it samples for, beside the messages of its engines; controller/swarm.py
 
 PROTOCOL = 1
 """Number of this page; a machine that has another is refused."""
@@ -173,44 +189,51 @@ PROTOCOL = 1
 
 @dataclass(frozen=True)
 class Join:
-    """A machine would sample for this run."""
+    """Machine: I would sample for this run."""
 
     protocol: int
     code: str
     """Digest of the source files."""
     host: str
     """Name of the machine, for people."""
-    num_engines: int
+    unix_time: float
+    """Its clock, seconds: times that it says are moved by as much as that is off."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """What to sample: the run's options, and the digest of the model's folder without its weights."""
+    """Run: sample with these options and this model, whose weights are to be pulled."""
 
     options: dict
-    model_digest: str
+    model_files: dict[str, bytes]
+    """Files of the model's folder, by name: its configuration and its tokenizer."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """You cannot sample for this run; the machine ends."""
+    """Run: you cannot sample here; the machine ends."""
 
     reason: str
 
 
 @dataclass(frozen=True)
+class JoinAgain:
+    """Run: this connection has not joined, or was given up; what the machine has of the run's tickets is void."""
+
+
+@dataclass(frozen=True)
 class Beat:
-    """I am there."""
+    """Either: I am there."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """The machine leaves, or was told that the run has ended."""
+    """Machine: I leave. Run: it has ended."""
 
 
 @dataclass(frozen=True)
 class Pull:
-    """Send a piece of the way from `base`, or from nothing, to `version`."""
+    """Machine: send a piece of the way from `base`, or from nothing, to `version`."""
 
     version: int
     base: int | None
@@ -220,7 +243,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of the way to a version."""
+    """Run: a piece of the way to a version."""
 
     version: int
     is_delta: bool
@@ -232,12 +255,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Gone:
-    """There is no such version any more; a newer one is announced."""
+    """Run: there is no such version any more; a newer one is announced."""
 
     version: int
 
 
-TO_ENGINE = (Tickets, Connect, Update, Abort, Suspend, Hold, Proceed, Stop)
-FROM_ENGINE = (Ready, Updated, Probed, Finished, Waiting, Stopped)
-TO_MACHINE = (Welcome, Refused, Beat, Leave, Piece, Gone)
+TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
+FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
+TO_MACHINE = (Welcome, Refused, JoinAgain, Beat, Leave, Piece, Gone)
 FROM_MACHINE = (Join, Beat, Leave, Pull)

@@ -1,7 +1,6 @@
 """Where the weights of `--model` are: a tiny model made here, a local folder, or the Hugging Face hub."""
 
 import functools
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,6 +12,8 @@ TINY_MODELS = Path(__file__).resolve().parent.parent / ".cache"
 
 _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
 _TOKENIZERS = (".model", ".tiktoken")
+MAX_MODEL_FILES_BYTES = 60 << 20
+"""Below the largest message of a swarm."""
 
 
 def resolve_model(model: str, task: str) -> str:
@@ -34,13 +35,19 @@ def resolve_model(model: str, task: str) -> str:
     return folder
 
 
-def folder_digest(folder: str) -> str:
-    """Digest of a model's folder without its weights: its configuration and its tokenizer."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.json")):
-        if not path.name.endswith(".index.json"):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+def model_files(folder: str) -> dict[str, bytes]:
+    """The files of a model's folder that an engine needs beside its weights, by name: configuration and tokenizer.
+
+    Raises ValueError if they are too large to be sent to a machine that joins.
+    """
+    kept = (path for path in sorted(Path(folder).iterdir()) if path.suffix in (".json", ".jinja", ".txt", *_TOKENIZERS))
+    files = {path.name: path.read_bytes() for path in kept if not path.name.endswith(".index.json")}
+    if (total := sum(map(len, files.values()))) > MAX_MODEL_FILES_BYTES:
+        raise ValueError(
+            f"configuration and tokenizer in {folder} have {total} bytes, at most {MAX_MODEL_FILES_BYTES} go to "
+            "machines that join; take away what is neither"
+        )
+    return files
 
 
 def _snapshot(model: str) -> str:

@@ -2,18 +2,21 @@
 
     python rollout.py --join HOST:PORT --key runs/NAME/swarm.key
 
-Messages pass between the run's socket and the engines' pipes as they are, but for weights: of an update this machine
-first pulls the snapshot, while its engines sample on, and then tells them to load it from host memory.
+Messages pass between the run's socket and the engines' pipes as they are, but for weights: those that an engine is to
+fetch this machine pulls, once for all its engines and while they sample on, and puts where they load them from.
+
+When the run is out of reach, or has given this machine up, the machine joins again, with its engines and the weights
+that it has; what it had of the run's tickets is void.
 """
 
 import os
 import queue
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -28,20 +31,26 @@ from data.messages import (
     PROTOCOL,
     TO_ENGINE,
     TO_MACHINE,
+    Abort,
     Beat,
     Connect,
+    Fetch,
+    Fetched,
+    Finished,
     Gone,
     Join,
+    JoinAgain,
     Leave,
     Piece,
     Pull,
+    Ready,
     Refused,
     Stop,
+    Tickets,
     Update,
     Updated,
     Welcome,
 )
-from data.models import folder_digest, resolve_model
 from data.wire import BEAT_S, JOIN_S, MACHINE, SILENCE_S, Codec, read_key
 from weights.pull import apply_delta, digest_of
 from weights.shm import ShmTransport
@@ -105,159 +114,235 @@ class Puller:
         return zip((spec.name for spec in self.specs), parameter_views(self._payload, self.specs), strict=True)
 
 
+class Engine:
+    """One engine of this machine."""
+
+    def __init__(self, process: WorkerProcess):
+        self.process = process
+        self.is_up = self.is_connected = False
+        self.tickets: set[int] = set()
+        """Those that the run still waits for."""
+        self.wants: dict | None = None
+        """What it was told to fetch."""
+        self.fetched: Staged | None = None
+        """What has come for it, until it is told to load it."""
+        self.loading: deque[tuple[Staged, bool]] = deque()
+        """What it was told to load, and whether the run waits for it to say so."""
+
+    def forget_run(self) -> Staged | None:
+        """Give up all that the run asked for. Returns weights that had come for it."""
+        self.process.send(Abort(sorted(self.tickets)))
+        self.tickets.clear()
+        self.wants, fetched, self.fetched = None, self.fetched, None
+        self.loading = deque((staged, False) for staged, _ in self.loading)
+        return fetched
+
+
 class JoinedMachine:
     """This machine, while it samples for a run elsewhere."""
 
-    def __init__(self, connection: zmq.Socket, codec: Codec):
-        self.connection, self.codec = connection, codec
-        self.engines: list[WorkerProcess] = []
+    def __init__(self, address: str, key_path: str, main: Callable, folder: Path):
+        """`main(spec, connection)` is what the engines' processes run; logs and the model's files go to `folder`."""
+        self.address, self.main, self.folder = address, main, folder
+        self.engines: list[Engine] = []
         self.puller: Puller | None = None
         self.transport: ShmTransport | None = None
-        self._pending: dict[int, Update] = {}  # engine -> update that waits for its weights
-        self._loading: dict[int, Staged] = {}
+        self._keys = read_key(key_path)
+        self._codec, self._context = Codec((*TO_ENGINE, *TO_MACHINE)), zmq.Context()
+        self._socket: zmq.Socket | None = None
+        self._welcome: Welcome | None = None
+        self._has_joined = False
+        self._here: tuple[int, Staged] | None = None  # version that engines can load
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wake, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
+        self._heard_at = self._tried_at = time.monotonic()
 
-    def start(self, config: Config, model_path: str, main: Callable, folder: Path, threads: ThreadPoolExecutor) -> None:
-        """Start an engine for each device; `main(spec, connection)` is what their processes run."""
-        placement = place(config, len(visible_gpus()), available_cores(), 0)
-        for index, worker in enumerate(placement.workers):
-            log = str(folder / f"worker_{index}.log")
-            spec = WorkerSpec(config, worker, model_path, "shm", log, str(folder))
-            self.engines.append(WorkerProcess(spec, main, lambda m, i=index: self._heard(i, m), threads))
+    # Its connection
 
-    def _heard(self, engine: int, message: object) -> None:
-        self._from_engines.put((engine, message))
-        os.eventfd_write(self._wake, 1)
+    def _join(self) -> None:
+        """Ask to be let in, over a new connection: one that was lost may have lost messages."""
+        self._leave()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
+        self._socket.set(zmq.LINGER, 1000)
+        self._socket.connect(f"tcp://{self.address}")
+        self._has_joined, self._tried_at = False, time.monotonic()
+        self._send(MACHINE, Join(PROTOCOL, code_digest(), socket.gethostname(), time.time()))
+
+    def _leave(self) -> None:
+        for engine in self.engines:
+            if (fetched := engine.forget_run()) is not None:
+                self.transport.release(0, fetched)
+        if self._socket is not None:
+            self._send(MACHINE, Leave())
+            self._socket.close()
+
+    def _send(self, engine: bytes, message: object) -> None:
+        self._socket.send_multipart([engine, *self._codec.encode(message)])
 
     def serve(self) -> str:
-        """Pass messages until the run ends, or is out of reach. Returns why it ended; raises RuntimeError for an engine
-        that died."""
-        poller, beaten_at, heard_at = zmq.Poller(), 0.0, time.monotonic()
-        poller.register(self.connection, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        """Sample until the run ends. Returns why it ended.
+
+        Raises ValueError if the run refuses this machine, or was never reached, and RuntimeError if an engine died.
+        """
+        self._join()
         while True:
-            ready = dict(poller.poll(1000 * BEAT_S / 2))
-            if self._wake in ready:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._wake, zmq.POLLIN)
+            if self._wake in dict(poller.poll(1000 * BEAT_S)):
                 os.eventfd_read(self._wake)
                 self._pass_on()
-            while self.connection.poll(0):
-                heard_at = time.monotonic()
-                engine, *frames = self.connection.recv_multipart()
-                if (why := self._act(engine, self.codec.decode(*frames))) is not None:
+            while self._socket.poll(0):
+                self._heard_at = time.monotonic()
+                engine, *frames = self._socket.recv_multipart()
+                if (why := self._act(engine, self._codec.decode(*frames))) is not None:
                     return why
-            if time.monotonic() > beaten_at + BEAT_S:
-                beaten_at = time.monotonic()
-                self.send(MACHINE, Beat())
-            if time.monotonic() > heard_at + SILENCE_S:
-                return f"the run was silent for {SILENCE_S:.0f} s"
+            if (why := self._keep_in_touch()) is not None:
+                return why
 
-    def send(self, engine: bytes, message: object) -> None:
-        """Send a message of an engine, or of the machine."""
-        self.connection.send_multipart([engine, *self.codec.encode(message)])
-
-    def _pass_on(self) -> None:
-        """Send on what engines have said."""
-        while not self._from_engines.empty():
-            engine, message = self._from_engines.get()
-            if message is None:
-                raise RuntimeError(self.engines[engine].death_report())
-            self.send(str(engine).encode(), message)
-            if isinstance(message, Updated):
-                self.transport.release(engine, self._loading.pop(engine))
-                self._load()
+    def _keep_in_touch(self) -> str | None:
+        """Give a sign of life, and join again if there was none from the run. Returns why to end, if it is time to."""
+        now = time.monotonic()
+        if self._welcome is None and now > self._heard_at + JOIN_S:
+            raise ValueError(
+                f"--join {self.address}: no answer in {JOIN_S:.0f} s; is the run there, and is --key of this run?"
+            )
+        if self._has_joined and now > self._heard_at + SILENCE_S:
+            print(f"no word from the run for {SILENCE_S:.0f} s: trying to reach it again", flush=True)
+            self._join()
+        elif not self._has_joined and now > self._tried_at + SILENCE_S:
+            self._join()
+        elif self._has_joined and now > self._tried_at + BEAT_S:
+            self._tried_at = now
+            self._send(MACHINE, Beat())
+        if self._welcome is not None and now > self._heard_at + self._welcome.options["join_timeout_s"]:
+            return f"the run was out of reach for {now - self._heard_at:.0f} s (its --join-timeout-s)"
+        return None
 
     def _act(self, engine: bytes, message: object) -> str | None:
         """Act on what the run says. Returns why this machine is to leave, if it is."""
         match message:
-            case Beat():
-                pass
             case Leave():
                 return "the run has ended"
             case Refused(reason):
-                return f"the run lets this machine in no more: {reason}"
-            case Piece():
-                if self.puller.take(message):
-                    self._load()
+                raise ValueError(f"the run at {self.address} refuses this machine: {reason}")
+            case JoinAgain() if self._has_joined:
+                self._join()
+            case Welcome():
+                self._on_welcome(message)
+            case Piece() if self.puller.take(message):
+                self._look_for_weights()
             case Gone():
-                self.puller.wanted = None  # of an announcement that is over
-            case Connect(init_info):
-                if self.puller is None:
-                    self.puller = Puller(init_info, lambda pull: self.send(MACHINE, pull))
-                    self.transport = ShmTransport(self.puller.specs)
-                self.engines[int(engine)].send(Connect(self.transport.init_info()))
-            case Update():
-                self._pending[int(engine)] = message
-                self._load()
+                self._join()  # the run has forgotten what it announced to this machine
+            case Beat() | JoinAgain() | Piece():
+                pass
             case _:
-                self.engines[int(engine)].send(message)
+                self._tell(self.engines[int(engine)], message)
         return None
 
-    def _load(self) -> None:
-        """Have engines load what they are to load, if it is here; else pull it."""
-        here = {e: u for e, u in self._pending.items() if u.version == self.puller.version and e not in self._loading}
-        if here and self.transport.free_buffer() is not None:
-            staged = self.transport.stage(self.puller.version, self.puller.parameters())
-            self.transport.announce(staged)
-            for engine, update in here.items():
-                self.transport.acquire(engine, staged)
-                self._loading[engine] = staged
-                self.engines[engine].send(Update(update.version, staged.messages, update.probe))
-                del self._pending[engine]
-        missing = [u for u in self._pending.values() if u.version != self.puller.version]
-        if missing and self.puller.wanted is None:
-            self.puller.want(max(missing, key=lambda u: u.version).update_infos[0])
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if self._welcome is None:
+            self._welcome = welcome
+            self._start_engines()
+        elif welcome != self._welcome:
+            raise ValueError(f"another run listens at {self.address} now; join that one anew")
+        self._has_joined = True
+        print(f"joined {self.address}: {len(self.engines)} engines, logs in {self.folder}", flush=True)
+        for index, engine in enumerate(self.engines):
+            if engine.is_up:
+                self._send(str(index).encode(), Ready(0.0))
 
-    def stop(self) -> None:
-        """End all engines; none is left when this returns."""
+    # Its engines
+
+    def _start_engines(self) -> None:
+        """Start an engine for each device, or as many as they share."""
+        for name, content in self._welcome.model_files.items():
+            (self.folder / Path(name).name).write_bytes(content)
+        options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}  # as its devices are
+        config = Config.from_dict(options)
+        for index, worker in enumerate(place(config, len(visible_gpus()), available_cores(), 0).workers):
+            log = str(self.folder / f"worker_{index}.log")
+            spec = WorkerSpec(config, worker, str(self.folder), "shm", log, str(self.folder))
+            hear = lambda message, index=index: self._hear(index, message)  # noqa: E731
+            self.engines.append(Engine(WorkerProcess(spec, self.main, hear, self._threads)))
+
+    def _hear(self, engine: int, message: object) -> None:
+        self._from_engines.put((engine, message))
+        os.eventfd_write(self._wake, 1)
+
+    def _tell(self, engine: Engine, message: object) -> None:
+        """Give an engine what the run says to it; weights it loads from here."""
+        match message:
+            case Connect(init_info):
+                self._connect(engine, init_info)
+            case Fetch(_, infos):
+                engine.wants = infos[0]
+                self._look_for_weights()
+            case Update(version, _, probe):
+                staged, engine.fetched = engine.fetched, None
+                engine.loading.append((staged, True))
+                engine.process.send(Update(version, staged.messages, probe))
+            case Tickets(tickets):
+                engine.tickets |= {ticket.ticket_id for ticket in tickets}
+                engine.process.send(message)
+            case _:
+                engine.process.send(message)
+
+    def _connect(self, engine: Engine, init_info: dict) -> None:
+        if self.puller is None:
+            self.puller = Puller(init_info, lambda pull: self._send(MACHINE, pull))
+            self.transport = ShmTransport(self.puller.specs)
+        if not engine.is_connected:
+            engine.is_connected = True
+            engine.process.send(Connect(self.transport.init_info()))
+
+    def _look_for_weights(self) -> None:
+        """Let engines know of weights that have come, and have the next come that any of them wants, oldest first."""
+        version = self.puller.version
+        if version is not None and (self._here is None or self._here[0] != version):
+            if self.transport.free_buffer() is None:
+                return  # until an engine has loaded what is in one
+            self._here = version, self.transport.stage(version, self.puller.parameters())
+            self.transport.announce(self._here[1])
+        for index, engine in enumerate(self.engines):
+            if engine.wants is not None and self._here is not None and engine.wants["version"] == self._here[0]:
+                engine.wants, engine.fetched = None, self._here[1]
+                self.transport.acquire(index, engine.fetched)
+                self._send(str(index).encode(), Fetched(self._here[0]))
+        wanted = [engine.wants for engine in self.engines if engine.wants is not None]
+        if wanted and self.puller.wanted is None:
+            self.puller.want(min(wanted, key=lambda info: info["version"]))
+
+    def _pass_on(self) -> None:
+        """Send on what engines have said."""
+        while not self._from_engines.empty():
+            index, message = self._from_engines.get()
+            engine = self.engines[index]
+            match message:
+                case None:
+                    raise RuntimeError(engine.process.death_report())
+                case Ready():
+                    engine.is_up = True
+                case Updated():
+                    staged, is_due = engine.loading.popleft()
+                    self.transport.release(index, staged)
+                    message = message if is_due else None
+                    self._look_for_weights()
+                case Finished(trajectories, activity):
+                    due = [trajectory for trajectory in trajectories if trajectory.ticket_id in engine.tickets]
+                    engine.tickets -= {trajectory.ticket_id for trajectory in due}
+                    message = Finished(due, activity) if due else None
+            if message is not None and self._has_joined:
+                self._send(str(index).encode(), message)
+
+    def close(self) -> None:
+        """Leave the run and end all engines; none is left when this returns."""
+        self._leave()
         for engine in self.engines:
-            engine.send(Stop())
+            engine.process.send(Stop())
         deadline = time.monotonic() + STOP_S
         for engine in self.engines:
-            engine.stop(max(0.0, deadline - time.monotonic()))
-
-
-def join(address: str, key_path: str, main: Callable) -> str:
-    """Sample for the run that listens at `address` until it ends. Returns why it ended.
-
-    Raises ValueError if the run cannot be reached, or refuses this machine.
-    """
-    keys, context = read_key(key_path), zmq.Context()
-    connection = context.socket(zmq.DEALER)
-    connection.curve_serverkey, connection.curve_publickey, connection.curve_secretkey = keys
-    connection.set(zmq.LINGER, 1000)
-    connection.connect(f"tcp://{address}")
-    codec, threads = Codec((*TO_ENGINE, *TO_MACHINE)), ThreadPoolExecutor()
-    machine = JoinedMachine(connection, codec)
-    try:
-        config, model_path = _be_welcomed(machine, address)
-        with TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
-            try:
-                machine.start(config, model_path, main, Path(folder), threads)
-                print(f"joined {address}: {len(machine.engines)} engines start, logs in {folder}", flush=True)
-                return machine.serve()
-            finally:
-                machine.send(MACHINE, Leave())
-                machine.stop()
-                threads.shutdown()
-    finally:
-        context.destroy()
-
-
-def _be_welcomed(machine: JoinedMachine, address: str) -> tuple[Config, str]:
-    """Ask to be let in. Returns the options of the run and the folder of its model here."""
-    machine.send(MACHINE, Join(PROTOCOL, code_digest(), socket.gethostname(), 1))
-    if not machine.connection.poll(1000 * JOIN_S):
-        raise ValueError(f"--join {address}: no answer in {JOIN_S:.0f} s; is the run there, and is --key of this run?")
-    match machine.codec.decode(*machine.connection.recv_multipart()[1:]):
-        case Welcome(options, model_digest):
-            options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-            config = Config(**{**options, "num_rollout_workers": None, "weight_sync": "auto"})  # as its devices are
-            model_path = resolve_model(config.model, config.task)
-            if (found := folder_digest(model_path)) != model_digest:
-                raise ValueError(f"--model {config.model} here ({found}) is not that of the run ({model_digest})")
-            return config, model_path
-        case Refused(reason):
-            raise ValueError(f"the run at {address} refused this machine: {reason}")
-        case other:
-            raise ValueError(f"the run at {address} answered {type(other).__name__}")
+            engine.process.stop(max(0.0, deadline - time.monotonic()) if engine.is_up else 0.0)
+        self._threads.shutdown()
+        self._context.destroy()

@@ -31,7 +31,7 @@ from controller.swarm import Swarm
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data.messages import Welcome
-from data.models import folder_digest, load_tokenizer, resolve_model
+from data.models import load_tokenizer, model_files, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.exchange import exchange_groups
@@ -225,8 +225,8 @@ def _listen(config: Config, run: RunDirectory, model_path: str) -> Swarm | None:
     """Listen for machines that join, where --listen asks for it."""
     if config.listen is None:
         return None
-    welcome = Welcome(config.as_dict(), folder_digest(model_path))
-    return Swarm(config.listen, run.path / "swarm.key", code_digest(), welcome)
+    welcome = Welcome(config.as_dict(), model_files(model_path))
+    return Swarm(config.listen, run.path / "swarm.key", code_digest(), welcome, run.record)
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 NUM_SEQUENCES = 4
 MAX_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
 
+NUM_VERSIONS = 64
+"""Versions whose log-probs are kept, beside those that are still to be published."""
+
 
 class Probe:
     """Some sequences of the first batch, and the trainer's log-probs of them by version until an engine's come."""
@@ -47,8 +50,10 @@ class Probe:
         self.note(version, [score.numpy() for score in scores.split(lengths)])
 
     def note(self, version: int, logprobs: list[np.ndarray]) -> None:
-        """Keep the trainer's log-probs at a version, float32 nats per token of each sequence."""
+        """Keep the trainer's log-probs at a version, float32 nats per token of each sequence, while a slow machine may
+        still load that version."""
         self._own[version] = logprobs
+        self.forget_before(version - NUM_VERSIONS)
 
     def at(self, version: int) -> list[np.ndarray] | None:
         """The trainer's log-probs at a version, if they are still needed."""
@@ -58,23 +63,22 @@ class Probe:
         """Drop the log-probs of older versions."""
         self._own = {v: logprobs for v, logprobs in self._own.items() if v >= version}
 
-    def compare(self, engine_logprobs: dict[int, tuple[np.ndarray, ...]]) -> dict[str, float]:
-        """Compare an engine's log-probs, version -> nats per token of each sequence, with the trainer's.
+    def compare(self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]) -> dict[int, dict[str, float]]:
+        """Compare the engines' log-probs, version -> worker -> nats per token of each sequence, with the trainer's.
 
-        Returns `mismatch/*` of the newest version that both have scored, in nats over all tokens, or nothing.
+        Returns `mismatch/*` of each worker at the newest version that both have scored, in nats over all tokens.
         """
-        versions = sorted(self._own.keys() & engine_logprobs.keys())
-        if not versions:
-            return {}
-        trainer = np.concatenate(self._own[versions[-1]]).astype(np.float64)
-        engine = np.concatenate(engine_logprobs[versions[-1]]).astype(np.float64)
-        self.forget_before(versions[-1] + 1)
-        gap = trainer - engine
-        return {
-            "mismatch/k3": float(np.mean(np.expm1(gap) - gap)),
-            "mismatch/abs_mean": float(np.abs(gap).mean()),
-            "mismatch/abs_max": float(np.abs(gap).max()),
-        }
+        found = {}
+        for version in sorted(self._own.keys() & engine_logprobs.keys()):
+            trainer = np.concatenate(self._own[version]).astype(np.float64)
+            for worker, logprobs in engine_logprobs[version].items():
+                gap = trainer - np.concatenate(logprobs).astype(np.float64)
+                found[worker] = {
+                    "mismatch/k3": float(np.mean(np.expm1(gap) - gap)),
+                    "mismatch/abs_mean": float(np.abs(gap).mean()),
+                    "mismatch/abs_max": float(np.abs(gap).max()),
+                }
+        return found
 
 
 def _sequence(tokens: np.ndarray) -> TrainSequence:

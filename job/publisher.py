@@ -93,8 +93,7 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
         return
     pulled = PullTransport(specs)
     node.controller.connect(LocalAndPulled(transport, pulled, num_own) if num_own else pulled)
-    serving = node.swarm.start(pulled, node.controller.let_in, node.controller.on_message)
-    node.controller.workers.watch(serving)
+    node.controller.workers.watch(node.swarm.start(pulled, node.controller))
 
 
 def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:

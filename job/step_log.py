@@ -4,7 +4,15 @@ from cluster.advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure, 
 from cluster.processes import freeze_garbage
 from data.records import Group, Trajectory
 from job.node import Node
-from records.metrics import StepOfNode, batch_metrics, over_nodes, rollout_metrics, time_metrics, training_metrics
+from records.metrics import (
+    StepOfNode,
+    batch_metrics,
+    over_nodes,
+    rollout_metrics,
+    time_metrics,
+    training_metrics,
+    worst_mismatch,
+)
 from records.run_directory import Progress
 from records.time_ledger import describe, seconds
 
@@ -65,6 +73,7 @@ class StepLog:
             **rollout_metrics(known.rollout, self.tokens_before, times["time/step_s"]),
             **training_metrics(stats),
             **known.mismatch,
+            **known.swarm,
             **times,
         }
         self._advise(step, groups, metrics, known)
@@ -84,10 +93,13 @@ class StepLog:
         batch = {} if groups is None else batch_metrics(groups, step - 1, self.node.config.publish_delay)
         if controller is None:
             return StepOfNode(batch, None, {}, {})
-        report, probes = controller.take_report(), controller.take_probes()
+        report, mismatches = controller.take_report(), self.node.probe.compare(controller.take_probes())
+        for worker, mismatch in mismatches.items():
+            self.node.run.record("mismatch", worker=worker, **mismatch)
         if step == self.node.config.steps:
             controller.finish_evaluations()
-        return StepOfNode(batch, report, controller.take_evaluation(), self.node.probe.compare(probes))
+        mismatch, swarm = worst_mismatch(list(mismatches.values())), self.node.swarm
+        return StepOfNode(batch, report, controller.take_evaluation(), mismatch, swarm.take_report() if swarm else {})
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], known: StepOfNode) -> None:
         """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -75,6 +75,9 @@ class StepOfNode:
     evaluation: dict[str, float]
     """evaluation_metrics, on the node that evaluates."""
     mismatch: dict[str, float]
+    """The worst of any of its machines."""
+    swarm: dict[str, float] = field(default_factory=dict)
+    """What machines did that sample for it from elsewhere."""
 
 
 def over_nodes(of_nodes: list[StepOfNode]) -> StepOfNode:
@@ -85,7 +88,8 @@ def over_nodes(of_nodes: list[StepOfNode]) -> StepOfNode:
         _batch_over_nodes([node.batch for node in of_nodes if node.batch]),
         functools.reduce(operator.add, (node.rollout for node in of_nodes if node.rollout is not None)),
         {name: value for node in of_nodes for name, value in node.evaluation.items()},
-        _mismatch_over_nodes([node.mismatch for node in of_nodes]),
+        worst_mismatch([node.mismatch for node in of_nodes]),
+        dict(sum((Counter(node.swarm) for node in of_nodes), Counter())),
     )
 
 
@@ -104,10 +108,10 @@ def _batch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
     return whole | {"reward/std": math.sqrt(variance)}
 
 
-def _mismatch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
-    """The largest mismatch of any node that measured one, as each has engines of its own."""
-    names = dict.fromkeys(name for metrics in of_nodes for name in metrics)
-    return {name: max(metrics[name] for metrics in of_nodes if name in metrics) for name in names}
+def worst_mismatch(of_engines: list[dict[str, float]]) -> dict[str, float]:
+    """The largest mismatch of any of several engines, or nodes, that measured one."""
+    names = dict.fromkeys(name for metrics in of_engines for name in metrics)
+    return {name: max(metrics[name] for metrics in of_engines if name in metrics) for name in names}
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:

@@ -39,13 +39,15 @@ class Oracle:
         per_group = 1 + config.async_ratio if config.over_sampling == 1 else config.over_sampling
         self.capacity = math.floor(per_group * config.groups_per_step) + config.extra_groups
         self.bound = math.ceil(config.async_ratio) + config.publish_delay
-        self.bound += MAX_RESUMES if config.over_sampling > 1 else 0
+        self.bound += (MAX_RESUMES if config.over_sampling > 1 else 0) + config.swarm.refresh_lag
         self.trainer_version = 0
         self.announced, self.announced_trainer_version = -1, -1
         self.groups, self.problems, self.problem_of = {}, {}, {}
         self.closed, self.forgotten, self.made_by = {}, set(), {}
         self.count, self.tokens = Counter(), Counter()
         self.num_given_up, self.num_events = 0, 0
+        self.disbelieved = None
+        """Worker that is being shut out."""
         self.evaluating, self.evaluated_version, self.num_evaluations = set(), -1, 0
 
     # What is issued
@@ -62,6 +64,7 @@ class Oracle:
         published = max(0, self.announced_trainer_version - self.config.publish_delay)
         problems = {int(ticket.answer) for ticket in tickets}
         assert len(problems) == 1 and self.announced >= 0 and group_id not in self.groups
+        published = max(0, published - self.config.swarm.refresh_lag)
         assert {ticket.min_version for ticket in tickets} == {published}
         (problem,) = problems
         assert self.problems.get(problem, "put back" if problem == len(self.problems) else "unknown") == "put back"
@@ -87,9 +90,27 @@ class Oracle:
 
     def put_back(self, group_id):
         reason = "stale" if self.config.stale_policy == "drop" else "aborted"
+        if self.disbelieved is not None:
+            assert self._is_of(self.groups[group_id], self.disbelieved), "a group of believed workers alone is dropped"
+            reason = "shut_out"
         self.num_given_up += reason == "aborted"
         self.problems[self.groups[group_id].problem] = "put back"
         self._close(group_id, reason)
+
+    def _is_of(self, group, worker):
+        return any(member.worker == worker for member in group.members.values())
+
+    def shut_out(self, worker):
+        """A worker has been shut out: nothing of it may be trained on any more."""
+        self.disbelieved = None
+        resident = [group for group in self.groups.values() if group.state in ("running", "finished")]
+        assert not any(self._is_of(group, worker) for group in resident)
+
+    def late(self, trajectory):
+        """A trajectory comes back whose ticket was issued again."""
+        if trajectory.group_id != EVALUATION_GROUP:
+            self.tokens["generated"] += trajectory.num_generated
+            self.tokens["late"] += trajectory.num_generated
 
     def forget(self, group_id):
         assert group_id not in self.forgotten
@@ -196,7 +217,7 @@ class Oracle:
         expected = {"groups_resident": len(resident), "tokens_resident": sum(g.num_tokens for g in resident)}
         expected |= {"groups_issued": self.count["issued"], "tokens_generated": self.tokens["generated"]}
         expected |= {"groups_consumed": self.count["consumed"], "tokens_consumed": self.tokens["consumed"]}
-        for reason in ("stale", "filtered", "failed", "aborted"):
+        for reason in ("stale", "filtered", "failed", "aborted", "late", "shut_out"):
             expected |= {
                 f"groups_dropped_{reason}": self.count[reason],
                 f"tokens_dropped_{reason}": self.tokens[reason],

@@ -14,7 +14,20 @@ from pathlib import Path
 import numpy as np
 
 from controller.workers import Worker, Workers
-from data.messages import Abort, Finished, Proceed, Ready, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
+from data.messages import (
+    Abort,
+    Fetch,
+    Fetched,
+    Finished,
+    Proceed,
+    Ready,
+    SampledTokens,
+    Suspend,
+    Tickets,
+    Update,
+    Updated,
+    Waiting,
+)
 from data.records import EVALUATION_GROUP, Trajectory
 
 
@@ -47,6 +60,9 @@ class WalkProcess:
         self.episodes, self.ended = {}, {}
         self.sent_version = -1
         """Version of the newest update sent to it."""
+        self.fetching = None
+        self.lapsed = set()
+        """Tickets that were taken from it, as it had them for too long."""
         self.num_given = 0
         """Trajectories it was asked for and that have not been delivered."""
 
@@ -59,6 +75,8 @@ class WalkProcess:
         elif isinstance(message, Tickets):
             self.num_given += sum(ticket.num_members for ticket in message.tickets)
             self.walk.oracle.given(message.tickets, self.sent_version)
+        elif isinstance(message, Abort) and self.walk.is_ending_leases:
+            self.lapsed.update(message.ticket_ids)
 
     def reap(self): ...
 
@@ -75,9 +93,12 @@ class WalkProcess:
         if not self.is_up:
             yield "start", self.start
             return
+        if self.loading is None and self.inbox:
+            yield "read", self.read
+        if self.fetching is not None:
+            yield "fetch", self.fetch
         if self.loading is None:
-            if self.inbox:
-                yield "read", self.read
+            pass
         elif self.config.on_update != "wait" or not self._are("sampling"):
             yield "load", self.load
         movable = [e for e in itertools.chain(*self.episodes.values()) if self._can_move(e)]
@@ -100,6 +121,9 @@ class WalkProcess:
             case Update() as update:
                 self.loading = update
                 self._stand()
+            case Fetch(version):
+                assert self.fetching is None and version >= self.version
+                self.fetching = version
             case Suspend():
                 self._stand()
             case Proceed():
@@ -108,6 +132,11 @@ class WalkProcess:
             case Abort(ticket_ids):
                 for episode in itertools.chain(*(self.episodes.get(ticket_id, ()) for ticket_id in ticket_ids)):
                     episode.is_aborted = True
+
+    def fetch(self):
+        """Weights have come, while it went on."""
+        self.outbox.append(Fetched(self.fetching))
+        self.fetching = None
 
     def load(self):
         """Finish loading; the buffer must still hold what it held."""
@@ -228,4 +257,5 @@ class WalkWorkers(Workers):
         self.walk = walk
 
     def _start(self, index, num_restarts=0):
-        return Worker(index, num_restarts=num_restarts, process=WalkProcess(self.config, index, self.walk))
+        process = WalkProcess(self.config, index, self.walk)
+        return Worker(index, process=process, scores_probe=index == 0, num_restarts=num_restarts)

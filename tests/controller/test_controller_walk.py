@@ -5,19 +5,20 @@ WALKS in the environment sets how many walks there are, of which a fifth are not
 be made again. The rarest of the faults that were once planted showed in 5 walks of 1,000.
 """
 
+import math
 import os
 import random
 from contextlib import ExitStack
 
 import pytest
 from walk_oracle import Oracle, WatchedTickets
-from walk_worker import WalkWorkers
+from walk_worker import WalkProcess, WalkWorkers
 
 from cluster.placement import Placement, WorkerPlacement
 from config import Config
 from controller.controller import Controller
 from controller.tickets import PromptSource
-from controller.workers import MAX_RESTARTS
+from controller.workers import MAX_RESTARTS, Disbelieved
 from data.messages import Finished, Updated
 from data.tasks import Problem
 from weights.transport import Announcement, Staged, TwoBuffers
@@ -49,6 +50,8 @@ def draw_options(rng):
         "max_running_requests": rng.choice([1, 2, 3, 16]),
         "task": rng.choice(["addition", "guess_number"]),
         "eval_every": rng.choice([0, 1, 2, 3]),
+        "listen": rng.choice([None, None, "here:1"]),
+        "swarm_args": (f"refresh_lag={rng.choice([0, 0, 1, 2, 4])}",),
     }
 
 
@@ -99,6 +102,8 @@ class Walk:
         self.controller.launch()
         self.weights = {}
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
+        self.joins_left = rng.randint(0, 4) if config.listen else 0
+        self.is_ending_leases = False
         self.version, self.trainer, self.evaluations = 0, "connecting", []
 
     # Events
@@ -109,7 +114,7 @@ class Walk:
             if self.trainer == "finishing" and self.controller.evaluations.running is None:
                 return self._check_end()
             events = [*self._events_of_workers()]
-            if self.trainer == "waiting" and not events:
+            if self.trainer == "waiting" and not events and [*self.controller.workers]:
                 assert self.take(), f"nothing can happen any more: {self.controller.describe()}"
             else:
                 events += self._events_of_trainer()
@@ -144,15 +149,46 @@ class Walk:
                 yield ("train", -1), self._end_step
             case "publishing" if self.transport.free_buffer() is not None:
                 yield ("publish", -1), self._publish
-        for worker in self.controller.workers if self.deaths_left else ():
-            if worker.is_up and worker.process.exit_code is None:
+        for worker in self.controller.workers:
+            if worker.is_up and worker.process.exit_code is None and (self.deaths_left or worker.is_remote):
                 yield ("die", worker.index), lambda worker=worker: self._kill(worker)
+                if worker.is_remote:
+                    yield ("die", -worker.index), lambda worker=worker: self._shut_out(worker)
+                    if worker.running:
+                        yield ("lapse", worker.index), lambda worker=worker: self._end_lease(worker)
+        if self.trainer != "connecting" and (
+            self.joins_left or (self.config.listen and not [*self.controller.workers])
+        ):
+            yield ("join", -1), self._join
+
+    def _join(self):
+        self.joins_left = max(0, self.joins_left - 1)
+        process = WalkProcess(self.config, None, self)
+        worker = self.controller.let_in(process, "elsewhere", scores_probe=True)
+        process.index = worker.index
+        process.start()
+
+    def _shut_out(self, worker):
+        worker.process.exit_code, self.oracle.disbelieved = 0, worker.index
+        worker.process.outbox.clear()
+        self.controller.on_message(worker, Disbelieved())
+        self.oracle.shut_out(worker.index)
+
+    def _end_lease(self, worker):
+        worker.given_at[self.rng.choice(list(worker.running))] = -math.inf
+        self.is_ending_leases = True
+        self.controller.end_leases()
+        self.is_ending_leases = False
 
     def _deliver(self, worker):
         message = worker.process.outbox.popleft()
         if isinstance(message, Finished):
             worker.process.num_given -= len(message.trajectories)
-            self.delivering = {(t.ticket_id, t.member): t for t in message.trajectories}
+            for trajectory in message.trajectories:
+                if trajectory.ticket_id in worker.process.lapsed:
+                    self.oracle.late(trajectory)
+            in_time = [t for t in message.trajectories if t.ticket_id not in worker.process.lapsed]
+            self.delivering = {(t.ticket_id, t.member): t for t in in_time}
         elif isinstance(message, Updated):
             self.oracle.discard(message.sampled.discarded)
         self.controller.on_message(worker, message)
@@ -167,7 +203,7 @@ class Walk:
             self.oracle.deliver(self.delivering.pop((fields["ticket"], fields["member"])))
 
     def _kill(self, worker):
-        self.deaths_left -= 1
+        self.deaths_left -= not worker.is_remote
         worker.process.die()
 
     def _connect(self):
@@ -212,7 +248,7 @@ def walk_of(seed):
     """The walk that a seed stands for."""
     rng = random.Random(seed)
     config = draw_config(rng)
-    return Walk(config, rng.randint(1, 3), rng.randint(0, 3), rng)
+    return Walk(config, rng.randint(0 if config.listen else 1, 3), rng.randint(0, 3), rng)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, NUM_CHUNKS))])
