@@ -24,9 +24,9 @@ READING_PATH = (
     "trainer/packing.py", "trainer/logprobs.py", "weights/transport.py",
 )  # fmt: skip
 """What a fork must understand to follow one step."""
-MAX_FILES_AT_TOP, MAX_ROOM_FILES, MAX_ROOM_LINES = 3, 12, 1700
-MAX_READING_PATH, MAX_SCRIPTS = 3500, 6500
-MAX_CLASS, MAX_FUNCTION, MAX_MEDIAN_FUNCTION, MAX_OPTIONS = 260, 45, 10, 55
+MAX_FILES_AT_TOP, MAX_ROOM_FILES, MAX_ROOM_LINES = 3, 12, 2100
+MAX_READING_PATH, MAX_SCRIPTS = 3900, 7300
+MAX_CLASS, MAX_FUNCTION, MAX_MEDIAN_FUNCTION, MAX_OPTIONS = 260, 45, 10, 66
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Outbox:
 def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first_ones():
     """A worker may have been sent a version that another, still busy with the one before, has not."""
     config = Config(groups_per_step=1, group_size=3, async_ratio=1, max_running_requests=1, num_rollout_workers=2)
-    ahead, behind = (Worker(i, Outbox(), "sampling", version) for i, version in enumerate((5, 4)))
+    ahead, behind = (Worker(i, Outbox(), state="sampling", sent_version=version) for i, version in enumerate((5, 4)))
     buffer = SampleBuffer(Bounds(groups_per_step=1, group_size=3, max_outstanding=1, max_staleness=1))
     dispatcher = Dispatcher(config, [ahead, behind], buffer, make_source())
     dispatcher.fill()
