@@ -147,8 +147,6 @@ class Config:
     """Share of a GPU's memory that an engine may use; unset computes it where the GPU is shared, and takes 0.9 else."""
     replicas: int = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
-    node_roles: tuple[Literal["trainer", "rollout"], ...] = ("trainer", "rollout")
-    """What this node does, of several: train, sample, or both; otherwise samples and weights cross nodes."""
     listen: str | None = None
     """HOST:PORT where machines may join that sample for this run from elsewhere: `python rollout.py --join`."""
     join_timeout_s: float = 600.0
@@ -240,7 +238,6 @@ _AT_MOST = {
     "timeout_s": 10**6, "env_timeout_s": 10**6, "seed": 2**63 - 1,
 }  # fmt: skip
 _TASKS = ("addition", "gsm8k", "reasoning_gym:NAME", *MULTI_TURN_TASKS)
-_OF_WORKERS = ("num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization")
 Mistakes = Iterator[tuple[bool, str]]
 """Whether a mistake is there, and the line that says what was got, what is allowed and what to change."""
 
@@ -299,17 +296,10 @@ def _mistakes_in_texts(config: Config) -> Mistakes:
         config.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[\w.+=-]+", config.run_name),
         f"--run-name may hold letters, digits and . _ + = -, and is neither . nor .., got {config.run_name!r}",
     )
-    yield (
-        not config.node_roles or len(set(config.node_roles)) < len(config.node_roles),
-        f"--node-roles must be trainer, rollout or both, each once, got {' '.join(config.node_roles)!r}",
-    )
 
 
 def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Whether two options clash, and both."""
-    for name in () if "rollout" in config.node_roles else _OF_WORKERS:
-        of_workers = f"--{flag(name)} {getattr(config, name)}, which is about rollout workers,"
-        yield getattr(config, name) != getattr(Config, name), of_workers, "--node-roles trainer, which has none"
     alone, one = config.group_size == 1, "--group-size 1"
     of_one = f"{one}, which leaves nothing to compare: every advantage would be 0; --advantage reinforce is possible"
     yield alone and config.advantage != "reinforce", f"--advantage {config.advantage}", of_one

@@ -44,15 +44,7 @@ class Probe:
             return
         (scores,) = policy.score([self._sequences], raw=True)
         lengths = [len(sequence.tokens) - 1 for sequence in self._sequences]
-        self.note(version, [score.numpy() for score in scores.split(lengths)])
-
-    def note(self, version: int, logprobs: list[np.ndarray]) -> None:
-        """Keep the trainer's log-probs at a version, float32 nats per token of each sequence."""
-        self._own[version] = logprobs
-
-    def at(self, version: int) -> list[np.ndarray] | None:
-        """The trainer's log-probs at a version, if they are still needed."""
-        return self._own.get(version)
+        self._own[version] = [score.numpy() for score in scores.split(lengths)]
 
     def forget_before(self, version: int) -> None:
         """Drop the log-probs of older versions."""

@@ -48,11 +48,10 @@ class StepLog:
             return
         mine = self._measure(step, groups)
         if step == config.steps:
-            self.clock.enter("evaluate")  # also if it is another node that evaluates
+            self.clock.enter("evaluate")  # also where another node's is waited for
         known = over_nodes(self.node.cluster.gather(mine))
         self.clock.enter("other")
-        trained = {} if groups is None else {"groups": [group.group_id for group in groups]}
-        self.node.run.record("step", step=step, spans=account.spans_s, **trained)
+        self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
         if not self.node.cluster.is_first:
             return
         times = time_metrics(account.spent, known.rollout.worker_time)
@@ -74,16 +73,10 @@ class StepLog:
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
 
-    def contribute(self, step: int) -> None:
-        """Hand over what a node that does not train has measured in a step; collective over leaders, as is `write`."""
-        self.node.cluster.gather(self._measure(step, None))
-
-    def _measure(self, step: int, groups: list[Group] | None) -> StepOfNode:
+    def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
         """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
         controller = self.node.controller
-        batch = {} if groups is None else batch_metrics(groups, step - 1, self.node.config.publish_delay)
-        if controller is None:
-            return StepOfNode(batch, None, {}, {})
+        batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
         report, probes = controller.take_report(), controller.take_probes()
         if step == self.node.config.steps:
             controller.finish_evaluations()
@@ -116,9 +109,8 @@ class StepLog:
 
     def say_where_time_went(self) -> None:
         """Print, on each leader, what share of the run trainer and workers spent on what."""
-        if self.node.cluster.is_leader and self.node.cluster.trains:
+        if self.node.cluster.is_leader:
             print(describe("trainer ", self.clock.total))
-        if self.node.controller is not None:
             for worker, spent in self.node.controller.worker_time().items():
                 print(describe(f"worker {worker}", spent))
 
