@@ -134,7 +134,8 @@ class Config:
 
     # Devices and clusters
     num_rollout_workers: int | None = None
-    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one."""
+    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one; with 0
+    only machines that join sample (--listen)."""
     rollout_tp: int = 1
     """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
     max_running_requests: int = 256
@@ -232,7 +233,7 @@ class Bounds:
 
 
 _AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coef", "eval_every", "save_every", "seed"}
-_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank"}  # all others at least 1
+_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers"}  # all others at least 1
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
     "timeout_s": 10**6, "env_timeout_s": 10**6, "seed": 2**63 - 1,
@@ -261,8 +262,14 @@ def _mistakes(config: Config) -> Mistakes:
         f"{config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
         f"{config.max_sequence_tokens}; raise the first or lower the others",
     )
-    for clash, one, other in (*_conflicts(config), *_conflicts_of_partial_rollouts(config)):
-        yield clash, f"{one} does not go with {other}; change one of the two"
+    yield (
+        config.num_rollout_workers == 0 and config.listen is None,
+        "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where machines join that do, or "
+        "leave it out",
+    )
+    for conflicts in (_conflicts, _conflicts_of_partial_rollouts, _conflicts_of_joining):
+        for clash, one, other in conflicts(config):
+            yield clash, f"{one} does not go with {other}; change one of the two"
 
 
 def _ranges(name: str, value: float) -> Mistakes:
@@ -341,6 +348,18 @@ def _conflicts_of_partial_rollouts(config: Config) -> Iterator[tuple[bool, str, 
         f"⌈{groups} groups / batches of {batch}⌉ − 1 = {waits} suspensions of the last ones, of {MAX_RESUMES} at most"
     )
     yield config.stale_policy == "wait" and waits > MAX_RESUMES, one, last
+
+
+def _conflicts_of_joining(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """What excludes that machines join, and that they alone sample."""
+    if config.listen is None:
+        return
+    one = f"--listen {config.listen}, where machines come and go,"
+    yield config.colocate == "sleep", one, "--colocate sleep, which is for one GPU that trainer and engine share"
+    yield config.scheduling != "queue", one, f"--scheduling {config.scheduling}, a baseline for one machine"
+    is_chosen = config.num_rollout_workers == 0 and config.weight_sync != "auto"
+    none = "--num-rollout-workers 0, as machines that join pull the weights"
+    yield is_chosen, f"--weight-sync {config.weight_sync}", none
 
 
 def flag(name: str) -> str:

@@ -72,7 +72,7 @@ class Publisher:
 
 def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
-    timeout_s, num_own = node.config.timeout_s, len(node.placement.workers)
+    timeout_s, pulled = node.config.timeout_s, PullTransport(specs)
     match node.placement.transport:
         case "shm":
             transport = ShmTransport(specs)
@@ -80,10 +80,11 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
             transport = IpcTransport(specs)
         case "nccl":
             transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s, timeout_s)
-    if node.swarm is None:
-        node.controller.connect(transport)
-        return
-    pulled = PullTransport(specs)
-    node.controller.connect(LocalAndPulled(transport, pulled, num_own) if num_own else pulled)
-    serving = node.swarm.start(pulled, node.controller.let_in, node.controller.on_message)
-    node.controller.workers.watch(serving)
+        case "pull":
+            transport = pulled
+    if node.swarm is not None and transport is not pulled:
+        transport = LocalAndPulled(transport, pulled, len(node.placement.workers))
+    node.controller.connect(transport)
+    if node.swarm is not None:
+        serving = node.swarm.start(pulled, node.controller.let_in, node.controller.on_message)
+        node.controller.workers.watch(serving)

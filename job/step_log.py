@@ -84,10 +84,11 @@ class StepLog:
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], known: StepOfNode) -> None:
         """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with
-        partial rollouts or an engine that sleeps, and not of several nodes."""
+        partial rollouts or an engine that sleeps, and not of several nodes or with machines that join."""
         config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
         stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
-        if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
+        is_one_machine = self.node.cluster.num_nodes == 1 and config.listen is None
+        if step > last or last < MIN_STEPS or stays_synchronous or not is_one_machine:
             return
         decoding_s, sampled = known.rollout.worker_time["decoding"] / 1e9, known.rollout.sampled.new
         self.step_times.append(step_times(groups, metrics, decoding_s, sampled, self.tokens_before))
