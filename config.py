@@ -135,7 +135,8 @@ class Config:
 
     # Devices and clusters
     num_rollout_workers: int | None = None
-    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one."""
+    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one; with 0
+    only machines that join sample (--listen)."""
     rollout_tp: int = 1
     """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
     max_running_requests: int = 256
@@ -148,8 +149,6 @@ class Config:
     """Share of a GPU's memory that an engine may use; unset computes it where the GPU is shared, and takes 0.9 else."""
     replicas: int = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
-    node_roles: tuple[Literal["trainer", "rollout"], ...] = ("trainer", "rollout")
-    """What this node does, of several: train, sample, or both; otherwise samples and weights cross nodes."""
     listen: str | None = None
     """HOST:PORT where machines may join that sample for this run from elsewhere: `python rollout.py --join`."""
     join_timeout_s: float = 600.0
@@ -282,13 +281,12 @@ class Bounds:
 
 
 _AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coef", "eval_every", "save_every", "seed"}
-_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank"}  # all others at least 1
+_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers"}  # all others at least 1
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
     "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,
 }  # fmt: skip
 _TASKS = ("addition", "gsm8k", "reasoning_gym:NAME", *MULTI_TURN_TASKS)
-_OF_WORKERS = ("num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization")
 Mistakes = Iterator[tuple[bool, str]]
 """Whether a mistake is there, and the line that says what was got, what is allowed and what to change."""
 
@@ -312,8 +310,14 @@ def _mistakes(config: Config) -> Mistakes:
         f"{config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
         f"{config.max_sequence_tokens}; raise the first or lower the others",
     )
-    for clash, one, other in (*_conflicts(config), *_conflicts_of_partial_rollouts(config)):
-        yield clash, f"{one} does not go with {other}; change one of the two"
+    yield (
+        config.num_rollout_workers == 0 and config.listen is None,
+        "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where machines join that do, or "
+        "leave it out",
+    )
+    for conflicts in (_conflicts, _conflicts_of_partial_rollouts, _conflicts_of_joining):
+        for clash, one, other in conflicts(config):
+            yield clash, f"{one} does not go with {other}; change one of the two"
 
 
 def _ranges(name: str, value: float) -> Mistakes:
@@ -347,17 +351,10 @@ def _mistakes_in_texts(config: Config) -> Mistakes:
         config.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[\w.+=-]+", config.run_name),
         f"--run-name may hold letters, digits and . _ + = -, and is neither . nor .., got {config.run_name!r}",
     )
-    yield (
-        not config.node_roles or len(set(config.node_roles)) < len(config.node_roles),
-        f"--node-roles must be trainer, rollout or both, each once, got {' '.join(config.node_roles)!r}",
-    )
 
 
 def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Whether two options clash, and both."""
-    for name in () if "rollout" in config.node_roles else _OF_WORKERS:
-        of_workers = f"--{flag(name)} {getattr(config, name)}, which is about rollout workers,"
-        yield getattr(config, name) != getattr(Config, name), of_workers, "--node-roles trainer, which has none"
     alone, one = config.group_size == 1, "--group-size 1"
     of_one = f"{one}, which leaves nothing to compare: every advantage would be 0; --advantage reinforce is possible"
     yield alone and config.advantage != "reinforce", f"--advantage {config.advantage}", of_one
@@ -401,6 +398,18 @@ def _conflicts_of_partial_rollouts(config: Config) -> Iterator[tuple[bool, str, 
         f"⌈{groups} groups / batches of {batch}⌉ − 1 = {waits} suspensions of the last ones, of {MAX_RESUMES} at most"
     )
     yield config.stale_policy == "wait" and waits > MAX_RESUMES, one, last
+
+
+def _conflicts_of_joining(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """What excludes that machines join, and that they alone sample."""
+    if config.listen is None:
+        return
+    one = f"--listen {config.listen}, where machines come and go,"
+    yield config.colocate == "sleep", one, "--colocate sleep, which is for one GPU that trainer and engine share"
+    yield config.scheduling != "queue", one, f"--scheduling {config.scheduling}, a baseline for one machine"
+    is_chosen = config.num_rollout_workers == 0 and config.weight_sync != "auto"
+    none = "--num-rollout-workers 0, as machines that join pull the weights"
+    yield is_chosen, f"--weight-sync {config.weight_sync}", none
 
 
 def flag(name: str) -> str:

@@ -39,12 +39,7 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
     from rollout import run_worker
 
     with start_node(config, worker_main or run_worker) as node, StepLog(node) as log:
-        if node.cluster.trains:
-            train_on(node, log)
-        else:
-            from job.sampler import sample_on
-
-            sample_on(node, log)
+        train_on(node, log)
     log.say_where_time_went()
     node.say_where()
 

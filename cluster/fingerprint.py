@@ -7,8 +7,8 @@ from pathlib import Path
 from config import Config
 
 MAY_DIFFER = (
-    "data_path", "runs_dir", "node_roles", "num_rollout_workers", "rollout_tp", "weight_sync", "max_running_requests",
-    "gpu_memory_utilization",
+    "data_path", "runs_dir", "num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization",
+    "max_running_requests",
 )  # fmt: skip
 """Options that are a node's own: where its files are, and how much its devices can take."""
 MAX_SHOWN = 5

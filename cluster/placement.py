@@ -4,8 +4,9 @@ no GPU        trainer ranks and rollout workers share the CPU cores; transport `
 one GPU       the rollout worker shares it with the trainer rank; transport `ipc`
 several GPUs  one per trainer rank, the rest to rollout workers, `rollout_tp` each; transport `nccl`
 
-`--weight-sync` overrides the transport; `shm` goes everywhere. A node that only trains (--node-roles) has no workers,
-and one that only samples has all its GPUs for them, and weights by `shm`, as they come from another node.
+`--weight-sync` overrides the transport; `shm` goes everywhere. With `--num-rollout-workers 0` all that samples are
+machines that join, which `pull` the weights. One of these has no trainer rank: all its GPUs are its workers', and
+weights reach them by `shm`, as they come to its host memory.
 """
 
 import os
@@ -59,13 +60,14 @@ class Placement:
     trainer_gpus: tuple[int | None, ...]
     """GPU of each local trainer rank; None on the CPU."""
     trainer_threads: int
-    """Compute threads of each trainer rank, or of the leader where none trains."""
+    """Compute threads of each trainer rank."""
     workers: tuple[WorkerPlacement, ...]
-    transport: Literal["shm", "ipc", "nccl"]
+    transport: Literal["shm", "ipc", "nccl", "pull"]
 
     def table(self) -> str:
         """The placement as text, a line per process."""
-        lines = [f"placement (weights by {self.transport}):" if self.workers else "placement:"]
+        nobody = "no rollout worker here: machines that join sample"
+        lines = [f"placement ({f'weights by {self.transport}' if self.workers else nobody}):"]
         for rank, gpu in enumerate(self.trainer_gpus):
             lines.append(f"  trainer rank {rank}     {_device(gpu, self.trainer_threads)}")
         for w in self.workers:
@@ -84,10 +86,10 @@ def _device(gpu: int | None, threads: int, num_gpus: int = 1) -> str:
 def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int, has_nccl: bool = True) -> Placement:
     """Give every process of a node its device, and weights their way.
 
-    Args: the GPUs and CPU cores that this node may use, the trainer ranks that torchrun started on it, and whether
-    torch has NCCL. Raises ValueError, with the arithmetic, for what does not fit.
+    Args: the GPUs and CPU cores that this node may use, the trainer ranks that torchrun started on it (0 on a machine
+    that joined a run), and whether torch has NCCL. Raises ValueError, with the arithmetic, for what does not fit.
     """
-    if "rollout" not in config.node_roles:
+    if config.num_rollout_workers == 0:
         return _place_trainer(num_gpus, num_cores, num_trainer_ranks)
     placement = _place_processes(config, num_gpus, num_cores, num_trainer_ranks)
     transport = _choose_transport(config.weight_sync, placement, has_nccl)
@@ -100,9 +102,7 @@ def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int,
 
 def _choose_transport(wanted: str, placement: Placement, has_nccl: bool) -> str:
     """`wanted`, or the fastest that goes where it is `auto`. Raises ValueError for one that cannot go."""
-    if not placement.trainer_gpus:
-        possible, why = ["shm"], "this node only samples, and weights from another one come to its host memory"
-    elif placement.trainer_gpus[0] is None:
+    if not placement.trainer_gpus or placement.trainer_gpus[0] is None:
         possible, why = ["shm"], "without a GPU weights go through host memory"
     elif placement.transport == "ipc":
         possible, why = ["ipc", "shm"], "trainer and worker share one GPU, which NCCL refuses"
@@ -126,9 +126,7 @@ def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_
     num_workers = max(1, fitting) if config.num_rollout_workers is None else config.num_rollout_workers
     if num_workers > fitting and not num_trainer_ranks:
         raise ValueError(
-            f"{num_workers} rollout workers × {tp} GPUs = {num_workers * tp} GPUs, {num_gpus} are visible; lower "
-            + (f"--num-rollout-workers to {fitting} or " if fitting else "")
-            + "--rollout-tp"
+            f"--rollout-tp {tp} needs {tp} GPUs, {num_gpus} are visible; join from a machine that has them"
         )
     if num_workers > fitting:
         wanted = f"{num_workers} rollout workers" + (f" × {tp} GPUs" if tp > 1 else "")
@@ -143,11 +141,11 @@ def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_
 
 
 def _place_trainer(num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
-    """Of a node that only trains."""
+    """Of a node without rollout workers."""
     if num_gpus:
         _check_ranks(num_gpus, num_trainer_ranks)
     gpus = tuple(range(num_trainer_ranks)) if num_gpus else (None,) * num_trainer_ranks
-    return Placement(gpus, _threads(num_cores, num_trainer_ranks), (), "shm")
+    return Placement(gpus, _threads(num_cores, num_trainer_ranks), (), "pull")
 
 
 def _check_ranks(num_gpus: int, num_trainer_ranks: int) -> None:
@@ -208,7 +206,7 @@ def plan_memory(
     Returns the placement with that part, and the arithmetic as text. Raises ValueError, with the arithmetic, for what
     cannot fit.
     """
-    texts, stages = [], placement.transport != "shm"
+    texts, stages = [], placement.transport in ("ipc", "nccl")
     if placement.workers:
         check_tp(shape, config.rollout_tp)
         worker = placement.workers[0]
@@ -218,9 +216,8 @@ def plan_memory(
             return replace(placement, workers=(worker,)), plan.text
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
         texts.append(check_engine(config, shape, engine))
-    if placement.trainer_gpus:
-        trainer = _fullest(gpus, placement.trainer_gpus)
-        texts.insert(0, check_trainer(config, shape, trainer, num_ranks, stages, num_shards))
+    trainer = _fullest(gpus, placement.trainer_gpus)
+    texts.insert(0, check_trainer(config, shape, trainer, num_ranks, stages, num_shards))
     return placement, "\n".join(texts)
 
 

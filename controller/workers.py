@@ -162,7 +162,7 @@ class Workers:
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
-        self._threads = ThreadPoolExecutor(4 * max(1, len(placement.workers)))
+        self._threads = ThreadPoolExecutor(4 * len(placement.workers) or 1)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())

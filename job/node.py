@@ -34,7 +34,6 @@ from data.messages import Welcome
 from data.models import load_tokenizer, model_files, resolve_model
 from data.records import Group
 from data.tasks import load_task
-from job.exchange import exchange_groups
 from job.probe import Probe
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import RunDirectory
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Node:
-    """This rank's surroundings. Local rank 0 leads: it alone has records, and the controller if the node samples."""
+    """This rank's surroundings. Local rank 0 leads: it alone has records and the controller."""
 
     config: Config
     cluster: Cluster
@@ -63,13 +62,12 @@ class Node:
     """Where machines join that sample for this node from elsewhere."""
 
     def take_batch(self, step: int) -> list[Group] | None:
-        """Wait for what this node trains on in a step, and with --record keep it; None but on a leader that trains."""
+        """Wait for what this node trains on in a step, and with --record keep it; None but on the leader."""
         self.clock.enter("wait")
         if not self.cluster.is_leader:
             return None
-        sampled = self.controller.take_batch() if self.controller is not None else None
-        groups = exchange_groups(sampled, self.config.groups_per_step, self.cluster)
-        if self.config.record and groups is not None:
+        groups = self.controller.take_batch()
+        if self.config.record:
             self.clock.enter("save")
             write_batch(batch_path(self.run.path, step), step, groups)
         return groups
@@ -113,7 +111,7 @@ class Start:
 
     def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
         """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""
-        for waiting in filter(None, (self.watch, self.cluster.leaders, self.cluster.trainer_leaders)):
+        for waiting in filter(None, (self.watch, self.cluster.leaders)):
             waiting.dump_stacks = dump_stacks
 
 
@@ -137,15 +135,13 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         on_end.callback(dist.destroy_process_group)
     watch = NodeWatch(cluster)
     try:
-        rank = f"trainer {cluster.local_ranks[cluster.local_rank]}" if cluster.trains else f"sampler {cluster.node}"
-        setproctitle(f"{rank}: {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}")  # found by what ps has always shown
+        rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
         start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch)
         start.dump_stacks_by(dump_trainer_stacks)
         node = (lead or start_rollout)(start) if cluster.is_leader else None
         model_path = cluster.broadcast_on_node(node and node.model_path)
         yield node or start.make_node(model_path)
-        if cluster.is_leader:
-            cluster.gather("finished")  # one that only samples is done long before the last checkpoint
         watch.finish()
     except Exception as error:
         _ignore_signals()
@@ -160,41 +156,39 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
     nccl = dist.is_nccl_available()
     placement = place(config, len(visible_gpus()), available_cores(), len(cluster.local_ranks), nccl)
     torch.set_num_threads(placement.trainer_threads)
-    gpu = placement.trainer_gpus[cluster.local_rank] if cluster.trains else None
+    gpu = placement.trainer_gpus[cluster.local_rank]
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    check_shares(config, len(cluster.samplers), len(cluster.trainers), cluster.num_ranks)
+    check_shares(config, cluster.num_nodes, cluster.num_ranks)
     return placement, device
 
 
 def start_rollout(start: Start) -> Node:
     """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
-    cluster, config, controller, swarm = start.cluster, start.config, None, None
+    cluster, config = start.cluster, start.config
     model_path = resolve_model(config.model, config.task)
     start = replace(start, placement=_fit_memory(start, model_path))
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
-    tickets = _make_tickets(config, cluster, model_path) if cluster.samples else None
+    tickets = _make_tickets(config, cluster, model_path)
     run = _open_records(config, cluster, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
-    if tickets is not None:
-        workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
-        controller = Controller(config, workers, tickets, run.record, start.clock, len(cluster.samplers))
-        start.on_end.callback(controller.stop)
-        start.dump_stacks_by(workers.dump_stacks)
-        swarm = _listen(config, run, model_path)
-        if swarm is not None:
-            start.on_end.callback(swarm.stop)
-        controller.launch()
+    workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
+    controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes)
+    start.on_end.callback(controller.stop)
+    start.dump_stacks_by(workers.dump_stacks)
+    swarm = _listen(config, run, model_path)
+    if swarm is not None:
+        start.on_end.callback(swarm.stop)
+    controller.launch()
     # From here on transformers is imported, for seconds, in which the workers import vLLM.
     _check_window(config, model_path)
     tokenizer = load_tokenizer(model_path)
-    if tickets is not None:
-        tickets.check_prompts()
-        if any(worker.shared_with_rank is not None for worker in start.placement.workers):
-            # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
-            controller.wait_until_ready()
+    tickets.check_prompts()
+    if any(worker.shared_with_rank is not None for worker in start.placement.workers):
+        # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
+        controller.wait_until_ready()
     return start.make_node(model_path, run=run, tokenizer=tokenizer, controller=controller, swarm=swarm)
 
 
@@ -203,7 +197,7 @@ def _fit_memory(start: Start, model_path: str) -> Placement:
     config, cluster, gpus = start.config, start.cluster, visible_gpus()
     if not gpus:
         return start.placement
-    num_ranks, num_shards = len(cluster.local_ranks) * len(cluster.trainers), cluster.num_ranks // config.replicas
+    num_ranks, num_shards = len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas
     shape = read_shape(model_path)
     placement, arithmetic = plan_memory(config, start.placement, shape, gpus, num_ranks, num_shards)
     print(arithmetic, flush=True)
@@ -217,7 +211,7 @@ def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirec
         weights = weights_sha256(model_path) if config.record else None
         run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights)
         print(f"run directory: {run.path}", flush=True)
-    run_name = cluster.gather(run and run.path.name)[cluster.trainers[0]]
+    run_name = cluster.gather(run and run.path.name)[0]
     return run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
 
 
@@ -230,14 +224,14 @@ def _listen(config: Config, run: RunDirectory, model_path: str) -> Swarm | None:
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
-    """The node's own share of the prompts; on the node that evaluates the held-out ones too."""
+    """The node's own share of the prompts; on the first also the held-out ones."""
     task = load_task(config.task, config.seed, config.data_path)
     prompts = PromptSource(
         train_problem=task.train_problem,
-        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.evaluates else [],
+        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else [],
         encode=lambda problem: task.encode_prompt(problem, load_tokenizer(model_path)),
     )
-    return TicketSource(config, prompts, cluster.samplers.index(cluster.node), len(cluster.samplers))
+    return TicketSource(config, prompts, cluster.node, cluster.num_nodes)
 
 
 def _check_window(config: Config, model_path: str) -> None:

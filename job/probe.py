@@ -47,17 +47,8 @@ class Probe:
             return
         (scores,) = policy.score([self._sequences], raw=True)
         lengths = [len(sequence.tokens) - 1 for sequence in self._sequences]
-        self.note(version, [score.numpy() for score in scores.split(lengths)])
-
-    def note(self, version: int, logprobs: list[np.ndarray]) -> None:
-        """Keep the trainer's log-probs at a version, float32 nats per token of each sequence, while a slow machine may
-        still load that version."""
-        self._own[version] = logprobs
-        self.forget_before(version - NUM_VERSIONS)
-
-    def at(self, version: int) -> list[np.ndarray] | None:
-        """The trainer's log-probs at a version, if they are still needed."""
-        return self._own.get(version)
+        self._own[version] = [score.numpy() for score in scores.split(lengths)]
+        self.forget_before(version - NUM_VERSIONS)  # a slow machine may still load that version
 
     def forget_before(self, version: int) -> None:
         """Drop the log-probs of older versions."""

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from controller.controller import Controller
 from data.records import Group
-from job.exchange import Feed, Notice
 from job.node import Node, is_due
 from trainer.policy import Policy
 from weights.ipc import IpcTransport
@@ -19,8 +17,7 @@ from weights.transport import Announcement, ParameterSpec
 
 
 class Publisher:
-    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller, and
-    it has none where its node only trains."""
+    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller."""
 
     def __init__(self, node: Node, policy: Policy):
         """Join trainer and workers, and wait until all engines of this node are up."""
@@ -29,7 +26,6 @@ class Publisher:
             print(f"attention of the trainer: {policy.attention}", flush=True)
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
-        self._feed = Feed(policy.sent_specs(), node.cluster) if node.cluster.is_leader else None
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
@@ -46,24 +42,26 @@ class Publisher:
         version, parameters = step, self.policy.named_full_parameters()
         if self.config.publish_delay and step < self.config.steps:
             version, parameters = self._delayed(step, parameters)
-        if self._feed is None:
-            _gather(parameters)
-            probe.forget_before(step + 1)  # compared on the leader alone
-            return
-        evaluate = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
-        notice = Notice(version, step, probe.tokens, probe.at(version), evaluate)
-        parameters = self._feed.send(notice, parameters)
         if node.controller is not None:
-            stage_and_announce(node.controller, notice, parameters)
-        else:
-            _gather(parameters)
-            probe.forget_before(version)
-        self._feed.wait()
+            self._announce(version, step, parameters)
+            return
+        for _ in parameters:  # gathering is collective
+            pass
+        probe.forget_before(step + 1)  # compared on the leader alone
+
+    def _announce(self, version: int, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights to where workers read them, when there is room, and have the workers load them."""
+        controller, is_evaluated = self.node.controller, self.config.eval_every > 0
+        evaluate = controller.withdraw() or (is_evaluated and is_due(step, self.config.eval_every, self.config.steps))
+        staged = controller.stage(version, parameters)
+        if self.config.colocate == "sleep":
+            torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
+        controller.publish(Announcement(version, step, staged, self.node.probe.tokens, evaluate))
 
     def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
         copies = []
-        is_needed = self.node.controller is not None or (self._feed is not None and self._feed.followers)
+        is_needed = self.node.controller is not None
         for name, tensor in parameters:  # gathering is collective
             copies.append((name, tensor.to("cpu", copy=True) if is_needed else tensor.new_empty(0)))
         self._snapshots.append((step, copies))
@@ -72,15 +70,9 @@ class Publisher:
         return self._snapshots[0]
 
 
-def _gather(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Help to gather, which is collective, and keep nothing."""
-    for _ in parameters:
-        pass
-
-
 def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
-    timeout_s, num_own = node.config.timeout_s, len(node.placement.workers)
+    timeout_s, pulled = node.config.timeout_s, PullTransport(specs)
     match node.placement.transport:
         case "shm":
             transport = ShmTransport(specs)
@@ -88,18 +80,10 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
             transport = IpcTransport(specs)
         case "nccl":
             transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s, timeout_s)
-    if node.swarm is None:
-        node.controller.connect(transport)
-        return
-    pulled = PullTransport(specs)
-    node.controller.connect(LocalAndPulled(transport, pulled, num_own) if num_own else pulled)
-    node.controller.workers.watch(node.swarm.start(pulled, node.controller))
-
-
-def stage_and_announce(controller: Controller, notice: Notice, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy weights to where a node's workers read them, when there is room, and have the workers load them."""
-    evaluate = controller.withdraw() or notice.evaluate
-    staged = controller.stage(notice.version, parameters)
-    if controller.config.colocate == "sleep":
-        torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
-    controller.publish(Announcement(notice.version, notice.trainer_version, staged, notice.probe, evaluate))
+        case "pull":
+            transport = pulled
+    if node.swarm is not None and transport is not pulled:
+        transport = LocalAndPulled(transport, pulled, len(node.placement.workers))
+    node.controller.connect(transport)
+    if node.swarm is not None:
+        node.controller.workers.watch(node.swarm.start(pulled, node.controller))

@@ -56,11 +56,10 @@ class StepLog:
             return
         mine = self._measure(step, groups)
         if step == config.steps:
-            self.clock.enter("evaluate")  # also if it is another node that evaluates
+            self.clock.enter("evaluate")  # also where another node's is waited for
         known = over_nodes(self.node.cluster.gather(mine))
         self.clock.enter("other")
-        trained = {} if groups is None else {"groups": [group.group_id for group in groups]}
-        self.node.run.record("step", step=step, spans=account.spans_s, **trained)
+        self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
         if not self.node.cluster.is_first:
             return
         times = time_metrics(account.spent, known.rollout.worker_time)
@@ -83,16 +82,10 @@ class StepLog:
         self._write_sample(step, groups[0].trajectories[0])
         self.progress.show(metrics)
 
-    def contribute(self, step: int) -> None:
-        """Hand over what a node that does not train has measured in a step; collective over leaders, as is `write`."""
-        self.node.cluster.gather(self._measure(step, None))
-
-    def _measure(self, step: int, groups: list[Group] | None) -> StepOfNode:
+    def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
         """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
         controller = self.node.controller
-        batch = {} if groups is None else batch_metrics(groups, step - 1, self.node.config.publish_delay)
-        if controller is None:
-            return StepOfNode(batch, None, {}, {})
+        batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
         report, mismatches = controller.take_report(), self.node.probe.compare(controller.take_probes())
         for worker, mismatch in mismatches.items():
             self.node.run.record("mismatch", worker=worker, **mismatch)
@@ -103,10 +96,11 @@ class StepLog:
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], known: StepOfNode) -> None:
         """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with
-        partial rollouts or an engine that sleeps, and not of several nodes."""
+        partial rollouts or an engine that sleeps, and not of several nodes or with machines that join."""
         config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
         stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
-        if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
+        is_one_machine = self.node.cluster.num_nodes == 1 and config.listen is None
+        if step > last or last < MIN_STEPS or stays_synchronous or not is_one_machine:
             return
         decoding_s, sampled = known.rollout.worker_time["decoding"] / 1e9, known.rollout.sampled.new
         self.step_times.append(step_times(groups, metrics, decoding_s, sampled, self.tokens_before))
@@ -128,9 +122,8 @@ class StepLog:
 
     def say_where_time_went(self) -> None:
         """Print, on each leader, what share of the run trainer and workers spent on what."""
-        if self.node.cluster.is_leader and self.node.cluster.trains:
+        if self.node.cluster.is_leader:
             print(describe("trainer ", self.clock.total))
-        if self.node.controller is not None:
             for worker, spent in self.node.controller.worker_time().items():
                 print(describe(f"worker {worker}", spent))
 

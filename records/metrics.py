@@ -69,11 +69,11 @@ class StepOfNode:
     """What one node knows of a step, or all together."""
 
     batch: dict[str, float]
-    """batch_metrics of what it trained on; empty where it does not train."""
-    rollout: RolloutReport | None
-    """What its controller measured; None where it does not sample."""
+    """batch_metrics of what it trained on."""
+    rollout: RolloutReport
+    """What its controller measured."""
     evaluation: dict[str, float]
-    """evaluation_metrics, on the node that evaluates."""
+    """evaluation_metrics; of the first node alone."""
     mismatch: dict[str, float]
     """The worst of any of its machines."""
     swarm: dict[str, float] = field(default_factory=dict)
@@ -85,8 +85,8 @@ def over_nodes(of_nodes: list[StepOfNode]) -> StepOfNode:
     if len(of_nodes) == 1:
         return of_nodes[0]
     return StepOfNode(
-        _batch_over_nodes([node.batch for node in of_nodes if node.batch]),
-        functools.reduce(operator.add, (node.rollout for node in of_nodes if node.rollout is not None)),
+        _batch_over_nodes([node.batch for node in of_nodes]),
+        functools.reduce(operator.add, (node.rollout for node in of_nodes)),
         {name: value for node in of_nodes for name, value in node.evaluation.items()},
         worst_mismatch([node.mismatch for node in of_nodes]),
         dict(sum((Counter(node.swarm) for node in of_nodes), Counter())),

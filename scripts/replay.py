@@ -105,7 +105,7 @@ def own_options(recording: Recording) -> Config:
         runs_dir=str(recording.path.parent),
         wandb="disabled",
         eval_every=recorded.eval_every or recorded.steps,  # with 0 there would be no held-out problems
-        node_roles=("trainer", "rollout"),  # nodes and devices are those of the replay
+        listen=None,  # machines and devices are those of the replay
         num_rollout_workers=None,
         rollout_tp=1,
         weight_sync="auto",

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,18 +90,14 @@ def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
     return _start(tmp_path, ["--standalone", f"--nproc-per-node={num_ranks}"], tmp_path / "output.txt", options)
 
 
-def start_nodes(tmp_path: Path, num_nodes: int, roles: Sequence[str] = (), **options) -> list[Job]:
-    """Start as many torchrun agents, each a node with one rank, that meet on this machine; all write one directory.
-
-    `roles`: what each of them does, if not all.
-    """
+def start_nodes(tmp_path: Path, num_nodes: int, **options) -> list[Job]:
+    """Start as many torchrun agents, each a node with one rank, that meet on this machine; all write one directory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     agent = ["--nproc-per-node=1", "--local-addr=127.0.0.1", f"--nnodes={num_nodes}", "--rdzv-id=test"]
     agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    of_nodes = [options | ({"node_roles": roles[i]} if roles else {}) for i in range(num_nodes)]
-    return [_start(tmp_path, agent, tmp_path / f"output_{i}.txt", of_nodes[i]) for i in range(num_nodes)]
+    return [_start(tmp_path, agent, tmp_path / f"output_{i}.txt", options) for i in range(num_nodes)]
 
 
 def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict) -> Job:

@@ -1,6 +1,5 @@
 """Bodies of spawned ranks that are told which node each is on: no torchrun and no engine, but real gloo."""
 
-import dataclasses
 import datetime
 import os
 import signal
@@ -13,14 +12,10 @@ import torch.distributed as dist
 from tiny_policy import error_of, first_gradient, load, random_sequences
 
 from cluster import node_watch
-from cluster.cluster import Cluster, Peer, form_cluster, join
+from cluster.cluster import Peer, form_cluster, join
 from cluster.node_watch import NodeWatch
 from config import Config
 from data.records import Group, Trajectory
-from job.exchange import exchange_groups, receive_notice, receive_parameters, receive_specs
-from job.node import Node
-from job.probe import Probe
-from job.publisher import Publisher
 from trainer import batch
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -45,16 +40,12 @@ def groups_of_node(node: int) -> list[Group]:
     return random_groups(100 * node, num=3, group_size=2, max_tokens=(8, 40)[node])
 
 
-def meet(peers: list[Peer], number: int, folder: str) -> Cluster:
-    """Form the cluster of these processes, by a file in `folder`."""
-    return form_cluster(peers, number, dist.FileStore(os.path.join(folder, "store"), len(peers)), "gloo", TIMEOUT)
-
-
 def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     """Train one step per config on four ranks of two nodes; each rank writes `rank_N.pt`."""
     torch.set_num_threads(1)
-    peers = [Peer(node, "ab"[node], ("trainer", "rollout")) for node in NODE_OF_RANK]
-    cluster = meet(peers, rank, folder)
+    peers = [Peer(node, "ab"[node]) for node in NODE_OF_RANK]
+    store = dist.FileStore(os.path.join(folder, "store"), len(peers))
+    cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     found = []
     for config in configs:
         policy = load(config)
@@ -66,46 +57,6 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
         found.append((metrics, gradient, weights, sum(shards), num_sequences))
     torch.save(found, os.path.join(folder, f"rank_{rank}.pt"))
     dist.destroy_process_group()
-
-
-ROLES = {0: ("rollout",), 1: ("trainer",), 2: ("trainer", "rollout"), 3: ("rollout",), 4: ("rollout",)}
-NODE_OF_PROCESS = [0, 1, 2, 2, 3, 4]
-
-
-def train_by_roles(number: int, folder: str, config: Config) -> None:
-    """Train one step on five nodes that do different things, two of them fed by one; each writes `process_N.pt`.
-
-    Weights are published three times as in a run of two steps, and in bfloat16, as from a GPU.
-    """
-    torch.set_num_threads(1)
-    cluster = meet([Peer(node, "host", ROLES[node]) for node in NODE_OF_PROCESS], number, folder)
-    per_node = config.groups_per_step // len(cluster.samplers)
-    found, groups = {}, None
-    if cluster.is_leader:
-        sampled = random_groups(10 * cluster.node, per_node, config.group_size, 12) if cluster.samples else None
-        groups = exchange_groups(sampled, config.groups_per_step, cluster)
-        found["groups"] = groups and [group.group_id for group in groups]
-    if cluster.trains:
-        found |= _train_and_publish(groups, config, cluster)
-        dist.destroy_process_group()
-    else:
-        specs = receive_specs(cluster)
-        found["published"] = [(receive_notice(cluster), dict(receive_parameters(specs, cluster))) for _ in range(3)]
-    torch.save(found, os.path.join(folder, f"process_{number}.pt"))
-
-
-def _train_and_publish(groups: list[Group] | None, config: Config, cluster: Cluster) -> dict:
-    policy = load(config)
-    specs = policy.sent_specs()
-    policy.sent_specs = lambda: [dataclasses.replace(spec, dtype=torch.bfloat16) for spec in specs]
-    node = Node(config, cluster, None, policy.device, "", policy.clock, Probe(config))
-    publisher = Publisher(node, policy)
-    publisher.publish(0)
-    metrics = policy.train_step(batch.deal(groups, 1, policy, cluster), policy_version=12)
-    publisher.publish(1, groups)
-    publisher.publish(2, groups)
-    weights = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
-    return {"metrics": metrics, "gradient": first_gradient(policy), "weights": weights}
 
 
 def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:

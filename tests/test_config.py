@@ -87,15 +87,18 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         ),
         (["--rollout-tp", "0"], "--rollout-tp must be at least 1, got 0"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be in (0, 1], got 1.5"),
-        (
-            ["--node-roles", "trainer", "trainer"],
-            "--node-roles must be trainer, rollout or both, each once",
-        ),
-        (["--node-roles", "trainer", "--rollout-tp", "2"], "--rollout-tp 2, which is about rollout workers, does not"),
         (["--run-name", "a/b"], "--run-name may hold letters"),
         (["--run-name", "."], "neither . nor .., got '.'"),
         (["--run-name", ".."], "neither . nor .., got '..'"),
-        (["--num-rollout-workers", "0"], "--num-rollout-workers must be at least 1"),
+        (["--num-rollout-workers", "-1"], "--num-rollout-workers must be at least 0, got -1"),
+        (["--num-rollout-workers", "0"], "leaves nobody to sample; add --listen HOST:PORT, where machines join"),
+        (["--listen", "h:1", "--num-rollout-workers", "0", "--weight-sync", "shm"], "--weight-sync shm does not go"),
+        (
+            ["--listen", "h:1", "--scheduling", "lockstep"],
+            "come and go, does not go with --scheduling lockstep",
+        ),
+        (["--listen", "h:1", "--scheduling", "batch"], "--scheduling batch, a baseline for one machine"),
+        (["--listen", "h:1", "--colocate", "sleep", "--async-ratio", "0"], "does not go with --colocate sleep, which"),
     ],
 )
 def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, capsys):
@@ -131,6 +134,10 @@ def test_arguments_of_the_loss_survive_json_and_may_be_given_as_none():
 def test_switches_need_no_value():
     config = parse_config(["--drop-zero-variance", "--no-replicate-prompts"])
     assert config.drop_zero_variance and not config.replicate_prompts
+
+
+def test_a_run_may_do_without_rollout_workers_where_machines_join():
+    parse_config(["--listen", "h:1", "--num-rollout-workers", "0", "--rollout-tp", "2"])
 
 
 def test_an_option_may_be_written_with_underscores_and_unset():

@@ -37,31 +37,14 @@ def read_trajectories(path):
 
 
 @pytest.mark.slow
-def test_a_node_may_only_train_and_another_only_sample_and_when_one_is_killed_the_other_ends_within_30_s(tmp_path):
+def test_when_a_node_is_killed_the_other_ends_within_30_s_and_nothing_is_left(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
-    jobs = start_nodes(tmp_path, 2, roles=["trainer", "rollout"], steps=100_000, async_ratio=1, eval_every=2)
-    trains, samples = jobs
-    trains.wait_until(lambda: trains.num_steps() >= 5)
-    check_split_run(trains)
-    processes = [process for job in jobs for process in job.descendants()]
-    agent = psutil.Process(samples.process.pid)
+    stays, killed = start_nodes(tmp_path, 2, steps=100_000, async_ratio=1)
+    stays.wait_until(lambda: stays.num_steps() >= 2)
+    processes = [process for job in (stays, killed) for process in job.descendants()]
+    agent = psutil.Process(killed.process.pid)
     for process in [agent, *agent.children()]:
         process.kill()
-    assert samples.wait() != 0 and trains.wait(timeout_s=30) != 0
-    assert "is gone without a word, killed or cut off" in trains.output() and "Thread 0x" in trains.output()
+    assert killed.wait() != 0 and stays.wait(timeout_s=30) != 0
+    assert "is gone without a word, killed or cut off" in stays.output() and "Thread 0x" in stays.output()
     assert_nothing_is_left(processes, shared_memory)
-
-
-def check_split_run(trains):
-    """What is sampled on one node is what is trained on on the other, in time and with the same log-probs."""
-    metrics = trains.metrics()
-    consumed = [0] + [line["ledger/tokens_consumed"] for line in metrics]
-    assert [line["tokens/trained"] for line in metrics] == [b - a for a, b in itertools.pairwise(consumed)]
-    assert max(line["staleness/max"] for line in metrics) <= 1
-    found = [line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line]
-    assert found and max(found) < 1e-4
-    assert {0, 2} <= {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
-    assert_ledger_balances(metrics)
-    (sampler,) = trains.run_path.glob("node_*")
-    assert (sampler / "worker_0.log").exists() and not (trains.run_path / "worker_0.log").exists()
-    assert len(read_trajectories(sampler / "events.jsonl")) >= 4 * 32 and not trains.events("trajectory")

@@ -31,7 +31,7 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
         num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
         shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row)
     mine = cluster.scatter_on_node(shares)
-    return mine if len(cluster.trainers) == 1 else _pad(mine, cluster)
+    return mine if cluster.num_nodes == 1 else _pad(mine, cluster)
 
 
 def _pad(mine: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bundle]]]:
@@ -47,7 +47,7 @@ def make_updates(
 
     Groups come sorted by age, and so by length: several minibatches get them in a random order of seed and step.
     Advantages are estimated over the whole step, on all nodes; what is returned is this node's: [update][sequence].
-    Collective over the leaders of nodes that train. Raises RuntimeError for a reward that is not a finite number.
+    Collective over leaders. Raises RuntimeError for a reward that is not a finite number.
     """
     if config.minibatches > 1:
         groups = [groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))]
@@ -63,10 +63,10 @@ def make_updates(
 
 def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster) -> list[float]:
     """Advantages of this node's (reward, group_id) pairs, estimated from those of all nodes."""
-    of_nodes = cluster.gather_over_trainers(mine)
+    of_nodes = cluster.gather(mine)
     rewards, group_ids = zip(*(pair for pairs in of_nodes for pair in pairs), strict=True)
     advantages = ADVANTAGES[config.advantage](torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids))
-    start = sum(map(len, of_nodes[: cluster.trainers.index(cluster.node)]))
+    start = sum(map(len, of_nodes[: cluster.node]))
     return advantages[start : start + len(mine)].tolist()
 
 

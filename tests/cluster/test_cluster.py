@@ -10,7 +10,7 @@ from ranks import run_ranks
 from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
-from cluster.cluster import Cluster, Peer, _meet, check_roles, check_shares
+from cluster.cluster import Cluster, Peer, _meet, check_shares
 from config import Config
 from trainer.batch import distribute, make_updates
 
@@ -80,13 +80,13 @@ def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr("cluster.cluster.JOIN_TIMEOUT_S", 0.2)
-    with pytest.raises(RuntimeError, match="of 3 processes that torchrun starts 0, 2 did not come within 0 s"):
-        _meet(dist.HashStore(), 1, 3, Peer(0, "a", ("trainer",)))
+    with pytest.raises(RuntimeError, match="of 3 ranks that torchrun starts 0, 2 did not come within 0 s"):
+        _meet(dist.HashStore(), 1, 3, Peer(0, "a"))
 
 
 def test_a_node_has_its_share_of_the_groups():
     config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
-    check_shares(config, num_samplers=4, num_trainers=2, num_ranks=8)
+    check_shares(config, num_nodes=4, num_ranks=8)
     part = config.bounds(4)
     assert (part.groups_per_step, part.extra_groups, part.max_outstanding) == (8, 1, 13)
     assert part.max_staleness == config.max_staleness
@@ -96,11 +96,9 @@ def test_a_node_has_its_share_of_the_groups():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"groups_per_step": 30},
-            "--groups-per-step 30 is not a multiple of 4 nodes that sample: 30 / 4 = 7.50 groups",
-        ),
-        ({"minibatches": 32}, "2 nodes that train × --minibatches 32 = 64: 32 / 64 = 0.50 groups; use 64"),
+        ({"groups_per_step": 30}, "--groups-per-step 30 is not a multiple of 4 nodes: 30 / 4 = 7.50 groups; use 32"),
+        ({"minibatches": 16}, "4 nodes × --minibatches 16 = 64: 32 / 64 = 0.50 groups; use 64"),
+        ({"record": True}, "--record keeps the batches of one node, and 4 train"),
         ({"extra_groups": 3}, "--extra-groups 3 is not a multiple of 4 nodes: 3 / 4 = 0.75 per node"),
         (
             {"async_ratio": 0.1},
@@ -111,33 +109,10 @@ def test_a_node_has_its_share_of_the_groups():
 )
 def test_what_nodes_cannot_share_is_refused_with_the_arithmetic(options, message):
     with pytest.raises(ValueError) as caught:
-        check_shares(Config(**options), num_samplers=4, num_trainers=2, num_ranks=8)
+        check_shares(Config(**options), num_nodes=4, num_ranks=8)
     assert message in str(caught.value)
 
 
 def test_one_node_needs_no_process_group():
     cluster = Cluster()
     assert cluster.is_first and cluster.is_leader and cluster.gather("mine") == ["mine"]
-
-
-BOTH = ("trainer", "rollout")
-
-
-@pytest.mark.parametrize(
-    ("roles", "message"),
-    [
-        ([("rollout",), ("rollout",)], "no node trains: --node-roles must have trainer on one node at least"),
-        ([("trainer",), ("trainer",)], "no node samples: --node-roles must have rollout on one node at least"),
-        ([BOTH, ("rollout",), ("rollout",)], "node 1 has no trainer .* and 2 processes .* --nproc-per-node 1"),
-    ],
-)
-def test_a_run_without_a_trainer_or_without_rollout_is_refused(roles, message):
-    with pytest.raises(ValueError, match=message):
-        check_roles([Peer(min(i, 1), "host", role) for i, role in enumerate(roles)])
-
-
-def test_nodes_without_a_trainer_are_fed_by_those_with_one_in_turn():
-    cluster = Cluster(ranks_of_nodes=((), (0, 1), (), (2,), ()), samplers=(0, 2, 3, 4))
-    assert cluster.trainers == (1, 3) and cluster.num_ranks == 3
-    assert cluster.feeders == {0: 1, 2: 3, 4: 1}
-    assert cluster.evaluates and not cluster.trains and not cluster.is_first

@@ -135,25 +135,23 @@ def test_the_printed_table_names_every_process_and_its_device():
     assert "gpus 2 to 3" in place(Config(rollout_tp=2), num_gpus=4, num_cores=8, num_trainer_ranks=2).table()
 
 
-def test_a_node_that_only_trains_has_no_workers_and_one_that_only_samples_all_gpus_for_them():
-    trains, samples = Config(node_roles=("trainer",)), Config(node_roles=("rollout",), rollout_tp=2)
-    placed = place(trains, 8, 64, 8)
-    assert placed.trainer_gpus == tuple(range(8)) and not placed.workers and "rollout" not in placed.table()
-    with pytest.raises(ValueError, match="9 trainer ranks on 8 visible GPUs"):
-        place(trains, 8, 64, 9)
-    placed = place(samples, 8, 64, 0)
+def test_a_machine_that_joined_has_all_gpus_for_its_workers_and_weights_in_its_host_memory():
+    placed = place(Config(rollout_tp=2), 8, 64, 0)
     assert [worker.gpu for worker in placed.workers] == [0, 2, 4, 6] and placed.transport == "shm"
-    assert place(Config(node_roles=("rollout",)), 0, 4, 0).workers[0].cpu_threads == 4
-    with pytest.raises(ValueError, match="1 rollout workers × 4 GPUs = 4 GPUs, 2 are visible; lower --rollout-tp"):
-        place(Config(node_roles=("rollout",), rollout_tp=4), 2, 64, 0)
-    with pytest.raises(ValueError, match="--weight-sync nccl cannot work here: this node only samples"):
-        place(Config(node_roles=("rollout",), weight_sync="nccl"), 8, 64, 0)
+    alone = place(Config(), 0, 4, 0)
+    assert [worker.cpu_threads for worker in alone.workers] == [4] and alone.transport == "shm"
+    with pytest.raises(ValueError, match="--rollout-tp 4 needs 4 GPUs, 2 are visible; join from a machine that has"):
+        place(Config(rollout_tp=4), 2, 64, 0)
 
 
-def test_only_what_is_on_a_node_must_fit_its_gpus():
-    gpus, small = [gpu(24)] * 4, Config(node_roles=("rollout",), max_response_tokens=2048)
-    placed, arithmetic = plan_memory(small, place(small, 4, 16, 0), shape("1.7b"), gpus, 0, 4)
-    assert len(placed.workers) == 4 and "engine" in arithmetic and "trainer" not in arithmetic
-    trains = Config(node_roles=("trainer",))
-    _, arithmetic = plan_memory(trains, place(trains, 4, 16, 4), shape("1.7b"), gpus, 4, 4)
+def test_a_run_without_workers_of_its_own_trains_on_all_gpus_and_its_weights_are_pulled():
+    config = Config(num_rollout_workers=0, listen="host:1", rollout_tp=2, max_response_tokens=2048)
+    assert devices(place(config, 0, 4, 2)) == ((None, None), [], "pull")
+    assert devices(place(config, 1, 4, 1)) == ((0,), [], "pull")
+    placed = place(config, 4, 16, 4)
+    assert devices(placed) == ((0, 1, 2, 3), [], "pull") and placed.trainer_threads == 4
+    assert placed.table().startswith("placement (no rollout worker here: machines that join sample):\n  trainer rank 0")
+    _, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(24)] * 4, 4, 4)
     assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic
+    with pytest.raises(ValueError, match="9 trainer ranks on 8 visible GPUs"):
+        place(config, 8, 64, 9)

@@ -43,7 +43,7 @@ def test_updates_of_a_step_are_equally_stale_though_groups_come_sorted_by_age():
 class SecondOfTwoNodes(Cluster):
     """Node 1, whose fellow brings two groups with ids and rewards of its own; nothing is sent."""
 
-    def gather_over_trainers(self, value):
+    def gather(self, value):
         return [[(50.0, 100), (10.0, 100), (7.0, 101), (3.0, 101)], value]
 
 
