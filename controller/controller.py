@@ -186,20 +186,9 @@ class Controller:
             return batch
 
     def _can_get_batch(self) -> bool:
-        """Whether something runs or may start that can give the next batch before the next weights, which alone wake a
-        worker that stands."""
+        """Whether something runs or may start that can give the next batch before the next weights."""
         weights = self.announcements
-        if (
-            self.workers.are_coming
-            or weights.newest is None
-            or weights.deferred is not None
-            or self.buffer.num_free_places() > 0
-        ):
-            return True
-        active = [worker for worker in self.workers if worker.loading is not None or not worker.stands]
-        if active and self.dispatcher.queue.has_training_tickets:
-            return True
-        return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
+        return weights.newest is None or weights.deferred is not None or self.dispatcher.can_go_on()
 
     def _put_to_sleep(self) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""
@@ -215,11 +204,6 @@ class Controller:
         return f"{workers}; {len(self.dispatcher.queue)} tickets queued; {self.buffer.ledger()}"
 
     # Weights and evaluation
-
-    @property
-    def newest_version(self) -> int:
-        """Newest version that workers were told of."""
-        return self.announcements.newest.version
 
     def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
         """Copy weights into a buffer of the transport that no worker reads, when there is one."""

@@ -134,6 +134,16 @@ class Dispatcher:
 
     # Tickets
 
+    def can_go_on(self) -> bool:
+        """Whether a training ticket runs or may start before the next weights, which alone wake a worker that
+        stands."""
+        if self.workers.are_coming or self.buffer.num_free_places() > 0:
+            return True
+        active = [worker for worker in self.workers if worker.loading is not None or not worker.stands]
+        if active and self.queue.has_training_tickets:
+            return True
+        return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
+
     def fill(self) -> None:
         """Admit groups, unless the round of a batch is still running, and send out what can start."""
         while self.buffer.num_free_places() > 0 and not self._round_is_running():

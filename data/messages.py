@@ -181,7 +181,7 @@ class Stopped:
     activity: ActivityReport
 
 
-# A machine of the swarm and the run that it samples for, beside the messages of its engines; controller/swarm.py
+# A machine of the swarm and the run that it samples for, beside the messages of its engines; job/swarm.py
 
 PROTOCOL = 1
 """Number of this page; a machine that has another is refused."""

@@ -27,7 +27,6 @@ from cluster.processes import dump_trainer_stacks, exit_with_parent, keep_freed_
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
-from controller.swarm import Swarm
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data.messages import Welcome
@@ -35,6 +34,7 @@ from data.models import load_tokenizer, model_files, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.probe import Probe
+from job.swarm import Swarm
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock

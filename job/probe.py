@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
-
 NUM_VERSIONS = 64
-"""Versions whose log-probs are kept, beside those that are still to be published."""
+"""Versions whose log-probs are kept: a slow machine loads a version late, or not at all."""
 
 
 class Probe:
@@ -48,11 +47,7 @@ class Probe:
         (scores,) = policy.score([self._sequences], raw=True)
         lengths = [len(sequence.tokens) - 1 for sequence in self._sequences]
         self._own[version] = [score.numpy() for score in scores.split(lengths)]
-        self.forget_before(version - NUM_VERSIONS)  # a slow machine may still load that version
-
-    def forget_before(self, version: int) -> None:
-        """Drop the log-probs of older versions."""
-        self._own = {v: logprobs for v, logprobs in self._own.items() if v >= version}
+        self._own.pop(version - NUM_VERSIONS, None)
 
     def compare(self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]) -> dict[int, dict[str, float]]:
         """Compare the engines' log-probs, version -> worker -> nats per token of each sequence, with the trainer's.

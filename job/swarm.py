@@ -4,15 +4,10 @@ A machine that joins is one or more `Worker`s whose pipe is a socket and whose w
 and ledger do not know the difference. A machine that leaves, dies or falls silent is the death of its workers, whose
 tickets are issued again; what it says afterwards is late, and only counted.
 
-One ROUTER socket, encrypted and authenticated both ways by CURVE: `runs/NAME/swarm.key` has the keys of the run, and
-whoever has that file may sample for it. One thread does all input and output. What comes is checked before anybody acts
-on it: a machine that says what no honest one can say is shut out.
+What comes is checked before anybody acts on it: a machine that says what no honest one can say is shut out.
 """
 
 import functools
-import json
-import os
-import queue
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,11 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
-
 from controller.controller import Controller
-from controller.trust import mistake_in
 from controller.workers import Disbelieved, Worker
 from data.messages import (
     FROM_ENGINE,
@@ -48,25 +39,15 @@ from data.messages import (
     Welcome,
 )
 from data.records import Trajectory
-from data.wire import BEAT_S, MACHINE, SILENCE_S, Codec
+from data.wire import MACHINE, SILENCE_S, Codec
+from job.hub import Hub
+from job.trust import mistake_in
 from weights.pull import PIECE_BYTES, PullTransport
 
-MAX_MESSAGE_BYTES = 64 << 20
-MAX_UNSENT = 10_000
-"""Messages that wait for one machine; a slower reader is cut off."""
 MAX_FAILED = 16
 """Trajectories that may fail one after the other on one machine."""
 MAX_NAMED = 16
 """Machines of which metrics tell one by one; events tell of all."""
-
-
-def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
-    """Write the key file of a run, readable by its owner alone. Returns the run's two keys and the machines' public."""
-    (public, secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
-    keys = {"run": public.decode(), "machine": client_public.decode(), "machine_secret": client_secret.decode()}
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        json.dump(keys, file)
-    return public, secret, client_public
 
 
 class RemoteProcess:
@@ -133,65 +114,35 @@ class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
 
     def __init__(self, address: str, key_path: Path, code: str, welcome: Welcome, record: Callable[..., None]):
-        """Bind the socket, make the key, and say how to join; machines whose `code` differs are refused.
+        """Listen at `address`; machines whose `code` differs are refused, others get `welcome`.
 
         `record(event, **fields)` writes an event. Raises ValueError if the address is taken.
         """
-        self.address, self.code, self.welcome, self.record = address, code, welcome, record
+        self.code, self.welcome, self.record = code, welcome, record
+        self.hub = Hub(address, key_path)
         self._counts: Counter[str] = Counter()
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
         self._num_of_host: Counter[str] = Counter()
         self._shut_out: set[bytes] = set()
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
-        self._to_do: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._context = zmq.Context()
-        self._socket = self._listen(make_key(key_path))
-        print(f"sample for this run elsewhere: python rollout.py --join {address} --key {key_path}", flush=True)
         self._encoding = ThreadPoolExecutor(1)
-        self._ending = False
-        self._serving: Future | None = None
-
-    def _listen(self, keys: tuple[bytes, bytes, bytes]) -> zmq.Socket:
-        public, secret, client_public = keys
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_Only(client_public))
-        socket = self._context.socket(zmq.ROUTER)
-        socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
-        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.set(zmq.SNDHWM, MAX_UNSENT)
-        socket.set(zmq.LINGER, 2000)
-        socket.set(zmq.ROUTER_MANDATORY, 1)
-        try:
-            socket.bind(f"tcp://{self.address}")
-        except zmq.ZMQError as error:
-            raise ValueError(
-                f"--listen {self.address}: {error.strerror}; give a free HOST:PORT of this machine"
-            ) from None
-        return socket
 
     def start(self, weights: PullTransport, controller: Controller) -> Future:
         """Let machines in, which pull these weights. Returns the swarm's thread, with the error that may end it."""
         self.weights, self.controller = weights, controller
-        self._serving = ThreadPoolExecutor(1).submit(self._serve)
-        return self._serving
+        return self.hub.start(self._receive, self._beat, self._end)
 
     def stop(self) -> None:
-        """Tell all machines that the run has ended, and close the socket."""
-        self._ending = True
-        os.eventfd_write(self._wake, 1)
-        if self._serving is None:
-            self._close()
-        else:
-            self._serving.exception()  # which the run has ended with, if there is one
+        """Tell all machines that the run has ended, and listen no more."""
+        self.hub.stop()
+        self._encoding.shutdown()
 
     def shut_out(self, worker: int, why: str) -> None:
         """Let the machine of a worker in no more, and drop what it has sampled and nobody has trained on."""
         for machine in list(self._machines.values()):
             if worker in {engine.index for engine in machine.engines.values()}:
-                self._do_soon(functools.partial(self._lose, machine, why, is_believed=False))
+                self.hub.do_soon(functools.partial(self._lose, machine, why, is_believed=False))
 
     def take_report(self) -> dict[str, float]:
         """Take the metrics `swarm/*` of what machines did since the last call."""
@@ -207,64 +158,17 @@ class Swarm:
                 metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
         return metrics | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
 
-    # In the swarm's thread
-
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        beaten_at = time.monotonic()
-        try:
-            while not self._ending:
-                ready = dict(poller.poll(1000 * BEAT_S / 2))
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                self._do_all()
-                if self._socket in ready:
-                    self._receive_all()
-                if time.monotonic() > beaten_at + BEAT_S:
-                    beaten_at = time.monotonic()
-                    self._beat()
-            self._do_all()
-            for machine in list(self._machines.values()):
-                self._send(machine, MACHINE, Leave())
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        self._authenticator.stop()
-        self._context.destroy()
-        self._encoding.shutdown()
-
-    def _do_soon(self, act: Callable[[], None]) -> None:
-        """Have something done in the swarm's thread; from any thread."""
-        self._to_do.put(act)
-        os.eventfd_write(self._wake, 1)
-
-    def _do_all(self) -> None:
-        while not self._to_do.empty():
-            self._to_do.get()()
+    # In the hub's thread
 
     def _send(self, machine: Machine, engine: bytes, message: object) -> None:
         frames = [machine.identity, engine, *self._codec.encode(message)]
-        try:
-            self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
-        except zmq.ZMQError as error:  # its connection is gone, or it reads too slowly
-            self._lose(machine, f"cannot be reached ({error.strerror})")
-            return
         machine.counts["sent"] += sum(map(len, frames))
+        if (why := self.hub.send(frames)) is not None:
+            self._lose(machine, f"cannot be reached ({why})")
 
     def _send_if_there(self, machine: Machine, engine: bytes, message: object) -> None:
         if self._machines.get(machine.identity) is machine:
             self._send(machine, engine, message)
-
-    def _receive_all(self) -> None:
-        while True:
-            try:
-                frames = self._socket.recv_multipart(flags=zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._receive(frames)
 
     def _receive(self, frames: list[bytes]) -> None:
         machine = self._machines.get(frames[0])
@@ -325,7 +229,9 @@ class Swarm:
                     raise ValueError("a Pull while it pulls")
                 machine.is_pulling = True
                 opening = self._encoding.submit(self.weights.open, version, base)
-                opening.add_done_callback(lambda opened: self._do_soon(lambda: self._answer(machine, message, opened)))
+                opening.add_done_callback(
+                    lambda opened: self.hub.do_soon(lambda: self._answer(machine, message, opened))
+                )
             case Ready() if engine.isdigit() and int(engine) not in machine.engines:
                 self._start_engine(machine, engine, message)
             case _ if engine.isdigit() and int(engine) in machine.engines:
@@ -335,7 +241,7 @@ class Swarm:
 
     def _start_engine(self, machine: Machine, engine: bytes, ready: Ready) -> None:
         def post(message: object) -> None:
-            self._do_soon(functools.partial(self._send_if_there, machine, engine, message))
+            self.hub.do_soon(functools.partial(self._send_if_there, machine, engine, message))
 
         process = RemoteProcess(post, f"engine {int(engine)} of {machine.name}")
         worker = self.controller.let_in(process, machine.name, scores_probe=not machine.engines)
@@ -372,7 +278,7 @@ class Swarm:
         if machine.num_failed > MAX_FAILED:
             raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
         if trajectory.num_generated:
-            lag = self.controller.newest_version - trajectory.min_version
+            lag = self.controller.announcements.newest.version - trajectory.min_version
             machine.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
         ahead_s = machine.clock_ahead_s
         return replace(
@@ -391,6 +297,10 @@ class Swarm:
         is_delta, stream = opened.result()
         data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
         self._send_if_there(machine, MACHINE, Piece(pull.version, is_delta, len(stream), pull.offset, data))
+
+    def _end(self) -> None:
+        for machine in list(self._machines.values()):
+            self._send(machine, MACHINE, Leave())
 
     def _beat(self) -> None:
         for machine in list(self._machines.values()):
@@ -427,14 +337,3 @@ def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
     metrics = {f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")}
     metrics["tokens_per_s"] = counts["tokens"] / seconds
     return metrics | ({"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {})
-
-
-class _Only:
-    """Lets in those who have the machines' secret key."""
-
-    def __init__(self, public: bytes):
-        self.public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a key is that of the run's file."""
-        return key == self.public
