@@ -9,6 +9,7 @@ When the run is out of reach, or has given this machine up, the machine joins ag
 that it has; what it had of the run's tickets is void.
 """
 
+import functools
 import os
 import queue
 import socket
@@ -18,8 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import torch
 import zmq
 
 from cluster.fingerprint import code_digest
@@ -42,7 +41,6 @@ from data.messages import (
     JoinAgain,
     Leave,
     Piece,
-    Pull,
     Ready,
     Refused,
     Stop,
@@ -52,66 +50,12 @@ from data.messages import (
     Welcome,
 )
 from data.wire import BEAT_S, JOIN_S, MACHINE, SILENCE_S, Codec, read_key
-from weights.pull import apply_delta, digest_of
+from weights.puller import Puller
 from weights.shm import ShmTransport
-from weights.transport import ParameterSpec, Staged, parameter_views, payload_offsets
+from weights.transport import Staged
 
 STOP_S = 10.0
 """Time that the engines have to end by themselves."""
-
-
-class Puller:
-    """The newest weights that are here whole, and the way to the next."""
-
-    def __init__(self, init_info: dict, ask: Callable[[Pull], None]):
-        """`init_info` says how parameters lie in a snapshot, `ask(pull)` sends for a piece of one."""
-        named = zip(init_info["names"], init_info["dtype_names"], init_info["shapes"], strict=True)
-        self.specs = [ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
-        self.version: int | None = None
-        self.wanted: dict | None = None
-        """The update info of the version that is on its way."""
-        self._ask, self._got = ask, bytearray()
-        self._payload = torch.zeros(payload_offsets(self.specs)[1], dtype=torch.uint8)
-
-    def want(self, info: dict) -> None:
-        """Ask for a version, by the update info of its announcement."""
-        self.wanted, self._got = info, bytearray()
-        self._ask(Pull(info["version"], self.version, 0))
-
-    def take(self, piece: Piece) -> bool:
-        """Take in a piece, and ask for the next. Returns whether the wanted version is whole.
-
-        Raises ValueError if what came whole is not what was announced.
-        """
-        if self.wanted is None or (piece.version, piece.offset) != (self.wanted["version"], len(self._got)):
-            return False  # of a version that is wanted no more
-        self._got += piece.data
-        if len(self._got) < piece.num_bytes:
-            self._ask(Pull(piece.version, self.version, len(self._got)))
-            return False
-        self._complete(piece.is_delta)
-        return self.wanted is None
-
-    def _complete(self, is_delta: bool) -> None:
-        payload, info, base = self._payload.numpy(), self.wanted, self.version
-        self.version = None  # whatever is here now is no base until it is found right
-        try:
-            if is_delta:
-                apply_delta(bytes(self._got), base, payload)
-            elif len(self._got) == len(payload):
-                payload[:] = np.frombuffer(self._got, np.uint8)
-            if digest_of(payload) != info["digest"]:
-                raise ValueError(f"version {info['version']} arrived broken: its digest is not the one announced")
-        except ValueError:
-            if not is_delta:
-                raise
-            self.want(info)  # whole this time
-            return
-        self.version, self.wanted, self._got = info["version"], None, bytearray()
-
-    def parameters(self):
-        """(Hugging Face name, tensor) of every parameter of the newest version."""
-        return zip((spec.name for spec in self.specs), parameter_views(self._payload, self.specs), strict=True)
 
 
 class Engine:
@@ -291,7 +235,8 @@ class JoinedMachine:
 
     def _connect(self, engine: Engine, init_info: dict) -> None:
         if self.puller is None:
-            self.puller = Puller(init_info, lambda pull: self._send(MACHINE, pull))
+            wake = functools.partial(os.eventfd_write, self._wake, 1)
+            self.puller = Puller(init_info, lambda pull: self._send(MACHINE, pull), wake)
             self.transport = ShmTransport(self.puller.specs)
         if not engine.is_connected:
             engine.is_connected = True

@@ -1,98 +1,41 @@
 """Weights that a distant machine pulls: versioned snapshots, whole, or as what has changed since one that it has.
 
-A snapshot is the payload of transport.py: all parameters, one after the other, in the dtype that is sent. Its name is
-its version and digest (blake3). A *delta* between two snapshots has the 16-bit words that differ: where they are,
-as gaps, and their new values, each byte plane apart and compressed. It is exact: whoever applies it to the right base
-has the very bytes of the new snapshot, and the digest says so. An update in bf16 changes one word in a hundred (1e-5)
-or fewer, as most steps are smaller than half a unit of the last place.
+This is the trainer's end; puller.py is the machine's, delta.py says what passes between them. Host memory here is at
+most that of KEPT + MAX_READ + 2 payloads (one more is announced, one is being made), and of the deltas between them.
 """
 
-import struct
+import collections
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import zstandard
-from blake3 import blake3
 
-from weights.transport import ParameterSpec, Staged, copy_parameters, parameter_views, payload_offsets
+from weights.delta import Snapshot, digest_of, encode_delta
+from weights.snapshots import SnapshotWriter
+from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, parameter_views, payload_offsets
 
-BLOCK_WORDS = 1 << 24
-"""Words whose changes are found, packed and applied at a time: 32 MiB."""
-LEVEL = 1  # of zstd: planes of zeros and noise gain nothing from more
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""
 KEPT = 3
-"""Snapshots that stay to be the base of a delta, the newest included; more only while a machine reads them."""
-_BLOCK = struct.Struct("<II")  # changed words, bytes that follow
-_HEADER = struct.Struct("<qQ")  # version of the base, words of a snapshot
+"""Snapshots that stay to be the base of a delta, the newest included."""
+MAX_READ = 3
+"""Older snapshots that stay while machines read them; with more, the oldest go, and who reads those begins anew."""
 
 
-def digest_of(payload: np.ndarray) -> str:
-    """The digest that names a snapshot's bytes."""
-    return blake3(payload, max_threads=blake3.AUTO).hexdigest()
-
-
-def encode_delta(base_version: int, base: np.ndarray, new: np.ndarray) -> bytes:
-    """What turns `base` into `new`, both [bytes] uint8 of one even size."""
-    old_words, new_words = base.view("<u2"), new.view("<u2")
-    parts, pack = [_HEADER.pack(base_version, len(new_words))], zstandard.ZstdCompressor(level=LEVEL).compress
-    for start in range(0, len(new_words), BLOCK_WORDS):
-        words = new_words[start : start + BLOCK_WORDS]
-        changed = np.flatnonzero(words != old_words[start : start + BLOCK_WORDS])
-        gaps = np.diff(changed, prepend=0).astype("<u4")
-        packed = pack(_planes(gaps) + _planes(words[changed]))
-        parts += [_BLOCK.pack(len(changed), len(packed)), packed]
-    return b"".join(parts)
-
-
-def apply_delta(delta: bytes, base_version: int, payload: np.ndarray) -> None:
-    """Turn the snapshot of `base_version` in `payload`, [bytes] uint8, into the next one, in place.
-
-    Raises ValueError if the delta is for another base or size, or is broken; `payload` is of no use then.
-    """
-    words, unpack = payload.view("<u2"), zstandard.ZstdDecompressor().decompress
-    try:
-        found = _HEADER.unpack_from(delta)
-        if found != (base_version, len(words)):
-            raise ValueError(f"a delta for version {found[0]}, {found[1]} words; here is {base_version}, {len(words)}")
-        position = _HEADER.size
-        for start in range(0, len(words), BLOCK_WORDS):
-            block = words[start : start + BLOCK_WORDS]
-            num_changed, num_bytes = _BLOCK.unpack_from(delta, position)
-            position += _BLOCK.size
-            packed, position = delta[position : position + num_bytes], position + num_bytes
-            planes = unpack(packed, max_output_size=6 * len(block))  # no more than a block can have
-            if num_changed > len(block) or len(planes) != 6 * num_changed:
-                raise ValueError(f"a block of {num_changed} changes has {len(planes)} bytes, not {6 * num_changed}")
-            changed = np.cumsum(_from_planes(planes[: 4 * num_changed], "<u4"), dtype=np.int64)
-            block[changed] = _from_planes(planes[4 * num_changed :], "<u2")
-    except (struct.error, zstandard.ZstdError, IndexError) as error:
-        raise ValueError(f"a broken delta: {error}") from None
-
-
-def _planes(values: np.ndarray) -> bytes:
-    """The bytes of all numbers, least significant first: planes of zeros compress to nothing."""
-    return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
-
-
-def _from_planes(planes: bytes, dtype: str) -> np.ndarray:
-    size = np.dtype(dtype).itemsize
-    return np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(size, -1).T).view(dtype)[:, 0]
-
-
-class PullTransport:
+class PullTransport(Transport):
     """The trainer's end: keeps the newest snapshots, and makes of them what a machine asks for."""
 
-    def __init__(self, specs: list[ParameterSpec]):
-        self.specs, self.num_bytes = specs, payload_offsets(specs)[1]
-        self._payloads: dict[int, np.ndarray] = {}
-        self._digests: dict[int, str] = {}
-        self._deltas: dict[tuple[int, int], bytes] = {}
-        self._readers: dict[int, int] = {}
+    def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None):
+        """`writer` puts all versions on a file system, too."""
+        self.specs, self.num_bytes, self.writer = specs, payload_offsets(specs)[1], writer
+        self._kept: dict[int, Snapshot] = {}
+        self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
+        self._readers: collections.Counter[int] = collections.Counter()
+        self._announced = -1
         self._lock = threading.Lock()  # the trainer stages while the swarm reads
+        self._encoding = threading.Lock()  # one at a time: each takes a core, and many machines ask for the same
 
     def init_info(self, worker: int = 0) -> dict:
         """How parameters lie in a snapshot."""
@@ -119,78 +62,85 @@ class PullTransport:
         for named, spec in zip(parameters, self.specs, strict=True):
             copy_parameters([named], [spec], [next(views)])
             yield named
-        digest = digest_of(payload.numpy())
+        self._keep(Snapshot(version, digest_of(payload.numpy()), payload.numpy()))
+
+    def _keep(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._payloads[version], self._digests[version] = payload.numpy(), digest
+            known = self._kept.get(snapshot.version)
+            if known is not None and known.digest == snapshot.digest:
+                return  # a late version may come twice
+            self._kept[snapshot.version] = snapshot
             self._forget()
+        if self.writer is not None:
+            self.writer.write(snapshot)
+
+    def _forget(self) -> None:
+        old = [version for version in sorted(self._kept)[:-KEPT] if version != self._announced]
+        read = [version for version in old if self._readers[version]][-MAX_READ:]
+        for version in set(old) - set(read):
+            del self._kept[version]
+        self._readers = +self._readers
+        self._ways = {of: way for of, way in self._ways.items() if of[1] in self._kept}
 
     def staged(self, version: int) -> Staged:
         """A snapshot that is there, as it is announced."""
-        return Staged(version, [{"version": version, "digest": self._digests[version], "num_bytes": self.num_bytes}])
-
-    def _forget(self) -> None:
-        for version in sorted(self._payloads)[:-KEPT]:
-            if not self._readers.get(version):
-                del self._payloads[version], self._digests[version]
-        self._deltas = {of: delta for of, delta in self._deltas.items() if of[1] in self._payloads}
+        info = {"version": version, "digest": self._kept[version].digest, "num_bytes": self.num_bytes}
+        if self.writer is not None and not self.writer.is_failing:
+            info["snapshots"] = self.writer.url
+        return Staged(version, [info])
 
     def open(self, version: int, base: int | None) -> tuple[bool, np.ndarray | bytes]:
         """What brings a machine that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
 
+        Any thread may call it, and it may take seconds. What it returns stays readable when the snapshot goes.
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """
         with self._lock:
-            payload, old, delta = (
-                self._payloads.get(version),
-                self._payloads.get(base),
-                self._deltas.get((base, version)),
-            )
-        if payload is None:
+            new, old, way = self._kept.get(version), self._kept.get(base), self._ways.get((base, version))
+        if new is None:
             raise ValueError(f"no snapshot of version {version} is left")
+        if way is not None:
+            return way
         if old is None or base == version:
-            return False, payload
-        if delta is None:
-            delta = encode_delta(base, old, payload)
-            with self._lock:
-                self._deltas[base, version] = delta
-        return (True, delta) if len(delta) < len(payload) else (False, payload)
+            return False, new.payload
+        with self._encoding:
+            return self._ways.get((base, version)) or self._encode(old, new)
+
+    def _encode(self, old: Snapshot, new: Snapshot) -> tuple[bool, np.ndarray | bytes]:
+        delta = encode_delta(old.version, old.payload, new.payload)
+        way = (False, new.payload) if delta is None else (True, delta)
+        with self._lock:
+            if new.version in self._kept:  # it may have gone meanwhile
+                self._ways[old.version, new.version] = way
+        return way
 
     def announce(self, staged: Staged) -> None:
-        """These are the weights for any machine that joins or falls behind: the newest always stay."""
-
-    def messages(self, worker: int, staged: Staged) -> list[dict]:
-        """What a worker's machine is to pull."""
-        return staged.messages
+        """Keep these weights for any machine that joins or falls behind, while newer ones may have to wait."""
+        self._announced = staged.buffer
 
     def acquire(self, worker: int, staged: Staged) -> None:
         """Keep a snapshot for one worker that is about to read it."""
         with self._lock:
-            self._readers[staged.buffer] = self._readers.get(staged.buffer, 0) + 1
+            self._readers[staged.buffer] += 1
 
     def release(self, worker: int, staged: Staged) -> None:
         """Note that one worker has read a snapshot, or has gone."""
         with self._lock:
             self._readers[staged.buffer] -= 1
 
-    def send(self, worker: int, staged: Staged) -> None:
-        """Nothing: a machine reads by itself."""
-
-    def drop(self, worker: int) -> None:
-        """Nothing: its connection is the swarm's."""
-
-    def check(self) -> None:
-        """Nothing runs in the background."""
-
     def close(self) -> None:
         """Give the snapshots up."""
-        self._payloads.clear()
+        with self._lock:
+            self._kept.clear()
+        if self.writer is not None:
+            self.writer.close()
 
 
 @dataclass(frozen=True)
 class StagedTwice(Staged):
     """Weights in a buffer of the local transport, and as the snapshot of their version."""
 
-    version: int
+    pulled: Staged
 
 
 class LocalAndPulled:
@@ -200,14 +150,11 @@ class LocalAndPulled:
         """`local` brings weights to the first `num_own` workers, `pulled` to all others."""
         self.local, self.pulled, self.num_own = local, pulled, num_own
 
-    def _is_own(self, worker: int) -> bool:
-        return worker < self.num_own
-
     def _of(self, worker: int):
-        return self.local if self._is_own(worker) else self.pulled
+        return self.local if worker < self.num_own else self.pulled
 
     def _part(self, worker: int, staged: StagedTwice) -> Staged:
-        return staged if self._is_own(worker) else self.pulled.staged(staged.version)
+        return staged if worker < self.num_own else staged.pulled
 
     def init_info(self, worker: int) -> dict:
         """What a worker's engine, or machine, needs once."""
@@ -220,7 +167,7 @@ class LocalAndPulled:
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy weights to where each of the two has them, in one pass."""
         local = self.local.stage(version, self.pulled.copy(version, parameters))
-        return StagedTwice(local.buffer, local.messages, version)
+        return StagedTwice(local.buffer, local.messages, self.pulled.staged(version))
 
     def messages(self, worker: int, staged: Staged) -> list[dict]:
         """Update infos for a worker."""
@@ -229,6 +176,7 @@ class LocalAndPulled:
     def announce(self, staged: Staged) -> None:
         """These are the weights for any worker that starts, joins or falls behind."""
         self.local.announce(staged)
+        self.pulled.announce(staged.pulled)
 
     def acquire(self, worker: int, staged: Staged) -> None:
         """A worker is about to read."""

@@ -81,7 +81,27 @@ class Announcement:
     """Whether an evaluation is made with them."""
 
 
-class TwoBuffers:
+class Transport:
+    """What most transports do in these calls."""
+
+    def messages(self, worker: int, staged: Staged) -> list[dict]:
+        """Update infos for a worker's engine: the same for all."""
+        return staged.messages
+
+    def send(self, worker: int, staged: Staged) -> None:
+        """Send staged weights to a worker that waits for them."""
+
+    def drop(self, worker: int) -> None:
+        """Give up whatever joins this process to a worker that has died."""
+
+    def check(self) -> None:
+        """Raise RuntimeError for a transfer that failed, TimeoutError for one that takes too long."""
+
+    def close(self) -> None:
+        """Give up all connections."""
+
+
+class TwoBuffers(Transport):
     """Which of two buffers may be written: not the announced one, and not one that a worker is reading.
 
     With one worker that is at once true of one of them, so the trainer does not wait, unless the worker is still
@@ -100,10 +120,6 @@ class TwoBuffers:
         """Keep these weights for workers that have yet to read them."""
         self._announced = staged.buffer
 
-    def messages(self, worker: int, staged: Staged) -> list[dict]:
-        """Update infos for a worker's engine: the same for all."""
-        return staged.messages
-
     def acquire(self, worker: int, staged: Staged) -> None:
         """Note that a worker is about to read."""
         self._readers[staged.buffer] += 1
@@ -111,18 +127,6 @@ class TwoBuffers:
     def release(self, worker: int, staged: Staged) -> None:
         """Note that a worker has read, or has died."""
         self._readers[staged.buffer] -= 1
-
-    def send(self, worker: int, staged: Staged) -> None:
-        """Send staged weights to a worker that waits for them."""
-
-    def drop(self, worker: int) -> None:
-        """Give up whatever joins this process to a worker that has died."""
-
-    def check(self) -> None:
-        """Raise RuntimeError for a transfer that failed, TimeoutError for one that takes too long."""
-
-    def close(self) -> None:
-        """Give up all connections."""
 
     def take_buffer(self) -> int:
         """Index of a buffer that may be written; raises RuntimeError if there is none."""
