@@ -253,14 +253,7 @@ class Piece:
     data: bytes
 
 
-@dataclass(frozen=True)
-class Gone:
-    """Run: there is no such version any more; a newer one is announced."""
-
-    version: int
-
-
 TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
 FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
-TO_MACHINE = (Welcome, Refused, JoinAgain, Beat, Leave, Piece, Gone)
+TO_MACHINE = (Welcome, Refused, JoinAgain, Beat, Leave, Piece)
 FROM_MACHINE = (Join, Beat, Leave, Pull)

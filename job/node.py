@@ -19,7 +19,6 @@ from setproctitle import setproctitle
 
 from algos import hyperparameters
 from cluster.cluster import Cluster, check_shares, join
-from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
@@ -29,17 +28,16 @@ from config import Config
 from controller.controller import Controller
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
-from data.messages import Welcome
-from data.models import load_tokenizer, model_files, resolve_model
+from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.probe import Probe
-from job.swarm import Swarm
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 
 if TYPE_CHECKING:
+    from job.swarm import Swarm
     from trainer.policy import Policy
 
 
@@ -58,7 +56,7 @@ class Node:
     run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
-    swarm: Swarm | None = None
+    swarm: "Swarm | None" = None
     """Where machines join that sample for this node from elsewhere."""
 
     def take_batch(self, step: int) -> list[Group] | None:
@@ -178,9 +176,7 @@ def start_rollout(start: Start) -> Node:
     controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes)
     start.on_end.callback(controller.stop)
     start.dump_stacks_by(workers.dump_stacks)
-    swarm = _listen(config, run, model_path)
-    if swarm is not None:
-        start.on_end.callback(swarm.stop)
+    swarm = _listen(start, model_path, run) if config.listen is not None else None
     controller.launch()
     # From here on transformers is imported, for seconds, in which the workers import vLLM.
     _check_window(config, model_path)
@@ -215,12 +211,13 @@ def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirec
     return run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
 
 
-def _listen(config: Config, run: RunDirectory, model_path: str) -> Swarm | None:
-    """Listen for machines that join, where --listen asks for it."""
-    if config.listen is None:
-        return None
-    welcome = Welcome(config.as_dict(), model_files(model_path))
-    return Swarm(config.listen, run.path / "swarm.key", code_digest(), welcome, run.record)
+def _listen(start: Start, model_path: str, run: RunDirectory) -> "Swarm":
+    """Have machines join that sample for this node from elsewhere."""
+    from job.swarm import Swarm  # and with it what only it needs
+
+    swarm = Swarm(start.config, model_path, run.path / "swarm.key", run.record)
+    start.on_end.callback(swarm.stop)
+    return swarm
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

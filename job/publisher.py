@@ -11,7 +11,6 @@ from job.node import Node, is_due
 from trainer.policy import Policy
 from weights.ipc import IpcTransport
 from weights.nccl import NcclTransport
-from weights.pull import LocalAndPulled, PullTransport
 from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec
 
@@ -71,7 +70,7 @@ class Publisher:
 
 def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
-    timeout_s, pulled = node.config.timeout_s, PullTransport(specs)
+    timeout_s, transport = node.config.timeout_s, None
     match node.placement.transport:
         case "shm":
             transport = ShmTransport(specs)
@@ -79,10 +78,6 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
             transport = IpcTransport(specs)
         case "nccl":
             transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s, timeout_s)
-        case "pull":
-            transport = pulled
-    if node.swarm is not None and transport is not pulled:
-        transport = LocalAndPulled(transport, pulled, len(node.placement.workers))
-    node.controller.connect(transport)
     if node.swarm is not None:
-        node.controller.workers.watch(node.swarm.start(pulled, node.controller))
+        transport = node.swarm.start(node.controller, transport, specs)
+    node.controller.connect(transport)

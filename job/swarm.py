@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cluster.fingerprint import code_digest
+from config import Config
 from controller.controller import Controller
 from controller.workers import Disbelieved, Worker
 from data.messages import (
@@ -25,7 +27,6 @@ from data.messages import (
     Fetch,
     Fetched,
     Finished,
-    Gone,
     Join,
     JoinAgain,
     Leave,
@@ -38,11 +39,14 @@ from data.messages import (
     Updated,
     Welcome,
 )
+from data.models import model_files
 from data.records import Trajectory
 from data.wire import MACHINE, SILENCE_S, Codec
 from job.hub import Hub
 from job.trust import mistake_in
-from weights.pull import PIECE_BYTES, PullTransport
+from weights.pull import PIECE_BYTES, LocalAndPulled, PullTransport
+from weights.snapshots import SnapshotWriter
+from weights.transport import ParameterSpec, Transport
 
 MAX_FAILED = 16
 """Trajectories that may fail one after the other on one machine."""
@@ -63,7 +67,8 @@ class RemoteProcess:
     def send(self, message: object) -> None:
         """Queue a message; never waits."""
         match message:
-            case Fetch(version):
+            case Fetch(version):  # in place of one that is gone, if it has not come
+                self._due = {due: lengths for due, lengths in self._due.items() if due[0] is not Fetched}
                 self._due[Fetched, version] = []
             case Update(version, _, probe):
                 self._due[Updated, version] = []
@@ -113,13 +118,15 @@ class Machine:
 class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
 
-    def __init__(self, address: str, key_path: Path, code: str, welcome: Welcome, record: Callable[..., None]):
-        """Listen at `address`; machines whose `code` differs are refused, others get `welcome`.
+    def __init__(self, config: Config, model_path: str, key_path: Path, record: Callable[..., None]):
+        """Listen at `--listen`. `record(event, **fields)` writes an event.
 
-        `record(event, **fields)` writes an event. Raises ValueError if the address is taken.
+        Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
         """
-        self.code, self.welcome, self.record = code, welcome, record
-        self.hub = Hub(address, key_path)
+        self.config, self.record = config, record
+        self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
+        self._writer = SnapshotWriter(config.swarm.snapshots) if config.swarm.snapshots else None
+        self.hub = Hub(config.listen, key_path)
         self._counts: Counter[str] = Counter()
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
@@ -128,10 +135,11 @@ class Swarm:
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
         self._encoding = ThreadPoolExecutor(1)
 
-    def start(self, weights: PullTransport, controller: Controller) -> Future:
-        """Let machines in, which pull these weights. Returns the swarm's thread, with the error that may end it."""
-        self.weights, self.controller = weights, controller
-        return self.hub.start(self._receive, self._beat, self._end)
+    def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
+        """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
+        self.controller, self.weights = controller, PullTransport(specs, self._writer)
+        controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
+        return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
 
     def stop(self) -> None:
         """Tell all machines that the run has ended, and listen no more."""
@@ -269,7 +277,7 @@ class Swarm:
                 raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
             if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
                 raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
-            if why := mistake_in(trajectory, ticket, self.controller.config, worker.sent_version):
+            if why := mistake_in(trajectory, ticket, self.config, worker.sent_version):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")
 
     def _at_home(self, machine: Machine, worker: Worker, trajectory: Trajectory) -> Trajectory:
@@ -291,8 +299,9 @@ class Swarm:
 
     def _answer(self, machine: Machine, pull: Pull, opened: Future) -> None:
         machine.is_pulling = False
-        if opened.exception() is not None:
-            self._send_if_there(machine, MACHINE, Gone(pull.version))
+        if opened.exception() is not None:  # there are newer ones, and too many machines that read older ones
+            for worker in machine.engines.values():
+                self.controller.fetch_anew(worker, pull.version)
             return
         is_delta, stream = opened.result()
         data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
