@@ -59,6 +59,8 @@ class Case:
     """Rounds that are dropped."""
     memory: float = 0.0
     """Bytes that all arms together need."""
+    repeats: int | None = None
+    """Measurements of each arm, if not those of the command line."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def main(bench: Bench) -> list[dict]:
             cases, made = chosen(list(bench.cases(given)), given.only), provenance(given.size)
             check(cases, given.out, made)
             for case in cases:
-                measure(bench, case, given.repeats, given.out / f"{bench.name}.jsonl", made)
+                measure(bench, case, case.repeats or given.repeats, given.out / f"{bench.name}.jsonl", made)
         records = write(bench, given.out)
     except ValueError as error:
         parser.error(str(error))

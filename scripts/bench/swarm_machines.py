@@ -1,0 +1,200 @@
+"""Machines for swarm.py: real ones, each in a process of its own, and many that only sleep and answer.
+
+A real one is `rollout.py --join`, but that it does the work of work.py, with as many threads as a local worker's engine
+has beside a trainer: one.
+"""
+
+import contextlib
+import functools
+import heapq
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import zmq
+
+import rollout
+from cluster.fingerprint import code_digest
+from data.messages import (
+    PROTOCOL,
+    TO_ENGINE,
+    TO_MACHINE,
+    Beat,
+    Fetch,
+    Fetched,
+    Finished,
+    Join,
+    JoinAgain,
+    Ready,
+    SampledTokens,
+    Tickets,
+    Update,
+    Updated,
+    Welcome,
+)
+from data.records import Ticket, Trajectory
+from data.wire import BEAT_S, MACHINE, Codec, read_key
+from engine import join
+from scripts.bench.harness import ROOT
+from scripts.bench.work import run_work_worker
+
+STOP_S = 30.0
+"""Time that a machine has to leave."""
+
+
+class Machine:
+    """A machine that joins, and may be stopped, killed and started again."""
+
+    def __init__(self, address: str, key: Path, log: Path, within: Sequence[str] = ()):
+        """Start it; `within` is put before its command."""
+        here = [sys.executable, "-m", "scripts.bench.swarm_machines", "--join", address, "--key", str(key)]
+        self.command, self.log = [*within, *here], log
+        self.start()
+
+    def start(self) -> None:
+        """Start its process."""
+        with open(self.log, "a") as log:
+            own = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
+            self.process = psutil.Popen(self.command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **own)
+
+    def signal(self, number: int) -> None:
+        """Send a signal: SIGTERM to the machine's own process, any other to all of its processes."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            others = [] if number == signal.SIGTERM else self.process.children(recursive=True)
+            for process in [self.process, *others]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+    def end(self) -> None:
+        """Have it leave; nothing of it is left."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+            self.process.wait(STOP_S)
+        self.signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def set_up(make: Sequence[str], undo: Sequence[str]) -> Iterator[None]:
+    """What commands make, and others take away. Raises ValueError if one fails, as without the rights of root."""
+    try:
+        for command in make:
+            done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(f"{command!r} failed ({done.stderr.strip()}); it wants the rights of root")
+        yield
+    finally:
+        for command in undo:
+            subprocess.run(["sh", "-c", command], capture_output=True)
+
+
+# Machines without engines
+
+
+class Sleepers:
+    """Many machines of one process: each has one ticket at a time, sleeps, and answers with all tokens it may."""
+
+    def __init__(self, address: str, key: str, count: int, tokens: int):
+        """Connect; `tokens` is the run's longest response."""
+        self.tokens, self.sleep_s, self.version = tokens, 0.0, -1
+        self.codec, self.poller, self.context = Codec((*TO_ENGINE, *TO_MACHINE)), zmq.Poller(), zmq.Context()
+        self.due: list[tuple[float, int, zmq.Socket, Ticket]] = []  # when to answer
+        self.sent_at: dict[zmq.Socket, float] = {}
+        self.begin(0.0)
+        for _ in range(count):
+            socket = self.context.socket(zmq.DEALER)
+            socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = read_key(key)
+            socket.connect(f"tcp://{address}")
+            self.poller.register(socket, zmq.POLLIN)
+            self.join(socket)
+        self.sockets = [socket for socket, _ in self.poller.sockets]
+
+    def begin(self, sleep_s: float) -> None:
+        """Count anew, and sleep so long for each ticket."""
+        self.sleep_s, self.num_messages, self.num_finished, self.latencies = sleep_s, 0, 0, []
+
+    def found(self) -> dict:
+        """What was counted: messages in and out, answers, and seconds from each answer to the next ticket."""
+        return {"messages": self.num_messages, "finished": self.num_finished, "latencies": self.latencies}
+
+    def join(self, socket: zmq.Socket) -> None:
+        """Ask to be let in."""
+        self.send(socket, MACHINE, Join(PROTOCOL, code_digest(), "sleeper", time.time()))
+
+    def send(self, socket: zmq.Socket, engine: bytes, message: object) -> None:
+        """Send a message."""
+        self.num_messages += 1
+        socket.send_multipart([engine, *self.codec.encode(message)])
+
+    def turn(self, most_s: float) -> None:
+        """Wait for something to do, and do it."""
+        wait_s = max(0.0, min(most_s, self.due[0][0] - time.monotonic()) if self.due else most_s)
+        for socket, _ in self.poller.poll(1000 * wait_s):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self.act(socket, self.codec.decode(*socket.recv_multipart(zmq.DONTWAIT)[1:]))
+        while self.due and self.due[0][0] <= time.monotonic():
+            _, _, socket, ticket = heapq.heappop(self.due)
+            self.sent_at[socket] = time.monotonic()
+            self.num_finished += 1
+            self.send(socket, b"0", Finished([asleep(ticket, self.version, self.tokens)], None))
+
+    def act(self, socket: zmq.Socket, message: object) -> None:
+        """Answer a message of the run."""
+        self.num_messages += 1
+        match message:
+            case Welcome():
+                self.send(socket, b"0", Ready(0.0))
+            case JoinAgain():
+                self.join(socket)
+            case Fetch(version):
+                self.send(socket, b"0", Fetched(version))
+            case Update(version):
+                self.version = version
+                self.send(socket, b"0", Updated(version, 0.0, SampledTokens(), None))
+            case Tickets(tickets):
+                if socket in self.sent_at:
+                    self.latencies.append(time.monotonic() - self.sent_at.pop(socket))
+                for ticket in tickets:
+                    heapq.heappush(self.due, (time.monotonic() + self.sleep_s, ticket.ticket_id, socket, ticket))
+
+
+def asleep(ticket: Ticket, version: int, tokens: int) -> Trajectory:
+    """What a machine that sleeps says to a ticket: as many tokens as it may, all alike, and cut."""
+    mask = np.arange(len(ticket.prompt_tokens) + tokens) >= len(ticket.prompt_tokens)
+    response = np.array([*ticket.prompt_tokens, *[ticket.prompt_tokens[0]] * tokens], np.int64)
+    logprobs, versions = np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, version, -1).astype(np.int32)
+    of = ticket.ticket_id, ticket.group_id, ticket.member, response, mask, logprobs, versions
+    return Trajectory(*of, float(ticket.member % 2), "length", "", 1, time.time(), time.time(), 0)
+
+
+def run_sleepers(address: str, key: str, count: int, tokens: int, pipe: Connection) -> None:
+    """Serve until the pipe closes: a number received is seconds to sleep from now on, None asks for what was found."""
+    os.setsid()
+    sleepers, beaten_at = Sleepers(address, key, count, tokens), time.monotonic()
+    with contextlib.suppress(EOFError):
+        while True:
+            sleepers.turn(0.05)
+            if time.monotonic() > beaten_at + BEAT_S:
+                beaten_at = time.monotonic()
+                for socket in sleepers.sockets:
+                    sleepers.send(socket, MACHINE, Beat())
+            if pipe.poll():
+                if (sleep_s := pipe.recv()) is None:
+                    pipe.send(sleepers.found())
+                else:
+                    sleepers.begin(sleep_s)
+
+
+if __name__ == "__main__":
+    real = join.JoinedMachine
+    join.JoinedMachine = lambda address, key, main, folder: real(address, key, run_work_worker, folder)
+    join.available_cores = functools.partial(int, 1)
+    rollout.main()
