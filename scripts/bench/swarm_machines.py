@@ -1,18 +1,16 @@
 """Machines for swarm.py: real ones, each in a process of its own, and many that only sleep and answer.
 
-A real one is `rollout.py --join`, but that it does the work of work.py, with as many threads as a local worker's engine
-has beside a trainer: one.
+A real one is `rollout.py --join`, but that it does the work of work.py, with one thread for its engine, as many as that
+of a local worker has beside a trainer.
 """
 
 import contextlib
-import functools
 import heapq
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,31 +20,12 @@ import zmq
 
 import rollout
 from cluster.fingerprint import code_digest
-from data.messages import (
-    PROTOCOL,
-    TO_ENGINE,
-    TO_MACHINE,
-    Beat,
-    Fetch,
-    Fetched,
-    Finished,
-    Join,
-    JoinAgain,
-    Ready,
-    SampledTokens,
-    Tickets,
-    Update,
-    Updated,
-    Welcome,
-)
+from data import messages as m
 from data.records import Ticket, Trajectory
 from data.wire import BEAT_S, MACHINE, Codec, read_key
 from engine import join
 from scripts.bench.harness import ROOT
 from scripts.bench.work import run_work_worker
-
-STOP_S = 30.0
-"""Time that a machine has to leave."""
 
 
 class Machine:
@@ -61,41 +40,23 @@ class Machine:
     def start(self) -> None:
         """Start its process."""
         with open(self.log, "a") as log:
-            own = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
-            self.process = psutil.Popen(self.command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **own)
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            self.process = psutil.Popen(self.command, cwd=ROOT, stdout=log, stderr=log, env=environment)
 
     def signal(self, number: int) -> None:
         """Send a signal: SIGTERM to the machine's own process, any other to all of its processes."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            others = [] if number == signal.SIGTERM else self.process.children(recursive=True)
-            for process in [self.process, *others]:
-                with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [self.process, *self.process.children(recursive=number != signal.SIGTERM)]:
+                if process is self.process or number != signal.SIGTERM:
                     process.send_signal(number)
 
     def end(self) -> None:
         """Have it leave; nothing of it is left."""
-        self.signal(signal.SIGCONT)
-        self.signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
-            self.process.wait(STOP_S)
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            self.signal(number)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self.process.wait(30.0)
         self.signal(signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def set_up(make: Sequence[str], undo: Sequence[str]) -> Iterator[None]:
-    """What commands make, and others take away. Raises ValueError if one fails, as without the rights of root."""
-    try:
-        for command in make:
-            done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
-            if done.returncode:
-                raise ValueError(f"{command!r} failed ({done.stderr.strip()}); it wants the rights of root")
-        yield
-    finally:
-        for command in undo:
-            subprocess.run(["sh", "-c", command], capture_output=True)
-
-
-# Machines without engines
 
 
 class Sleepers:
@@ -103,30 +64,20 @@ class Sleepers:
 
     def __init__(self, address: str, key: str, count: int, tokens: int):
         """Connect; `tokens` is the run's longest response."""
-        self.tokens, self.sleep_s, self.version = tokens, 0.0, -1
-        self.codec, self.poller, self.context = Codec((*TO_ENGINE, *TO_MACHINE)), zmq.Poller(), zmq.Context()
-        self.due: list[tuple[float, int, zmq.Socket, Ticket]] = []  # when to answer
-        self.sent_at: dict[zmq.Socket, float] = {}
+        self.tokens, self.versions = tokens, {}
+        self.due, self.sent_at = [], {}  # when to answer what, and when each has answered
+        self.codec, self.poller, context = Codec((*m.TO_ENGINE, *m.TO_MACHINE)), zmq.Poller(), zmq.Context()
         self.begin(0.0)
         for _ in range(count):
-            socket = self.context.socket(zmq.DEALER)
+            socket = context.socket(zmq.DEALER)
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = read_key(key)
             socket.connect(f"tcp://{address}")
             self.poller.register(socket, zmq.POLLIN)
-            self.join(socket)
-        self.sockets = [socket for socket, _ in self.poller.sockets]
+            self.send(socket, MACHINE, m.Join(m.PROTOCOL, code_digest(), "sleeper", time.time()))
 
     def begin(self, sleep_s: float) -> None:
         """Count anew, and sleep so long for each ticket."""
-        self.sleep_s, self.num_messages, self.num_finished, self.latencies = sleep_s, 0, 0, []
-
-    def found(self) -> dict:
-        """What was counted: messages in and out, answers, and seconds from each answer to the next ticket."""
-        return {"messages": self.num_messages, "finished": self.num_finished, "latencies": self.latencies}
-
-    def join(self, socket: zmq.Socket) -> None:
-        """Ask to be let in."""
-        self.send(socket, MACHINE, Join(PROTOCOL, code_digest(), "sleeper", time.time()))
+        self.sleep_s, self.num_messages, self.latencies = sleep_s, 0, []
 
     def send(self, socket: zmq.Socket, engine: bytes, message: object) -> None:
         """Send a message."""
@@ -135,7 +86,7 @@ class Sleepers:
 
     def turn(self, most_s: float) -> None:
         """Wait for something to do, and do it."""
-        wait_s = max(0.0, min(most_s, self.due[0][0] - time.monotonic()) if self.due else most_s)
+        wait_s = min(most_s, max(0.0, self.due[0][0] - time.monotonic())) if self.due else most_s
         for socket, _ in self.poller.poll(1000 * wait_s):
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -143,23 +94,20 @@ class Sleepers:
         while self.due and self.due[0][0] <= time.monotonic():
             _, _, socket, ticket = heapq.heappop(self.due)
             self.sent_at[socket] = time.monotonic()
-            self.num_finished += 1
-            self.send(socket, b"0", Finished([asleep(ticket, self.version, self.tokens)], None))
+            self.send(socket, b"0", m.Finished([asleep(ticket, self.versions[socket], self.tokens)], None))
 
     def act(self, socket: zmq.Socket, message: object) -> None:
         """Answer a message of the run."""
         self.num_messages += 1
         match message:
-            case Welcome():
-                self.send(socket, b"0", Ready(0.0))
-            case JoinAgain():
-                self.join(socket)
-            case Fetch(version):
-                self.send(socket, b"0", Fetched(version))
-            case Update(version):
-                self.version = version
-                self.send(socket, b"0", Updated(version, 0.0, SampledTokens(), None))
-            case Tickets(tickets):
+            case m.Welcome():
+                self.send(socket, b"0", m.Ready(0.0))
+            case m.Fetch(version):
+                self.send(socket, b"0", m.Fetched(version))
+            case m.Update(version):
+                self.versions[socket] = version
+                self.send(socket, b"0", m.Updated(version, 0.0, m.SampledTokens(), None))
+            case m.Tickets(tickets):
                 if socket in self.sent_at:
                     self.latencies.append(time.monotonic() - self.sent_at.pop(socket))
                 for ticket in tickets:
@@ -184,11 +132,11 @@ def run_sleepers(address: str, key: str, count: int, tokens: int, pipe: Connecti
             sleepers.turn(0.05)
             if time.monotonic() > beaten_at + BEAT_S:
                 beaten_at = time.monotonic()
-                for socket in sleepers.sockets:
-                    sleepers.send(socket, MACHINE, Beat())
+                for socket, _ in sleepers.poller.sockets:
+                    sleepers.send(socket, MACHINE, m.Beat())
             if pipe.poll():
                 if (sleep_s := pipe.recv()) is None:
-                    pipe.send(sleepers.found())
+                    pipe.send((sleepers.num_messages, sleepers.latencies))
                 else:
                     sleepers.begin(sleep_s)
 
@@ -196,5 +144,5 @@ def run_sleepers(address: str, key: str, count: int, tokens: int, pipe: Connecti
 if __name__ == "__main__":
     real = join.JoinedMachine
     join.JoinedMachine = lambda address, key, main, folder: real(address, key, run_work_worker, folder)
-    join.available_cores = functools.partial(int, 1)
+    join.available_cores = lambda: 1
     rollout.main()
