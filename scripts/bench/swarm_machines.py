@@ -4,13 +4,13 @@ A real one is `rollout.py --join`, but that it does the work of work.py, with on
 of a local worker has beside a trainer.
 """
 
-import contextlib
 import heapq
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -45,16 +45,15 @@ class Machine:
 
     def signal(self, number: int) -> None:
         """Send a signal: SIGTERM to the machine's own process, any other to all of its processes."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [self.process, *self.process.children(recursive=number != signal.SIGTERM)]:
-                if process is self.process or number != signal.SIGTERM:
-                    process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):
+            for process in [*self.process.children(recursive=True) * (number != signal.SIGTERM), self.process]:
+                process.send_signal(number)
 
     def end(self) -> None:
         """Have it leave; nothing of it is left."""
-        for number in (signal.SIGCONT, signal.SIGTERM):
-            self.signal(number)
-        with contextlib.suppress(psutil.TimeoutExpired):
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        with suppress(psutil.TimeoutExpired):
             self.process.wait(30.0)
         self.signal(signal.SIGKILL)
 
@@ -67,46 +66,57 @@ class Sleepers:
         self.tokens, self.versions = tokens, {}
         self.due, self.sent_at = [], {}  # when to answer what, and when each has answered
         self.codec, self.poller, context = Codec((*m.TO_ENGINE, *m.TO_MACHINE)), zmq.Poller(), zmq.Context()
-        self.begin(0.0)
+        self._begin(0.0)
         for _ in range(count):
             socket = context.socket(zmq.DEALER)
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = read_key(key)
             socket.connect(f"tcp://{address}")
             self.poller.register(socket, zmq.POLLIN)
-            self.send(socket, MACHINE, m.Join(m.PROTOCOL, code_digest(), "sleeper", time.time()))
+            self._send(socket, m.Join(m.PROTOCOL, code_digest(), "sleeper", time.time()), MACHINE)
 
-    def begin(self, sleep_s: float) -> None:
-        """Count anew, and sleep so long for each ticket."""
+    def serve(self, pipe: Connection) -> None:
+        """Serve until the pipe closes: a number is how long to sleep from now on, None asks for what was counted."""
+        beaten_at = time.monotonic()
+        while True:
+            self._turn(0.05)
+            if time.monotonic() > beaten_at + BEAT_S:
+                beaten_at = time.monotonic()
+                for socket, _ in self.poller.sockets:
+                    self._send(socket, m.Beat(), MACHINE)
+            if pipe.poll():
+                if (sleep_s := pipe.recv()) is None:
+                    pipe.send((self.num_messages, self.latencies))
+                else:
+                    self._begin(sleep_s)
+
+    def _begin(self, sleep_s: float) -> None:
         self.sleep_s, self.num_messages, self.latencies = sleep_s, 0, []
 
-    def send(self, socket: zmq.Socket, engine: bytes, message: object) -> None:
-        """Send a message."""
+    def _send(self, socket: zmq.Socket, message: object, engine: bytes = b"0") -> None:
         self.num_messages += 1
         socket.send_multipart([engine, *self.codec.encode(message)])
 
-    def turn(self, most_s: float) -> None:
-        """Wait for something to do, and do it."""
+    def _turn(self, most_s: float) -> None:
         wait_s = min(most_s, max(0.0, self.due[0][0] - time.monotonic())) if self.due else most_s
         for socket, _ in self.poller.poll(1000 * wait_s):
-            with contextlib.suppress(zmq.Again):
+            with suppress(zmq.Again):
                 while True:
-                    self.act(socket, self.codec.decode(*socket.recv_multipart(zmq.DONTWAIT)[1:]))
+                    self._act(socket, self.codec.decode(*socket.recv_multipart(zmq.DONTWAIT)[1:]))
         while self.due and self.due[0][0] <= time.monotonic():
             _, _, socket, ticket = heapq.heappop(self.due)
             self.sent_at[socket] = time.monotonic()
-            self.send(socket, b"0", m.Finished([asleep(ticket, self.versions[socket], self.tokens)], None))
+            self._send(socket, m.Finished([asleep(ticket, self.versions[socket], self.tokens)], None))
 
-    def act(self, socket: zmq.Socket, message: object) -> None:
-        """Answer a message of the run."""
+    def _act(self, socket: zmq.Socket, message: object) -> None:
         self.num_messages += 1
         match message:
             case m.Welcome():
-                self.send(socket, b"0", m.Ready(0.0))
+                self._send(socket, m.Ready(0.0))
             case m.Fetch(version):
-                self.send(socket, b"0", m.Fetched(version))
+                self._send(socket, m.Fetched(version))
             case m.Update(version):
                 self.versions[socket] = version
-                self.send(socket, b"0", m.Updated(version, 0.0, m.SampledTokens(), None))
+                self._send(socket, m.Updated(version, 0.0, m.SampledTokens(), None))
             case m.Tickets(tickets):
                 if socket in self.sent_at:
                     self.latencies.append(time.monotonic() - self.sent_at.pop(socket))
@@ -123,26 +133,14 @@ def asleep(ticket: Ticket, version: int, tokens: int) -> Trajectory:
     return Trajectory(*of, float(ticket.member % 2), "length", "", 1, time.time(), time.time(), 0)
 
 
-def run_sleepers(address: str, key: str, count: int, tokens: int, pipe: Connection) -> None:
-    """Serve until the pipe closes: a number received is seconds to sleep from now on, None asks for what was found."""
+def run_sleepers(pipe: Connection, *options) -> None:
+    """What a process of Sleepers runs."""
     os.setsid()
-    sleepers, beaten_at = Sleepers(address, key, count, tokens), time.monotonic()
-    with contextlib.suppress(EOFError):
-        while True:
-            sleepers.turn(0.05)
-            if time.monotonic() > beaten_at + BEAT_S:
-                beaten_at = time.monotonic()
-                for socket, _ in sleepers.poller.sockets:
-                    sleepers.send(socket, MACHINE, m.Beat())
-            if pipe.poll():
-                if (sleep_s := pipe.recv()) is None:
-                    pipe.send((sleepers.num_messages, sleepers.latencies))
-                else:
-                    sleepers.begin(sleep_s)
+    with suppress(EOFError):
+        Sleepers(*options).serve(pipe)
 
 
 if __name__ == "__main__":
-    real = join.JoinedMachine
+    real, join.available_cores = join.JoinedMachine, lambda: 1
     join.JoinedMachine = lambda address, key, main, folder: real(address, key, run_work_worker, folder)
-    join.available_cores = lambda: 1
     rollout.main()
