@@ -18,7 +18,8 @@ at once, and its share of one sample takes the place of μ_gen. E·N·μ_train i
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,8 @@ class StepTimes:
     response_mean_s: float
     response_max_s: float
     """Of the batch's responses, from ticket to reward, seconds."""
+    responses: tuple[tuple[int, float, float], ...]
+    """Worker, start and end of each, Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def step_times(
         generated=metrics["tokens/generated"] - previous_tokens,
         response_mean_s=float(np.mean(responses)),
         response_max_s=max(responses),
+        responses=tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories),
     )
 
 
@@ -262,7 +266,7 @@ class Machines:
     """What a run that machines have joined knows of its rollout workers, and of what the trainer asks of them."""
 
     rates: tuple[float, ...]
-    """Responses/s of each worker while it decodes (μ); there is at least one."""
+    """Responses/s of each worker in the time in which it samples any (μ); there is at least one."""
     responses: int
     """Trained on in a step (R)."""
     train_s: float
@@ -273,20 +277,22 @@ class Machines:
     """Steps from one refresh of a machine to the next (κ), at least 1."""
 
 
-def measure_machines(
-    steps: list[StepTimes],
-    samples: int,
-    trained: Mapping[int, int],
-    decoding_s: Mapping[int, float],
-    *,
-    broadcast_s: float,
-    refresh_lag: int,
-) -> Machines:
-    """What the steps tell of those workers that gave responses: `trained` by worker, in `decoding_s` of each so far."""
-    for_training = min(1.0, sum(step.generated for step in steps) / (sum(step.sampled for step in steps) or 1))
-    rates = (count / (decoding_s[worker] * for_training) for worker, count in trained.items() if decoding_s[worker] > 0)
+def measure_machines(steps: list[StepTimes], samples: int, broadcast_s: float, refresh_lag: int) -> Machines:
+    """What the steps tell; the rates are those of the last MIN_STEPS, as machines leave."""
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for worker, start, end in itertools.chain(*(step.responses for step in steps[-MIN_STEPS:])):
+        spans[worker].append((start, end))
     train_s = statistics.fmean(step.busy_s for step in steps[len(steps) // 4 :])
-    return Machines(tuple(rates), samples, train_s, broadcast_s, max(1, refresh_lag))
+    rates = tuple(len(of) / _covered_s(of) for of in spans.values())
+    return Machines(rates, samples, train_s, broadcast_s, max(1, refresh_lag))
+
+
+def _covered_s(spans: list[tuple[float, float]]) -> float:
+    """Seconds that lie in any of these spans."""
+    covered_s, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        covered_s, until = covered_s + max(0.0, end - max(start, until)), max(until, end)
+    return covered_s
 
 
 def rate_that_suffices(m: Machines) -> float:

@@ -1,5 +1,6 @@
 """The advisor's arithmetic against numbers worked out by hand and against the paper's formulas in the paper's units."""
 
+import dataclasses
 import itertools
 import math
 
@@ -173,6 +174,7 @@ def steps(count):
             generated=2000,
             response_mean_s=0.2,
             response_max_s=0.1 * (i % 2) + 0.5,
+            responses=(),
         )
         for i in range(count)
     ]
@@ -238,8 +240,11 @@ def test_the_advice_on_machines_shows_its_arithmetic():
     assert advise_on_machines(machines(broadcast_s=0.5)).endswith("the fastest 3 of them are enough")
 
 
-def test_rates_are_of_the_time_in_which_a_worker_decoded_for_training():
-    seconds = {0: 30.0, 1: 12.0, 2: 5.0}
-    m = measure_machines(steps(20), 64, {0: 100, 1: 80}, seconds, broadcast_s=0.7, refresh_lag=0)
-    assert m.rates == pytest.approx((5.0, 10.0)), "2 of 3 tokens were for training; worker 2 has given nothing"
+def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
+    """Worker 0: 3 responses in 0–2 and 5–6 s; worker 1: one in 4 s; worker 2 has given none in the last steps."""
+    lately = ((0, 0.0, 1.5), (0, 1.0, 2.0), (0, 5.0, 6.0), (1, 0.0, 4.0))
+    of_steps = [((2, 0.0, 1.0),)] * 12 + [lately[:2], lately[2:], *[()] * 6]
+    made = [dataclasses.replace(step, responses=of) for step, of in zip(steps(20), of_steps, strict=True)]
+    m = measure_machines(made, 64, broadcast_s=0.7, refresh_lag=0)
+    assert m.rates == pytest.approx((3 / 3, 1 / 4))
     assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (64, pytest.approx(0.4), 0.7, 1)
