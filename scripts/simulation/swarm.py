@@ -11,6 +11,7 @@ applying of deltas, the trainer's own writing to a file system, starts of engine
 """
 
 import functools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,9 +144,12 @@ class SimulatedSwarm:
         self.clock.after(silence_s, lambda: tell(None))
 
     def _fetch(self, machine: Machine, version: int) -> None:
-        """Bring weights to a machine, as what has changed if those that it has are still kept."""
-        has_base = machine.version is not None and version - machine.version < KEPT
-        share = 1 - (1 - self.known.delta_share) ** (version - machine.version) if has_base else 1.0
+        """Bring weights to a machine: what has changed if the run has the way there from what it has, else all."""
+        behind, delta, share = version - (machine.version or 0), self.known.delta_share, 1.0
+        if machine.version is not None and self.uplink.bytes_per_s == math.inf:
+            share = min(1.0, behind * delta)  # files lead from each version to the next
+        elif machine.version is not None and behind < KEPT:
+            share = 1 - (1 - delta) ** behind
         machine.fetched = functools.partial(self._fetched, machine, version, self.clock.now)
         self.uplink.pull(share * self.known.weight_bytes, machine.link_bytes_per_s, machine.fetched)
 
