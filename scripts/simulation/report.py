@@ -119,15 +119,14 @@ OF_SWARMS = (
 
 
 def swarms(records: list[dict]) -> list[str]:
-    """Lines of a table: what each simulated swarm did, means of the seeds, and of the first number their range."""
+    """Lines of a table: what each simulated swarm did, with mean and range of the seeds."""
     arms = [(f"{r['scenario']} {name}", arm) for r in records for name, arm in r["arms"].items() if "fetch_s" in arm]
     runs = pd.DataFrame([{"swarm": name, **arm} for name, arm in arms], columns=["swarm", *OF_SWARMS])
-    rows = []
-    for name, found in runs.groupby("swarm", sort=False):
-        ends = found[OF_SWARMS[0]].min(), found[OF_SWARMS[0]].max()
-        rows.append([name, *(_number(found[number].mean()) for number in OF_SWARMS[:1]), _range(ends)])
-        rows[-1] += [_number(found[number].mean()) for number in OF_SWARMS[1:]]
-    return markdown(["swarm", OF_SWARMS[0], "range", *OF_SWARMS[1:]], rows)
+    rows = [
+        [name, *(f"{_number(of.mean())} ({_range((of.min(), of.max()))})" for _, of in found[list(OF_SWARMS)].items())]
+        for name, found in runs.groupby("swarm", sort=False)
+    ]
+    return markdown(["swarm", *OF_SWARMS], rows)
 
 
 def notes(records: list[dict]) -> list[str]:
@@ -201,8 +200,7 @@ def write(out: Path) -> None:
         "\n".join(table(records)),
         "\n".join(notes(records)),
         "## Swarms: machines that join and leave",
-        "Means of the seeds, and the range of the first number. What is simulated, and what is not, is on top of "
-        "`scripts/simulation/swarm.py`; the CPU time of the controller is real.",
+        "What is simulated, and what is not, is on top of `scripts/simulation/swarm.py`; the CPU time is real.",
         "\n".join(swarms(records)),
         "## Propositions 1 and 2 of ROLL Flash",
         "What they state, and what of a run is compared with what, is on top of `scripts/simulation/theory.py`.",

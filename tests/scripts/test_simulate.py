@@ -443,6 +443,14 @@ def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses()
     assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
 
 
+def test_the_table_of_swarms_has_every_arm_with_its_means_and_ranges():
+    head, _, *rows = report.swarms(read(RECORDS))
+    arms = [f"{scenario.name} {arm}" for scenario in scenarios.scenarios(["swarm"]) for arm in scenario.arms]
+    assert {row.split("|")[1].strip() for row in rows} == set(arms) and "cpu_ms_per_trajectory" in head
+    assert all(row.count("(") == len(report.OF_SWARMS) for row in rows)
+    assert report.swarms([{"scenario": "other", "arms": {"one": {"step_s": 1.0}}}])[2:] == []
+
+
 def test_the_propositions_hold_on_every_committed_run_that_meets_their_assumptions():
     found = [pair for r in read(RECORDS) for arm in r["arms"].values() for pair in arm["propositions"].items()]
     claimed = [(name, share) for name, share in found if not isinstance(share, str)]
