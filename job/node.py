@@ -213,10 +213,19 @@ def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirec
 
 def _listen(start: Start, model_path: str, run: RunDirectory) -> "Swarm":
     """Have machines join that sample for this node from elsewhere."""
-    from job.swarm import Swarm  # and with it what only it needs
+    from job.hub import make_key  # and with it what only a swarm needs
+    from job.swarm import Swarm
 
-    swarm = Swarm(start.config, model_path, run.path / "swarm.key", run.record)
+    config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
+    keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
+    host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
+    swarm = Swarm(config, model_path, config.listen if cluster.is_first else f"{host}:*", keys, run.record)
     start.on_end.callback(swarm.stop)
+    where = f"{host if is_local else cluster.hosts[cluster.node]}:{swarm.hub.port}"
+    nodes = cluster.gather((where, len(start.placement.workers)))
+    if cluster.is_first:
+        swarm.meet(nodes)
+        print(f"sample for this run elsewhere: python rollout.py --join {config.listen} --key {key_path}", flush=True)
     return swarm
 
 
