@@ -44,6 +44,7 @@ from data.records import Trajectory
 from data.wire import MACHINE, SILENCE_S, Codec
 from job.hub import Hub
 from job.trust import mistake_in
+from records.run_directory import RunDirectory
 from weights.pull import PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport
@@ -119,15 +120,16 @@ class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
 
     def __init__(
-        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], record: Callable
+        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], run: RunDirectory
     ):
-        """Listen at HOST:PORT with the run's keys. `record(event, **fields)` writes an event.
+        """Listen at HOST:PORT with the run's keys, and write events to `run`.
 
         Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
         """
-        self.config, self.record = config, record
+        self.config, self.record = config, run.record
         self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
-        self._writer = SnapshotWriter(config.swarm.snapshots) if config.swarm.snapshots else None
+        snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
+        self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
         self.nodes: list[str] = []
         """Where each node of the run listens, for the first, whom all machines ask; empty on the others."""
