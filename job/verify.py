@@ -15,12 +15,11 @@ controller/trust.py looks at every response for what no honest machine sends. Wh
 - Machines that take work and give it back, fail or are slow, which costs time alone.
 """
 
-import asyncio
 import hashlib
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ import torch
 from cluster.cluster import Cluster
 from config import Config
 from data.records import Ticket, Trajectory
-from engine.reward_pool import RewardError, RewardPool
+from engine.reward_pool import RewardPool
 from trainer.batch import distribute, pad
 from trainer.model import compute_dtype
 from trainer.packing import TrainSequence
@@ -55,9 +54,9 @@ def allowed_distance(config: Config, dtype: torch.dtype) -> float:
     a token 1.3e-5. 1e-3 leaves 1,200 times that, and finds this share of responses with a lie (in brackets: at 0.1):
     weights 10 steps older 88% (4%), 2 steps 70% (0.2%), log-probs times 0.9 62% (0.04%), plus 0.01 99% (0%), shuffled
     96% (27%), two tokens exchanged 100% (99.8%). With the same weights in bfloat16 the largest distance was 0.019
-    (10,000 responses, on a CPU, no real engine): 0.1 leaves 5 times that for larger models and kernels of a GPU. It also
-    holds for top_p < 1, where rounding may move a token into or out of the nucleus, and a log-prob by up to log 2. So
-    honest responses are beyond it far less often than once in 10,000, and one that is beyond is enough.
+    (10,000 responses, on a CPU): 0.1 leaves 5 times that for larger models and GPUs, and holds for top_p < 1, where
+    rounding may move a token into or out of the nucleus, and a log-prob by up to log 2. So honest responses are
+    beyond it far less often than once in 10,000, and one that is beyond is enough.
     """
     return 1e-3 if dtype == torch.float32 and config.top_p == 1 else 0.1
 
@@ -69,11 +68,9 @@ class Verifier:
         """`key` decides which responses are checked; a random one by default, as machines know the run's seed."""
         self.config, self.cluster, self.tokenizer, self.share = config, cluster, tokenizer, share
         self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
-        self.largest = 0.0  # distance so far, nats
-        self._key = key or secrets.token_bytes(16)
+        self.largest, self._key = 0.0, key or secrets.token_bytes(16)
         self._pool: RewardPool | None = None
-        self._thread = ThreadPoolExecutor(1, "verify-rewards")
-        self._scoring: deque[tuple[Trajectory, Future]] = deque()
+        self._scoring: list[tuple[Trajectory, Future]] = []
 
     def verify(self, answered: list[tuple[Ticket, Trajectory]], policy: Policy, version: int) -> list[tuple[int, str]]:
         """Check a share of what came from joined machines since the last call; collective.
@@ -106,23 +103,18 @@ class Verifier:
             self.counts.update(rewards_unverified=len(chosen))
             return
         for ticket, t in chosen:
+            self._pool = self._pool or RewardPool(self.config.task, self.config.env_timeout_s, title="rewards verifier")
             text = self.tokenizer.decode(t.tokens[t.loss_mask].tolist(), skip_special_tokens=True)
-            self._scoring.append((t, self._thread.submit(self._score, ticket.answer, text)))
-
-    def _score(self, answer: str, response: str) -> float | None:
-        self._pool = self._pool or RewardPool(self.config.task, self.config.env_timeout_s, title="rewards verifier")
-        try:
-            return asyncio.run(self._pool.score(answer, response))
-        except RewardError:
-            return None
+            self._scoring.append((t, self._pool.begin(ticket.answer, text)))
 
     def _false_rewards(self) -> Iterator[tuple[int, str]]:
-        while self._scoring and self._scoring[0][1].done():
-            t, scored = self._scoring.popleft()
-            reward = scored.result()
-            self.counts.update(["rewards_unverified" if reward is None else "rewards_verified"])
-            if reward is not None and abs(reward - t.reward) > REWARD_ROUNDING:
-                yield t.worker, f"the reward of ticket {t.ticket_id} is {reward:g}, not {t.reward:g}"
+        ended = [(t, scoring) for t, scoring in self._scoring if scoring.done()]
+        self._scoring = [(t, scoring) for t, scoring in self._scoring if not scoring.done()]
+        for t, scoring in ended:
+            failed = scoring.cancelled() or scoring.exception() is not None or isinstance(scoring.result()[0], str)
+            self.counts.update(["rewards_unverified" if failed else "rewards_verified"])
+            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING:
+                yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}"
 
     def metrics(self) -> dict[str, float]:
         """`swarm/*` of what was checked since the start, on a leader."""
@@ -130,8 +122,7 @@ class Verifier:
 
     def close(self) -> None:
         """End the scoring where it stands."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._pool is not None:
+        if self._pool:
             self._pool.close()
 
 
