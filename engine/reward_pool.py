@@ -81,7 +81,7 @@ class RewardPool:
 
     def begin(self, answer: str, response: str) -> Future:
         """Begin to score one response, outside of any event loop: the future of a list with its reward, or with one
-        line that says why there is none. It fails if scoring hangs or dies, and may never end once the pool is closed."""
+        line that says why there is none. It fails if scoring hangs or dies; after close it may never end."""
         arguments = (self._score_function, self._task, [(answer, response)])
         return self._running_pool().schedule(_score_items, arguments, timeout=self._timeout_s)
 

@@ -108,9 +108,11 @@ class Verifier:
             self._scoring.append((t, self._pool.begin(ticket.answer, text)))
 
     def _false_rewards(self) -> Iterator[tuple[int, str]]:
-        ended = [(t, scoring) for t, scoring in self._scoring if scoring.done()]
-        self._scoring = [(t, scoring) for t, scoring in self._scoring if not scoring.done()]
-        for t, scoring in ended:
+        under_way, self._scoring = self._scoring, []
+        for t, scoring in under_way:
+            if not scoring.done():
+                self._scoring.append((t, scoring))
+                continue
             failed = scoring.cancelled() or scoring.exception() is not None or isinstance(scoring.result()[0], str)
             self.counts.update(["rewards_unverified" if failed else "rewards_verified"])
             if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING:
