@@ -217,6 +217,13 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class JoinAt:
+    """Run: join another of my nodes, which samples less."""
+
+    address: str
+
+
+@dataclass(frozen=True)
 class JoinAgain:
     """Run: this connection has not joined, or was given up; what the machine has of the run's tickets is void."""
 
@@ -255,5 +262,5 @@ class Piece:
 
 TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
 FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
-TO_MACHINE = (Welcome, Refused, JoinAgain, Beat, Leave, Piece)
+TO_MACHINE = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
 FROM_MACHINE = (Join, Beat, Leave, Pull)

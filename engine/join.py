@@ -38,6 +38,7 @@ from data.messages import (
     Finished,
     Join,
     JoinAgain,
+    JoinAt,
     Leave,
     Piece,
     Ready,
@@ -102,13 +103,14 @@ class JoinedMachine:
 
     # Its connection
 
-    def _join(self) -> None:
-        """Ask to be let in, over a new connection: one that was lost may have lost messages."""
+    def _join(self, address: str | None = None) -> None:
+        """Ask to be let in, at the run's address or another, over a new connection: one that was lost may have lost
+        messages."""
         self._leave()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
         self._socket.set(zmq.LINGER, 1000)
-        self._socket.connect(f"tcp://{self.address}")
+        self._socket.connect(f"tcp://{address or self.address}")
         self._has_joined, self._tried_at = False, time.monotonic()
         self._send(MACHINE, Join(PROTOCOL, code_digest(), socket.gethostname(), time.time()))
 
@@ -174,6 +176,8 @@ class JoinedMachine:
                 raise ValueError(f"the run at {self.address} refuses this machine: {reason}")
             case JoinAgain() if self._has_joined:
                 self._join()
+            case JoinAt(address):
+                self._join(address)
             case Welcome():
                 self._on_welcome(message)
             case Piece() if self.puller.take(message):

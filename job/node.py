@@ -6,6 +6,7 @@ Each of several nodes has all of this for itself: its share of the prompts, and 
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -213,10 +214,21 @@ def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirec
 
 def _listen(start: Start, model_path: str, run: RunDirectory) -> "Swarm":
     """Have machines join that sample for this node from elsewhere."""
-    from job.swarm import Swarm  # and with it what only it needs
+    from job.hub import make_key  # and with it what only a swarm needs
+    from job.swarm import Swarm
 
-    swarm = Swarm(start.config, model_path, run.path / "swarm.key", run.record)
+    config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
+    keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
+    host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
+    address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
+    swarm = Swarm(config, model_path, address, keys, run)
     start.on_end.callback(swarm.stop)
+    is_named = is_local or (cluster.is_first and host not in ("0.0.0.0", "*"))
+    where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
+    nodes = cluster.gather((where, len(start.placement.workers)))
+    if cluster.is_first:
+        swarm.meet(nodes)
+        print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
     return swarm
 
 

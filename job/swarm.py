@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from cluster.fingerprint import code_digest
 from config import Config
@@ -29,6 +28,7 @@ from data.messages import (
     Finished,
     Join,
     JoinAgain,
+    JoinAt,
     Leave,
     Piece,
     Probed,
@@ -44,6 +44,7 @@ from data.records import Trajectory
 from data.wire import MACHINE, SILENCE_S, Codec
 from job.hub import Hub
 from job.trust import mistake_in
+from records.run_directory import RunDirectory
 from weights.pull import PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport
@@ -118,15 +119,23 @@ class Machine:
 class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
 
-    def __init__(self, config: Config, model_path: str, key_path: Path, record: Callable[..., None]):
-        """Listen at `--listen`. `record(event, **fields)` writes an event.
+    def __init__(
+        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], run: RunDirectory
+    ):
+        """Listen at HOST:PORT with the run's keys, and write events to `run`.
 
         Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
         """
-        self.config, self.record = config, record
+        self.config, self.record = config, run.record
         self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
-        self._writer = SnapshotWriter(config.swarm.snapshots) if config.swarm.snapshots else None
-        self.hub = Hub(config.listen, key_path)
+        snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
+        self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
+        self.hub = Hub(address, keys)
+        self.nodes: list[str] = []
+        """Where each node of the run listens, for the first, whom all machines ask; empty on the others."""
+        self.num_own_workers: list[int] = []
+        """Rollout workers that each of them has itself."""
+        self._num_workers: list[int] = []  # of each of them, joined ones included, as far as this node knows
         self._counts: Counter[str] = Counter()
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
@@ -140,6 +149,16 @@ class Swarm:
         self.controller, self.weights = controller, PullTransport(specs, self._writer)
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
         return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
+
+    def meet(self, nodes: list[tuple[str, int]]) -> None:
+        """Know of all nodes where they listen and how many workers they have themselves; on the first node."""
+        self.nodes, self.num_own_workers = [address for address, _ in nodes], [num for _, num in nodes]
+        self.note_workers([0] * len(nodes))
+
+    def note_workers(self, num_joined: list[int]) -> None:
+        """Know how many workers of machines that have joined each node has."""
+        if self.nodes:
+            self._num_workers = [own + joined for own, joined in zip(self.num_own_workers, num_joined, strict=True)]
 
     def stop(self) -> None:
         """Tell all machines that the run has ended, and listen no more."""
@@ -164,7 +183,8 @@ class Swarm:
             self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
             if len(machines) <= MAX_NAMED:
                 metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
-        return metrics | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        metrics |= {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        return metrics | {"swarm/workers": sum(len(machine.engines) for machine in machines)}
 
     # In the hub's thread
 
@@ -210,6 +230,12 @@ class Swarm:
             print(f"swarm: {host} was refused: {why}", flush=True)
             self._send(Machine(identity, host), MACHINE, Refused(why))
             return
+        if self.nodes:
+            node = self._num_workers.index(min(self._num_workers))
+            self._num_workers[node] += 1
+            if node > 0:
+                self._send(Machine(identity, host), MACHINE, JoinAt(self.nodes[node]))
+                return
         self._num_of_host[host] += 1
         number = self._num_of_host[host]
         machine = Machine(identity, host if number == 1 else f"{host}.{number}", join.unix_time - time.time())

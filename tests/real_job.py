@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -117,6 +118,24 @@ def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict) -
             start_new_session=True,
         )
     return Job(process, tmp_path / "run", output_path)
+
+
+def join_machine(job: Job) -> Job:
+    """Have a machine join a job that listens, once there is a key."""
+    key_path = job.run_path / "swarm.key"
+    job.wait_until(key_path.exists)
+    address = re.search(r"--join (\S+)", job.output())[1]
+    output_path = job.output_path.with_name(f"machine_{len(list(job.output_path.parent.glob('machine_*')))}.txt")
+    with open(output_path, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "rollout.py", "--join", address, "--key", key_path],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+    return Job(process, job.run_path, output_path)
 
 
 def run_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
