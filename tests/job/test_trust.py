@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from config import Config
-from job.trust import mistake_in
 from data.environments import make_environment
 from data.records import Ticket
 from data.tiny_agent import build_tokenizer
@@ -15,6 +14,7 @@ from engine.completion import Completion
 from engine.environments import EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
 from engine.episode import Episode
 from engine.reward_pool import RewardError
+from job.trust import mistake_in
 
 TOKENIZER = build_tokenizer()
 VOCAB = len(TOKENIZER)
