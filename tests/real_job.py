@@ -143,10 +143,9 @@ def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict, r
 
 
 def join_machine(job: Job) -> Job:
-    """Have a machine join a job that listens, once there is a key."""
-    key_path = job.run_path / "swarm.key"
-    job.wait_until(key_path.exists)
-    address = re.search(r"--join (\S+)", job.output())[1]
+    """Have a machine join a job that listens, by the line that it prints."""
+    job.wait_until(lambda: "--join " in job.output())
+    address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
     output_path = job.output_path.with_name(f"machine_{len(list(job.output_path.parent.glob('machine_*')))}.txt")
     with open(output_path, "w") as output:
         process = subprocess.Popen(
