@@ -112,7 +112,10 @@ class JoinedMachine:
         self._socket.set(zmq.LINGER, 1000)
         self._socket.connect(f"tcp://{address or self.address}")
         self._has_joined, self._tried_at = False, time.monotonic()
-        self._send(MACHINE, Join(PROTOCOL, code_digest(), socket.gethostname(), time.time()))
+        self._send(
+            MACHINE,
+            Join(PROTOCOL, code_digest(), "cuda" if visible_gpus() else "cpu", socket.gethostname(), time.time()),
+        )
 
     def _leave(self) -> None:
         for engine in self.engines:

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,8 @@ class Node:
     controller: Controller | None = None
     swarm: "Swarm | None" = None
     """Where machines join that sample for this node from elsewhere."""
+    on_end: ExitStack = field(default_factory=ExitStack)
+    """Takes down what was started, last first."""
 
     def take_batch(self, step: int) -> list[Group] | None:
         """Wait for what this node trains on in a step, and with --record keep it; None but on the leader."""
@@ -105,8 +107,8 @@ class Start:
 
     def make_node(self, model_path: str, **of_leader) -> Node:
         """The node; `of_leader` are the fields that only a leader has."""
-        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, Probe(self.config)
-        return Node(*fields, **of_leader)
+        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock
+        return Node(*fields, Probe(self.config), on_end=self.on_end, **of_leader)
 
     def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
         """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""

@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from cluster.fingerprint import code_digest
+from cluster.gpus import visible_gpus
+from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
 from controller.workers import Disbelieved, Worker
@@ -40,7 +42,7 @@ from data.messages import (
     Welcome,
 )
 from data.models import model_files
-from data.records import Trajectory
+from data.records import Ticket, Trajectory
 from data.wire import MACHINE, SILENCE_S, Codec
 from job.hub import Hub
 from job.trust import mistake_in
@@ -127,6 +129,8 @@ class Swarm:
         Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
         """
         self.config, self.record = config, run.record
+        self._vocab_size = read_shape(model_path).vocab_size
+        self._device = "cuda" if visible_gpus() else "cpu"
         self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
@@ -141,6 +145,9 @@ class Swarm:
         self._machines: dict[bytes, Machine] = {}
         self._num_of_host: Counter[str] = Counter()
         self._shut_out: set[bytes] = set()
+        self._answered: list[tuple[Ticket, Trajectory]] = []
+        self.verified: dict[str, float] = {}
+        """Metrics of what was verified (verify.py)."""
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
         self._encoding = ThreadPoolExecutor(1)
 
@@ -171,6 +178,11 @@ class Swarm:
             if worker in {engine.index for engine in machine.engines.values()}:
                 self.hub.do_soon(functools.partial(self._lose, machine, why, is_believed=False))
 
+    def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
+        """Take what machines have sampled since the last call, each with its ticket."""
+        answered, self._answered = self._answered, []
+        return answered
+
     def take_report(self) -> dict[str, float]:
         """Take the metrics `swarm/*` of what machines did since the last call."""
         machines, metrics = list(self._machines.values()), {}
@@ -183,7 +195,9 @@ class Swarm:
             self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
             if len(machines) <= MAX_NAMED:
                 metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
-        metrics |= {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        metrics |= (
+            self.verified | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        )
         return metrics | {"swarm/workers": sum(len(machine.engines) for machine in machines)}
 
     # In the hub's thread
@@ -226,6 +240,8 @@ class Swarm:
             why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
         elif join.code != self.code:
             why = f"its code is {join.code[:12]}, the run's {self.code[:12]}; check out the same commit"
+        elif join.device != self._device:
+            why = f"it computes on {join.device}, the run on {self._device}: their log-probs differ too much"
         if why is not None:
             print(f"swarm: {host} was refused: {why}", flush=True)
             self._send(Machine(identity, host), MACHINE, Refused(why))
@@ -290,6 +306,7 @@ class Swarm:
             case Finished(trajectories):
                 self._check(worker, trajectories)
                 message = Finished([self._at_home(machine, worker, t) for t in trajectories], None)
+                self._answered += [(worker.running[t.ticket_id], t) for t in message.trajectories]
         # Its clock is not this machine's, so it keeps no time ledger here.
         self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
 
@@ -303,7 +320,8 @@ class Swarm:
                 raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
             if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
                 raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
-            if why := mistake_in(trajectory, ticket, self.config, worker.sent_version):
+            asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
+            if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")
 
     def _at_home(self, machine: Machine, worker: Worker, trajectory: Trajectory) -> Trajectory:

@@ -64,9 +64,9 @@ def allowed_distance(config: Config, dtype: torch.dtype) -> float:
 class Verifier:
     """Checks a share of the responses of joined machines. Every trainer rank has one; a leader's has the responses."""
 
-    def __init__(self, config: Config, cluster: Cluster, tokenizer=None, *, share: float, key: bytes = b""):
+    def __init__(self, config: Config, cluster: Cluster, tokenizer=None, *, key: bytes = b""):
         """`key` decides which responses are checked; a random one by default, as machines know the run's seed."""
-        self.config, self.cluster, self.tokenizer, self.share = config, cluster, tokenizer, share
+        self.config, self.cluster, self.tokenizer = config, cluster, tokenizer
         self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
         self.largest, self._key = 0.0, key or secrets.token_bytes(16)
         self._pool: RewardPool | None = None
@@ -95,7 +95,7 @@ class Verifier:
     def chooses(self, t: Trajectory) -> bool:
         """Whether a response is one of those that are checked, which only this process can know."""
         digest = hashlib.blake2b(f"{t.ticket_id} {t.member}".encode(), key=self._key, digest_size=8).digest()
-        return t.finish_reason in ("stop", "length") and int.from_bytes(digest) < self.share * 2**64
+        return t.finish_reason in ("stop", "length") and int.from_bytes(digest) < self.config.swarm.verify_share * 2**64
 
     def _begin_to_score(self, chosen: list[tuple[Ticket, Trajectory]]) -> None:
         """Have responses scored in the background, one by one, in a process that starts at first use."""
@@ -135,7 +135,7 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     sequences = [TrainSequence(*of, 0.0, 0.0, group_id=i) for i, of in enumerate(arrays)]
     num_ranks, max_tokens = len(cluster.local_ranks), policy.config.max_tokens_per_microbatch
     mine = cluster.scatter_on_node(distribute([sequences], num_ranks, max_tokens))
-    (bundles,) = mine if len(cluster.trainers) == 1 else pad(mine, cluster)
+    (bundles,) = mine if cluster.num_nodes == 1 else pad(mine, cluster)
     policy.clock.enter("forward_backward")
     parts, found = [[one.sequences[0] for one in microbatch] for microbatch in bundles], {}
     for part, scores in zip(parts, policy.score(parts), strict=True):

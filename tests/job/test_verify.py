@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from several_nodes import NODE_OF_RANK, meet
+from several_nodes import NODE_OF_RANK, TIMEOUT
 from tiny_policy import VOCAB, brute_force_nucleus, load, random_sequences, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.cluster import Cluster, Peer
+from cluster.cluster import Cluster, Peer, form_cluster
 from config import Config
 from data.records import Ticket, Trajectory
 from job.verify import Verifier, allowed_distance, distance
@@ -69,7 +69,8 @@ def make_pair(i, tokens, logprobs, tokenizer):
 
 
 def make_verifier(config, share=1.0, **options):
-    return Verifier(config, Cluster(), AutoTokenizer.from_pretrained(config.model), share=share, **options)
+    config = replace(config, swarm_args=(f"verify_share={share}",))
+    return Verifier(config, Cluster(), AutoTokenizer.from_pretrained(config.model), **options)
 
 
 def wait_for_rewards(verifier, policy, num):
@@ -207,9 +208,11 @@ def seven_with_a_lie(config):
 def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     """Body of a spawned rank, of two nodes of two: node 0 has one response and node 1 seven, then nobody any."""
     torch.set_num_threads(1)
-    cluster = meet([Peer(node, "ab"[node], ("trainer", "rollout")) for node in NODE_OF_RANK], rank, folder)
+    peers, store = [Peer(node, "ab"[node]) for node in NODE_OF_RANK], dist.FileStore(f"{folder}/store", 4)
+    cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     policy = load(config)
-    verifier = Verifier(config, cluster, AutoTokenizer.from_pretrained(config.model), share=1.0)
+    config = replace(config, swarm_args=("verify_share=1",))
+    verifier = Verifier(config, cluster, AutoTokenizer.from_pretrained(config.model))
     pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
     found = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]
     verifier.close()
