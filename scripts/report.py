@@ -111,7 +111,7 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
         "packages": ", ".join([*map(" ".join, info["packages"].items()), f"Python {info['python']}"]),
     }
     for event in rows(run.events["advice"]):
-        shown["advice"] = re.search("advice: (.*)", event["text"])[1]
+        shown["advice"] = re.search("advice(?: on machines)?: (.*)", event["text"])[1]
     if run.cut:
         shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
     return shown

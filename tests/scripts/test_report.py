@@ -570,6 +570,12 @@ def test_what_ended_a_run_early_and_its_advice_are_said(run):
     assert facts["advice"] == "leave both"
 
 
+def test_the_advice_on_how_many_machines_are_enough_is_said(run):
+    advice = {"event": "advice", "time": STARTED + 39, "text": "advice on machines: 2 workers give enough"}
+    write_lines(run / "events.jsonl", [*make_events(), advice])
+    assert page_of(run)["facts"]["advice"] == "2 workers give enough"
+
+
 def test_the_script_ends_with_one_line_and_a_status(tmp_path):
     result = run_script(tmp_path / "none")
     assert result.returncode == 1 and result.stdout == ""
