@@ -71,6 +71,13 @@ class Announcements:
         """Have a worker load the weights that have come to its machine, also if there are newer ones: it has these."""
         worker.load(worker.loading, self.transport.messages(worker.index, worker.loading.staged))
 
+    def on_gone(self, worker: Worker, version: int) -> None:
+        """Have a worker fetch the newest weights, if it still fetches a version that is gone."""
+        if worker.loading is not None and version == worker.loading.version > worker.sent_version:
+            self.transport.release(worker.index, worker.loaded().staged)
+            worker.owed = True
+            self._send_owed(worker)
+
     def on_receiving(self, worker: Worker) -> None:
         """Send the weights that a worker waits for."""
         self.transport.send(worker.index, worker.loading.staged)

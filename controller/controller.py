@@ -84,6 +84,11 @@ class Controller:
                 self._issue_again(ticket)
             self._fill()
 
+    def fetch_anew(self, worker: Worker, version: int) -> None:
+        """Have a worker fetch the newest weights in place of a version that is gone."""
+        with self._changed:
+            self.announcements.on_gone(worker, version)
+
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
         with self._changed:

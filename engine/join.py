@@ -36,9 +36,9 @@ from data.messages import (
     Fetch,
     Fetched,
     Finished,
-    Gone,
     Join,
     JoinAgain,
+    JoinAt,
     Leave,
     Piece,
     Ready,
@@ -96,22 +96,26 @@ class JoinedMachine:
         self._socket: zmq.Socket | None = None
         self._welcome: Welcome | None = None
         self._has_joined = False
-        self._here: tuple[int, Staged] | None = None  # version that engines can load
+        self._here: tuple[str, Staged] | None = None  # digest of what engines can load, and where it is
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
         self._wake, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
         self._heard_at = self._tried_at = time.monotonic()
 
     # Its connection
 
-    def _join(self) -> None:
-        """Ask to be let in, over a new connection: one that was lost may have lost messages."""
+    def _join(self, address: str | None = None) -> None:
+        """Ask to be let in, at the run's address or another, over a new connection: one that was lost may have lost
+        messages."""
         self._leave()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
         self._socket.set(zmq.LINGER, 1000)
-        self._socket.connect(f"tcp://{self.address}")
+        self._socket.connect(f"tcp://{address or self.address}")
         self._has_joined, self._tried_at = False, time.monotonic()
-        self._send(MACHINE, Join(PROTOCOL, code_digest(), socket.gethostname(), time.time()))
+        self._send(
+            MACHINE,
+            Join(PROTOCOL, code_digest(), "cuda" if visible_gpus() else "cpu", socket.gethostname(), time.time()),
+        )
 
     def _leave(self) -> None:
         for engine in self.engines:
@@ -137,6 +141,8 @@ class JoinedMachine:
             if self._wake in dict(poller.poll(1000 * BEAT_S)):
                 os.eventfd_read(self._wake)
                 self._pass_on()
+                if self.puller is not None and self.puller.collect():
+                    self._look_for_weights()
             while self._socket.poll(0):
                 self._heard_at = time.monotonic()
                 engine, *frames = self._socket.recv_multipart()
@@ -173,12 +179,12 @@ class JoinedMachine:
                 raise ValueError(f"the run at {self.address} refuses this machine: {reason}")
             case JoinAgain() if self._has_joined:
                 self._join()
+            case JoinAt(address):
+                self._join(address)
             case Welcome():
                 self._on_welcome(message)
             case Piece() if self.puller.take(message):
                 self._look_for_weights()
-            case Gone():
-                self._join()  # the run has forgotten what it announced to this machine
             case Beat() | JoinAgain() | Piece():
                 pass
             case _:
@@ -244,19 +250,19 @@ class JoinedMachine:
 
     def _look_for_weights(self) -> None:
         """Let engines know of weights that have come, and have the next come that any of them wants, oldest first."""
-        version = self.puller.version
-        if version is not None and (self._here is None or self._here[0] != version):
+        here = self.puller.here
+        if here is not None and (self._here is None or self._here[0] != here.digest):
             if self.transport.free_buffer() is None:
                 return  # until an engine has loaded what is in one
-            self._here = version, self.transport.stage(version, self.puller.parameters())
+            self._here = here.digest, self.transport.stage(here.version, self.puller.parameters())
             self.transport.announce(self._here[1])
         for index, engine in enumerate(self.engines):
-            if engine.wants is not None and self._here is not None and engine.wants["version"] == self._here[0]:
+            if engine.wants is not None and here is not None and engine.wants["digest"] == here.digest:
                 engine.wants, engine.fetched = None, self._here[1]
                 self.transport.acquire(index, engine.fetched)
-                self._send(str(index).encode(), Fetched(self._here[0]))
+                self._send(str(index).encode(), Fetched(here.version))
         wanted = [engine.wants for engine in self.engines if engine.wants is not None]
-        if wanted and self.puller.wanted is None:
+        if wanted and self.puller.wanted not in wanted:
             self.puller.want(min(wanted, key=lambda info: info["version"]))
 
     def _pass_on(self) -> None:

@@ -36,12 +36,12 @@ def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
 class Hub:
     """The run's end of all connections: an encrypted socket, and the thread that reads and writes it."""
 
-    def __init__(self, address: str, key_path: Path):
-        """Make the key and bind the socket. Raises ValueError if the address is taken."""
+    def __init__(self, address: str, keys: tuple[bytes, bytes, bytes]):
+        """Bind the socket, with what `make_key` gave. Raises ValueError if the address is taken."""
         self._to_do: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._context = zmq.Context()
-        public, secret, client_public = make_key(key_path)
+        public, secret, client_public = keys
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=_Only(client_public))
@@ -56,7 +56,7 @@ class Hub:
         except zmq.ZMQError as error:
             self._close()
             raise ValueError(f"--listen {address}: {error.strerror}; give a free HOST:PORT of this machine") from None
-        print(f"sample for this run elsewhere: python rollout.py --join {address} --key {key_path}", flush=True)
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._thread, self._serving, self._is_ending = ThreadPoolExecutor(1), None, False
 
     def start(

@@ -6,10 +6,11 @@ Each of several nodes has all of this for itself: its share of the prompts, and 
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from setproctitle import setproctitle
 
 from algos import hyperparameters
 from cluster.cluster import Cluster, check_shares, join
-from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
@@ -29,17 +29,16 @@ from config import Config
 from controller.controller import Controller
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
-from data.messages import Welcome
-from data.models import load_tokenizer, model_files, resolve_model
+from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.probe import Probe
-from job.swarm import Swarm
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 
 if TYPE_CHECKING:
+    from job.swarm import Swarm
     from trainer.policy import Policy
 
 
@@ -58,8 +57,10 @@ class Node:
     run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
-    swarm: Swarm | None = None
+    swarm: "Swarm | None" = None
     """Where machines join that sample for this node from elsewhere."""
+    on_end: ExitStack = field(default_factory=ExitStack)
+    """Takes down what was started, last first."""
 
     def take_batch(self, step: int) -> list[Group] | None:
         """Wait for what this node trains on in a step, and with --record keep it; None but on the leader."""
@@ -106,8 +107,8 @@ class Start:
 
     def make_node(self, model_path: str, **of_leader) -> Node:
         """The node; `of_leader` are the fields that only a leader has."""
-        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, Probe(self.config)
-        return Node(*fields, **of_leader)
+        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock
+        return Node(*fields, Probe(self.config), on_end=self.on_end, **of_leader)
 
     def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
         """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""
@@ -178,9 +179,7 @@ def start_rollout(start: Start) -> Node:
     controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes)
     start.on_end.callback(controller.stop)
     start.dump_stacks_by(workers.dump_stacks)
-    swarm = _listen(config, run, model_path)
-    if swarm is not None:
-        start.on_end.callback(swarm.stop)
+    swarm = _listen(start, model_path, run) if config.listen is not None else None
     controller.launch()
     # From here on transformers is imported, for seconds, in which the workers import vLLM.
     _check_window(config, model_path)
@@ -215,12 +214,24 @@ def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirec
     return run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
 
 
-def _listen(config: Config, run: RunDirectory, model_path: str) -> Swarm | None:
-    """Listen for machines that join, where --listen asks for it."""
-    if config.listen is None:
-        return None
-    welcome = Welcome(config.as_dict(), model_files(model_path))
-    return Swarm(config.listen, run.path / "swarm.key", code_digest(), welcome, run.record)
+def _listen(start: Start, model_path: str, run: RunDirectory) -> "Swarm":
+    """Have machines join that sample for this node from elsewhere."""
+    from job.hub import make_key  # and with it what only a swarm needs
+    from job.swarm import Swarm
+
+    config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
+    keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
+    host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
+    address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
+    swarm = Swarm(config, model_path, address, keys, run)
+    start.on_end.callback(swarm.stop)
+    is_named = is_local or (cluster.is_first and host not in ("0.0.0.0", "*"))
+    where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
+    nodes = cluster.gather((where, len(start.placement.workers)))
+    if cluster.is_first:
+        swarm.meet(nodes)
+        print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
+    return swarm
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

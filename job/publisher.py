@@ -11,7 +11,6 @@ from job.node import Node, is_due
 from trainer.policy import Policy
 from weights.ipc import IpcTransport
 from weights.nccl import NcclTransport
-from weights.pull import LocalAndPulled, PullTransport
 from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec
 
@@ -26,7 +25,24 @@ class Publisher:
             print(f"attention of the trainer: {policy.attention}", flush=True)
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
+        self._verifier = None
+        if self.config.listen is not None and self.config.swarm.verify_share:
+            from job.verify import Verifier
+
+            self._verifier = Verifier(self.config, node.cluster, node.tokenizer)
+            node.on_end.callback(self._verifier.close)
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
+
+    def verify(self, step: int) -> None:
+        """Check a share of what joined machines sampled, with the weights that the step begins with; collective."""
+        if self._verifier is None:
+            return
+        swarm = self.node.swarm
+        found = self._verifier.verify(swarm.take_answered() if swarm else [], self.policy, step - 1)
+        if swarm is not None:
+            swarm.verified = self._verifier.metrics()
+            for worker, why in found:
+                swarm.shut_out(worker, f"sent what is not true: {why}")
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
         """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.
@@ -71,7 +87,7 @@ class Publisher:
 
 def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
-    timeout_s, pulled = node.config.timeout_s, PullTransport(specs)
+    timeout_s, transport = node.config.timeout_s, None
     match node.placement.transport:
         case "shm":
             transport = ShmTransport(specs)
@@ -79,10 +95,6 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
             transport = IpcTransport(specs)
         case "nccl":
             transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s, timeout_s)
-        case "pull":
-            transport = pulled
-    if node.swarm is not None and transport is not pulled:
-        transport = LocalAndPulled(transport, pulled, len(node.placement.workers))
-    node.controller.connect(transport)
     if node.swarm is not None:
-        node.controller.workers.watch(node.swarm.start(pulled, node.controller))
+        transport = node.swarm.start(node.controller, transport, specs)
+    node.controller.connect(transport)

@@ -74,7 +74,10 @@ class StepLog:
         mine = self._measure(step, groups)
         if step == config.steps:
             self.clock.enter("evaluate")  # also where another node's is waited for
-        known = over_nodes(self.node.cluster.gather(mine))
+        of_nodes = self.node.cluster.gather(mine)
+        if self.node.swarm is not None:
+            self.node.swarm.note_workers([int(node.swarm["swarm/workers"]) for node in of_nodes])
+        known = over_nodes(of_nodes)
         self.clock.enter("other")
         self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
         if not self.node.cluster.is_first:

@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from cluster.fingerprint import code_digest
+from cluster.gpus import visible_gpus
+from cluster.shape import read_shape
+from config import Config
 from controller.controller import Controller
 from controller.workers import Disbelieved, Worker
 from data.messages import (
@@ -25,9 +28,9 @@ from data.messages import (
     Fetch,
     Fetched,
     Finished,
-    Gone,
     Join,
     JoinAgain,
+    JoinAt,
     Leave,
     Piece,
     Probed,
@@ -38,11 +41,15 @@ from data.messages import (
     Updated,
     Welcome,
 )
-from data.records import Trajectory
+from data.models import model_files
+from data.records import Ticket, Trajectory
 from data.wire import MACHINE, SILENCE_S, Codec
 from job.hub import Hub
 from job.trust import mistake_in
-from weights.pull import PIECE_BYTES, PullTransport
+from records.run_directory import RunDirectory
+from weights.pull import PIECE_BYTES, LocalAndPulled, PullTransport
+from weights.snapshots import SnapshotWriter
+from weights.transport import ParameterSpec, Transport
 
 MAX_FAILED = 16
 """Trajectories that may fail one after the other on one machine."""
@@ -63,7 +70,8 @@ class RemoteProcess:
     def send(self, message: object) -> None:
         """Queue a message; never waits."""
         match message:
-            case Fetch(version):
+            case Fetch(version):  # in place of one that is gone, if it has not come
+                self._due = {due: lengths for due, lengths in self._due.items() if due[0] is not Fetched}
                 self._due[Fetched, version] = []
             case Update(version, _, probe):
                 self._due[Updated, version] = []
@@ -113,25 +121,51 @@ class Machine:
 class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
 
-    def __init__(self, address: str, key_path: Path, code: str, welcome: Welcome, record: Callable[..., None]):
-        """Listen at `address`; machines whose `code` differs are refused, others get `welcome`.
+    def __init__(
+        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], run: RunDirectory
+    ):
+        """Listen at HOST:PORT with the run's keys, and write events to `run`.
 
-        `record(event, **fields)` writes an event. Raises ValueError if the address is taken.
+        Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
         """
-        self.code, self.welcome, self.record = code, welcome, record
-        self.hub = Hub(address, key_path)
+        self.config, self.record = config, run.record
+        self._vocab_size = read_shape(model_path).vocab_size
+        self._device = "cuda" if visible_gpus() else "cpu"
+        self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
+        snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
+        self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
+        self.hub = Hub(address, keys)
+        self.nodes: list[str] = []
+        """Where each node of the run listens, for the first, whom all machines ask; empty on the others."""
+        self.num_own_workers: list[int] = []
+        """Rollout workers that each of them has itself."""
+        self._num_workers: list[int] = []  # of each of them, joined ones included, as far as this node knows
         self._counts: Counter[str] = Counter()
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
         self._num_of_host: Counter[str] = Counter()
         self._shut_out: set[bytes] = set()
+        self._answered: list[tuple[Ticket, Trajectory]] = []
+        self.verified: dict[str, float] = {}
+        """Metrics of what was verified (verify.py)."""
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
         self._encoding = ThreadPoolExecutor(1)
 
-    def start(self, weights: PullTransport, controller: Controller) -> Future:
-        """Let machines in, which pull these weights. Returns the swarm's thread, with the error that may end it."""
-        self.weights, self.controller = weights, controller
-        return self.hub.start(self._receive, self._beat, self._end)
+    def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
+        """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
+        self.controller, self.weights = controller, PullTransport(specs, self._writer)
+        controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
+        return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
+
+    def meet(self, nodes: list[tuple[str, int]]) -> None:
+        """Know of all nodes where they listen and how many workers they have themselves; on the first node."""
+        self.nodes, self.num_own_workers = [address for address, _ in nodes], [num for _, num in nodes]
+        self.note_workers([0] * len(nodes))
+
+    def note_workers(self, num_joined: list[int]) -> None:
+        """Know how many workers of machines that have joined each node has."""
+        if self.nodes:
+            self._num_workers = [own + joined for own, joined in zip(self.num_own_workers, num_joined, strict=True)]
 
     def stop(self) -> None:
         """Tell all machines that the run has ended, and listen no more."""
@@ -143,6 +177,11 @@ class Swarm:
         for machine in list(self._machines.values()):
             if worker in {engine.index for engine in machine.engines.values()}:
                 self.hub.do_soon(functools.partial(self._lose, machine, why, is_believed=False))
+
+    def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
+        """Take what machines have sampled since the last call, each with its ticket."""
+        answered, self._answered = self._answered, []
+        return answered
 
     def take_report(self) -> dict[str, float]:
         """Take the metrics `swarm/*` of what machines did since the last call."""
@@ -156,7 +195,10 @@ class Swarm:
             self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
             if len(machines) <= MAX_NAMED:
                 metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
-        return metrics | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        metrics |= (
+            self.verified | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        )
+        return metrics | {"swarm/workers": sum(len(machine.engines) for machine in machines)}
 
     # In the hub's thread
 
@@ -198,10 +240,18 @@ class Swarm:
             why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
         elif join.code != self.code:
             why = f"its code is {join.code[:12]}, the run's {self.code[:12]}; check out the same commit"
+        elif join.device != self._device:
+            why = f"it computes on {join.device}, the run on {self._device}: their log-probs differ too much"
         if why is not None:
             print(f"swarm: {host} was refused: {why}", flush=True)
             self._send(Machine(identity, host), MACHINE, Refused(why))
             return
+        if self.nodes:
+            node = self._num_workers.index(min(self._num_workers))
+            self._num_workers[node] += 1
+            if node > 0:
+                self._send(Machine(identity, host), MACHINE, JoinAt(self.nodes[node]))
+                return
         self._num_of_host[host] += 1
         number = self._num_of_host[host]
         machine = Machine(identity, host if number == 1 else f"{host}.{number}", join.unix_time - time.time())
@@ -256,6 +306,7 @@ class Swarm:
             case Finished(trajectories):
                 self._check(worker, trajectories)
                 message = Finished([self._at_home(machine, worker, t) for t in trajectories], None)
+                self._answered += [(worker.running[t.ticket_id], t) for t in message.trajectories]
         # Its clock is not this machine's, so it keeps no time ledger here.
         self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
 
@@ -269,7 +320,8 @@ class Swarm:
                 raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
             if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
                 raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
-            if why := mistake_in(trajectory, ticket, self.controller.config, worker.sent_version):
+            asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
+            if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")
 
     def _at_home(self, machine: Machine, worker: Worker, trajectory: Trajectory) -> Trajectory:
@@ -291,8 +343,9 @@ class Swarm:
 
     def _answer(self, machine: Machine, pull: Pull, opened: Future) -> None:
         machine.is_pulling = False
-        if opened.exception() is not None:
-            self._send_if_there(machine, MACHINE, Gone(pull.version))
+        if opened.exception() is not None:  # there are newer ones, and too many machines that read older ones
+            for worker in machine.engines.values():
+                self.controller.fetch_anew(worker, pull.version)
             return
         is_delta, stream = opened.result()
         data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])

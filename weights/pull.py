@@ -21,7 +21,7 @@ PIECE_BYTES = 4 << 20
 KEPT = 3
 """Snapshots that stay to be the base of a delta, the newest included."""
 MAX_READ = 3
-"""Older snapshots that stay while machines read them; with more, the oldest go, and who reads those begins anew."""
+"""Older snapshots that stay while machines read them, the oldest first; who reads another begins anew."""
 
 
 class PullTransport(Transport):
@@ -76,7 +76,7 @@ class PullTransport(Transport):
 
     def _forget(self) -> None:
         old = [version for version in sorted(self._kept)[:-KEPT] if version != self._announced]
-        read = [version for version in old if self._readers[version]][-MAX_READ:]
+        read = [version for version in old if self._readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]
         self._readers = +self._readers

@@ -30,21 +30,17 @@ class Puller:
         self.num_bytes = payload_offsets(self.specs)[1]
         self.wanted: dict | None = None
         """The update info of the version that is on its way."""
-        self._here: Snapshot | None = None
+        self.here: Snapshot | None = None
+        """The version that is here whole."""
         self._ask, self._wake = ask, wake
         self._base: int | None = None  # version that the run's side is to count from
         self._stream, self._got = None, bytearray()  # what comes by the socket: (is_delta, bytes of all), and a part
         self._reading: dict | None = None  # update info of what is being read from files
         self._read: queue.SimpleQueue = queue.SimpleQueue()
 
-    @property
-    def version(self) -> int | None:
-        """Version that is here whole, or None."""
-        return None if self._here is None else self._here.version
-
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor) of every parameter of the version that is here."""
-        payload = torch.from_numpy(self._here.payload)
+        payload = torch.from_numpy(self.here.payload)
         return zip((spec.name for spec in self.specs), parameter_views(payload, self.specs), strict=True)
 
     def want(self, info: dict) -> None:
@@ -52,12 +48,12 @@ class Puller:
         if info == self.wanted:
             self.resume()
             return
-        self._begin(info, self.version)
+        self._begin(info, self.here and self.here.version)
         if self._wake is None or "snapshots" not in info or self._reading is not None:  # files hang: by the socket
             self.resume()
             return
         self._reading = info
-        threading.Thread(target=self._read_files, args=(info, self._here), daemon=True).start()
+        threading.Thread(target=self._read_files, args=(info, self.here), daemon=True).start()
 
     def resume(self) -> None:
         """Ask for the rest of the wanted version, as after a lost connection: what has come stays."""
@@ -108,7 +104,7 @@ class Puller:
         info, payload = self.wanted, np.frombuffer(self._got, np.uint8)
         try:
             if is_delta:
-                payload = self._here.payload.copy()
+                payload = self.here.payload.copy()
                 apply_delta(self._got, self._base, payload)
             if digest_of(payload) != info["digest"]:
                 raise ValueError(f"version {info['version']} arrived broken: its digest is not the one announced")
@@ -122,7 +118,7 @@ class Puller:
         return True
 
     def _arrive(self, snapshot: Snapshot) -> None:
-        self._here = snapshot
+        self.here = snapshot
         self.give_up()
 
     def collect(self) -> bool:

@@ -145,7 +145,9 @@ def test_many_slow_machines_cannot_make_the_trainer_keep_all_versions():
     transport = PullTransport(SPECS)
     for version in range(20):
         transport.acquire(version, transport.stage(version, parameters(version)))
-    assert [v for v in range(20) if is_left(transport, v)] == list(range(20 - KEPT - MAX_READ, 20))
+    assert [v for v in range(20) if is_left(transport, v)] == [*range(MAX_READ), *range(20 - KEPT, 20)], (
+        "the oldest are nearest to their end"
+    )
 
 
 def test_many_machines_that_ask_at_once_get_one_and_the_same_delta():
@@ -197,6 +199,9 @@ def test_beside_a_local_transport_each_worker_reads_by_its_own():
         both.acquire(worker, staged)
         both.release(worker, staged)
     assert both.free_buffer() is not None
+    for version in range(5, 12):  # not announced, as those before are evaluated
+        both.local.announce(both.local.stage(version, both.pulled.copy(version, parameters(version))))
+    assert is_left(both.pulled, 4) and not is_left(both.pulled, 5)
 
 
 # The far end
@@ -248,7 +253,7 @@ def test_a_machine_that_skips_versions_has_the_very_weights_of_those_it_takes(se
         staged = transport.stage(version, values)
         if rng.random() < 0.5:
             machine.pull(staged)
-            assert machine.puller.version == version and is_same(machine.puller, values)
+            assert machine.puller.here.version == version and is_same(machine.puller, values)
 
 
 def two_versions(transport, other=0.0):
@@ -292,17 +297,21 @@ def test_a_whole_copy_in_place_of_the_rest_of_a_delta_begins_at_its_start():
     machine.puller.resume()
     assert not machine.puller.take(machine.answer()) and machine.asked[-1].offset == 0
     machine.take_all()
-    assert machine.puller.version == 1 and is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
+    assert machine.puller.here.version == 1 and is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
 
 
 def test_where_the_base_is_another_than_the_runs_the_whole_is_taken():
     machine = Machine(PullTransport(SPECS))
-    machine.pull(two_versions(machine.transport, other=1.0)[0])
+    first, _, _ = two_versions(machine.transport, other=5.0)
+    machine.pull(first)
+    here = [(name, tensor.clone()) for name, tensor in machine.puller.parameters()]
     machine.transport = PullTransport(SPECS)
     _, second, a = two_versions(machine.transport)
     machine.puller.want(second.messages[0])
-    assert not machine.puller.take(machine.answer())
-    assert machine.puller.version == 0, "what is here stays until the next is whole"
+    wrong = machine.answer()
+    assert not machine.puller.take(wrong)
+    assert machine.puller.here.version == 0 and is_same(machine.puller, here), "what is here stays meanwhile"
+    assert not machine.puller.take(wrong), "nor does it count when it comes twice"
     machine.take_all()
     assert [pull.base for pull in machine.asked] == [None, 0, None]
     assert is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
@@ -336,7 +345,7 @@ def test_a_piece_that_no_snapshot_has_is_refused(is_delta, num_bytes, offset, da
     ):
         machine.puller.take(Piece(1, is_delta, num_bytes, offset, data))
     machine.take_all()
-    assert machine.puller.version == 1
+    assert machine.puller.here.version == 1
 
 
 def test_pieces_that_come_twice_or_late_or_for_what_was_given_up_change_nothing():
@@ -351,7 +360,7 @@ def test_pieces_that_come_twice_or_late_or_for_what_was_given_up_change_nothing(
     assert not machine.puller.take(late) and machine.puller.wanted == second.messages[0]
     machine.puller.give_up()
     machine.puller.resume()
-    assert not machine.puller.take(machine.answer()) and machine.puller.version == 0
+    assert not machine.puller.take(machine.answer()) and machine.puller.here.version == 0
     assert machine.puller.wanted is None
 
 
@@ -362,4 +371,4 @@ def test_a_whole_copy_that_is_not_what_was_announced_is_refused_and_the_old_one_
     machine.puller.want(second.messages[0])
     with pytest.raises(ValueError, match="version 1 arrived broken"):
         machine.puller.take(Piece(1, False, WHOLE, 0, bytes(WHOLE)))
-    assert machine.puller.version == 0 and next(machine.puller.parameters())[1].any()
+    assert machine.puller.here.version == 0 and next(machine.puller.parameters())[1].any()
