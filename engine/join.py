@@ -9,6 +9,7 @@ When the run is out of reach, or has given this machine up, the machine joins ag
 that it has; what it had of the run's tickets is void.
 """
 
+import contextlib
 import functools
 import os
 import queue
@@ -139,7 +140,8 @@ class JoinedMachine:
         self._send(MACHINE, pull)
 
     def _send(self, engine: bytes, message: object) -> None:
-        self._socket.send_multipart([engine, *self._codec.encode(message)])
+        with contextlib.suppress(zmq.Again):  # one that was refused by its key has no connection any more
+            self._socket.send_multipart([engine, *self._codec.encode(message)], flags=zmq.DONTWAIT)
 
     def serve(self) -> str:
         """Sample until the run ends. Returns why it ended.

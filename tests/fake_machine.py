@@ -1,5 +1,6 @@
 """A machine of a swarm without an engine, and a run that it joins: real sockets, a real controller, made-up answers."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -64,7 +65,7 @@ class Run:
     def __init__(self, controller, swarm, key_path, events, num_floats):
         self.num_floats, self.controller, self.swarm, self.events = num_floats, controller, swarm, events
         self.address, self.key_path = f"127.0.0.1:{swarm.hub.port}", str(key_path)
-        self.version, self.taken = -1, []
+        self.version, self.trained = -1, []
 
     def publish(self, evaluate=False, probe=()):
         self.version += 1
@@ -74,12 +75,25 @@ class Run:
 
     def step(self):
         """Take a batch and publish the next version. The ledger balances, and nothing is trained on twice."""
-        groups = self.controller.take_batch()
-        self.taken += [t.ticket_id for group in groups for t in group.trajectories]
-        assert len(self.taken) == len(set(self.taken))
+        return self._train(self.controller.take_batch())
+
+    def step_if_ready(self):
+        """The same, unless that would have to wait."""
+        if (groups := self.controller.take_batch_if_ready()) is not None:
+            self._train(groups)
+
+    def _train(self, groups):
+        trained = [(t.ticket_id, t.member) for group in groups for t in group.trajectories]
+        assert not set(trained) & set(self.trained)
+        self.trained += trained
         self.controller.take_report()  # raises if the ledger does not balance
         self.publish()
         return groups
+
+    @property
+    def taken(self):
+        """Tickets whose trajectories were trained on."""
+        return [ticket_id for ticket_id, _ in self.trained]
 
     def workers_of(self, name):
         """Numbers of the workers of machines of a name, in order."""
@@ -183,7 +197,8 @@ class FakeMachine:
     def send_frames(self, frames):
         with self.lock:
             self.sent.append(frames)
-            self.socket.send_multipart(frames)
+            with contextlib.suppress(zmq.Again):  # refused by its key, it has no connection any more
+                self.socket.send_multipart(frames, flags=zmq.DONTWAIT)
 
     def saw(self, kind):
         return [message for _, message in self.seen if isinstance(message, kind)]
@@ -199,7 +214,8 @@ class FakeMachine:
         spec = SimpleNamespace(placement=SimpleNamespace(worker=77))
         members = range(ticket.member, ticket.member + ticket.num_members)
         made = [trajectory(ticket, self.versions.get(index, 0), spec, reason, member) for member in members]
-        return [dataclasses.replace(t, turns=((t.started_at, t.started_at, t.ended_at),)) for t in made]
+        turns = [(t.started_at - 0.01, t.started_at, t.ended_at) for t in made]
+        return [dataclasses.replace(t, started_at=turn[0], turns=(turn,)) for t, turn in zip(made, turns, strict=True)]
 
     def _finish(self, index, ticket, reason):
         self.send(b"%d" % index, Finished([self.changes(t) for t in self.made(index, ticket, reason)], None))
