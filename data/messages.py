@@ -194,6 +194,8 @@ class Join:
     protocol: int
     code: str
     """Digest of the source files."""
+    device: str
+    """`cpu` or `cuda`."""
     host: str
     """Name of the machine, for people."""
     unix_time: float
@@ -214,6 +216,13 @@ class Refused:
     """Run: you cannot sample here; the machine ends."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class JoinAt:
+    """Run: join another of my nodes, which samples less."""
+
+    address: str
 
 
 @dataclass(frozen=True)
@@ -255,5 +264,5 @@ class Piece:
 
 TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
 FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
-TO_MACHINE = (Welcome, Refused, JoinAgain, Beat, Leave, Piece)
+TO_MACHINE = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
 FROM_MACHINE = (Join, Beat, Leave, Pull)

@@ -49,6 +49,8 @@ class RolloutReport:
     """SampleBuffer.ledger, since the start of the run."""
     num_restarts: int
     """Restarts of workers, since the start of the run."""
+    updates: list[tuple[int, float]] = field(default_factory=list)
+    """Version, and Unix time in seconds, of each weight update."""
 
     def __add__(self, other: "RolloutReport") -> "RolloutReport":
         return RolloutReport(
@@ -57,6 +59,7 @@ class RolloutReport:
             self.worker_time + other.worker_time,
             Counter({name: count + other.ledger[name] for name, count in self.ledger.items()}),
             self.num_restarts + other.num_restarts,
+            self.updates + other.updates,
         )
 
 
@@ -89,7 +92,7 @@ def over_nodes(of_nodes: list[StepOfNode]) -> StepOfNode:
         functools.reduce(operator.add, (node.rollout for node in of_nodes)),
         {name: value for node in of_nodes for name, value in node.evaluation.items()},
         worst_mismatch([node.mismatch for node in of_nodes]),
-        dict(sum((Counter(node.swarm) for node in of_nodes), Counter())),
+        _swarm_over_nodes([node.swarm for node in of_nodes]),
     )
 
 
@@ -112,6 +115,15 @@ def worst_mismatch(of_engines: list[dict[str, float]]) -> dict[str, float]:
     """The largest mismatch of any of several engines, or nodes, that measured one."""
     names = dict.fromkeys(name for metrics in of_engines for name in metrics)
     return {name: max(metrics[name] for metrics in of_engines if name in metrics) for name in names}
+
+
+def _swarm_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
+    """What machines did, of all nodes together; a maximum is the largest."""
+    names = dict.fromkeys(name for metrics in of_nodes for name in metrics)
+    return {
+        name: (max if name.endswith("max") else sum)(metrics[name] for metrics in of_nodes if name in metrics)
+        for name in names
+    }
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
