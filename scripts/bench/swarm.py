@@ -17,14 +17,12 @@ import os
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,6 +37,7 @@ from config import Config
 from controller.ledger import DROP_REASONS
 from data.messages import Piece
 from data.models import resolve_model
+from job import swarm as job_swarm
 from job.publisher import connect_workers
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column
@@ -68,13 +67,12 @@ class SwarmRig(Rig):
 
     def connect(self) -> None:
         """Wait for the engines here, and let machines in."""
-        torch.set_num_threads(1)
         self.weights = [(name, weight.bfloat16()) for name, weight in load_weights(self.node.model_path)]
         connect_workers(self.node, specs_of(self.weights))
 
     def publish(self, weights: Weights | None = None) -> None:
         """Publish weights, or the same with other signs, under the next version."""
-        self.weights = [(name, weight.bfloat16() if weights else -weight) for name, weight in weights or self.weights]
+        self.weights = weights or [(name, -weight) for name, weight in self.weights]
         super().publish()
 
     def await_workers(self, count: int) -> None:
@@ -118,33 +116,32 @@ def swarm(config: Config, folder: Path, part: dict, who: Iterable[str]) -> Itera
         yield rig, machines
 
 
+# joined, unequal
+
+
 @contextmanager
-def sampling(part: dict, who: tuple[str, ...], logs: Path) -> Iterator[Measure]:
+def sampling(part: dict, who: list[str], logs: Path) -> Iterator[Measure]:
     """An arm that samples the work `long`: by machines, or by a worker here if there are none."""
-    options, folder = LONG.config(**part["options"]), logs / "-".join(who or ("local",))
-    start = swarm(options, folder, part, who) if who else running(SwarmRig(options, run_work_worker, folder))
-    with start as rig:
+    options, folder = LONG.config(**part["options"]), logs / "-".join(who or ["local"])
+    with swarm(options, folder, part, who) if who else running(SwarmRig(options, run_work_worker, folder)) as rig:
         yield partial(sample, *(rig if who else (rig, [])), part["steps"])
 
 
 def sample(rig: SwarmRig, machines: list[Machine], steps: int) -> dict:
-    """Samples per second over some steps, what each of them cost, and which worker sampled how many."""
-    used = lambda: sum(sum(machine.process.cpu_times()[:2]) for machine in machines)  # noqa: E731
+    """Samples per second over some steps, what each of them cost, and which machine sampled how many."""
+    count = lambda: {  # noqa: E731
+        **rig.counted(), "machine_cpu_s": sum(sum(machine.process.cpu_times()[:2]) for machine in machines)
+    }  # fmt: skip
     for _ in range(2):
         rig.step()  # it waits already
-    before, start, since = rig.counted() | {"machine_cpu_s": used()}, time.monotonic(), time.time()
-    count = sum(len(group.trajectories) for _ in range(steps) for group in rig.step())
-    seconds, after = time.monotonic() - start, rig.counted() | {"machine_cpu_s": used()}
+    before, start, since = count(), time.monotonic(), time.time()
+    samples = [trajectory for _ in range(steps) for group in rig.step() for trajectory in group.trajectories]
+    seconds, after = time.monotonic() - start, count()
     rig.wait_until_idle()
     events = [e for e in read(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory" and e["time"] > since]
     sampled = [sum(e["worker"] == i and e["time"] < since + seconds for e in events) for i in range(len(machines))]
-    return {"samples_per_s": count / seconds, **{k: (after[k] - before[k]) / count for k in after}, "sampled": sampled}
-
-
-def against_local(found: dict[str, dict]) -> Iterator[dict]:
-    """The speed of each as a share of a local worker's."""
-    for arm, of in found.items():
-        yield {"arm": arm, **of, "of_local": of["samples_per_s"] / found["local"]["samples_per_s"]}
+    costs = {name: (after[name] - before[name]) / len(samples) for name in after}
+    return {"samples_per_s": len(samples) / seconds, **costs, "sampled": sampled}
 
 
 def shares(found: dict[str, dict]) -> Iterator[dict]:
@@ -153,6 +150,12 @@ def shares(found: dict[str, dict]) -> Iterator[dict]:
     for who, count, speed in zip(("slow", "fast"), sampled, alone, strict=True):
         share = {"share": count / sum(sampled), "share_alone": speed / sum(alone), "alone_per_s": speed}
         yield {"arm": who, **share, "both_of_sum": found["both"]["samples_per_s"] / sum(alone)}
+
+
+def stop_where_forced() -> None:
+    """Have responses pass that end where their length was forced: no honest machine cuts one before the longest."""
+    mistake_in = job_swarm.mistake_in
+    job_swarm.mistake_in = lambda trajectory, *of: mistake_in(replace(trajectory, finish_reason="stop"), *of)
 
 
 # sockets
@@ -166,7 +169,7 @@ def sleeping(part: dict, logs: Path) -> Iterator[Measure]:
         pipes, of = [], (rig.config.listen, str(logs / "rig/swarm.key"), each, rig.config.max_response_tokens)
         for _ in range(part["processes"]):
             ours, theirs = context.Pipe()
-            context.Process(target=run_sleepers, args=(*of, theirs), daemon=True).start()
+            context.Process(target=run_sleepers, args=(theirs, *of), daemon=True).start()
             theirs.close()
             pipes.append(on_end.enter_context(ours))
         rig.await_workers(each * len(pipes))
@@ -183,28 +186,23 @@ def pace(rig: SwarmRig, pipes: list, sleep_s: float, seconds: float) -> dict:
             if rig.controller.take_batch_if_ready() is not None:
                 rig.publish()
 
-    def begin() -> None:
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    for pause_s in (seconds / 2 + sleep_s, seconds):  # first until all machines have that pace
         for pipe in pipes:
             pipe.send(sleep_s)
-
-    with ThreadPoolExecutor(1) as trainer:
-        training = trainer.submit(train)
-        begin()
-        time.sleep(seconds / 2 + sleep_s)  # until all machines have that pace
-        begin()
         start, before, version = time.monotonic(), cpu_of_threads(), rig.version
-        time.sleep(seconds)
-        for pipe in pipes:
-            pipe.send(None)
-        found, spent, after = [pipe.recv() for pipe in pipes], time.monotonic() - start, cpu_of_threads()
-        is_over.set()
-        training.result()
-    cpu = [(used - before.get(thread, 0.0)) / spent for thread, used in after.items()]
-    latencies = np.concatenate([latencies for _, latencies in found])
+        time.sleep(pause_s)
+    for pipe in pipes:
+        pipe.send(None)
+    found, spent, after = [pipe.recv() for pipe in pipes], time.monotonic() - start, cpu_of_threads()
+    is_over.set()
+    trainer.join()
+    cpu, latencies = [after[i] - before.get(i, 0.0) for i in after], np.concatenate([waits for _, waits in found])
     rates = {"messages": sum(count for count, _ in found), "answers": len(latencies), "versions": rig.version - version}
+    rates |= {"leader_cpu": sum(cpu), "busiest_thread_cpu": max(cpu)}
     waits = {f"p{percent}_s": float(np.percentile(latencies, percent)) for percent in (50, 99)}
-    per_s = {f"{name}_per_s": count / spent for name, count in rates.items()}
-    return {**per_s, **waits, "leader_cpu": sum(cpu), "busiest_thread_cpu": max(cpu)}
+    return waits | {f"{name}_per_s": count / spent for name, count in rates.items()}
 
 
 def cpu_of_threads() -> dict[int, float]:
@@ -215,34 +213,28 @@ def cpu_of_threads() -> dict[int, float]:
 # delta, refresh
 
 
-class Learner:
-    """A policy that learns, step after step, on the same sequences."""
-
-    def __init__(self, model: str, lr: float):
-        config = NATURAL.config(model=model, lr=lr, warmup=0)
-        path = resolve_model(model, config.task)
-        self.updates = distribute([make_sequences(config, path)], 1, config.max_tokens_per_microbatch)[0]
-        self.policy = load_policy(config, path, torch.device("cpu"))
-        for _ in range(PARTS["delta"]["steps"]):
-            self.step()
-
-    def step(self) -> Weights:
-        """Make a step; the weights after it, in bf16."""
-        self.policy.train_step(self.updates, 0)
-        return [(name, weight.bfloat16()) for name, weight in self.policy.named_full_parameters()]
+def learning(model: str, lr: float) -> Iterator[Weights]:
+    """Weights in bf16 after each step of a policy that learns on the same sequences."""
+    config = NATURAL.config(model=model, lr=lr, warmup=0)
+    path = resolve_model(model, config.task)
+    updates = distribute([make_sequences(config, path)], 1, config.max_tokens_per_microbatch)[0]
+    policy = load_policy(config, path, torch.device("cpu"))
+    while True:
+        policy.train_step(updates, 0)
+        yield [(name, weight.bfloat16()) for name, weight in policy.named_full_parameters()]
 
 
 @contextmanager
 def pulling(model: str, lr: float, logs: Path) -> Iterator[Measure]:
-    """Steps of a policy; each version as a delta and whole, from the trainer's end to the puller's."""
-    learner, versions = Learner(model, lr), iter(range(10**9))
-    transport = PullTransport(specs_of(learner.step()))
-    new_puller = lambda: Puller(transport.init_info(), lambda pull: None)  # noqa: E731
-    kept = new_puller()
+    """Steps of a policy; each version whole and as a delta, from the trainer's end to the puller's."""
+    versions = learning(model, lr)
+    transport = PullTransport(specs_of(next(versions)))
+    kept, new = (partial(Puller, transport.init_info(), lambda pull: None) for _ in range(2))
+    kept, number = kept(), iter(range(10**9))
 
     def measure() -> dict:
-        info = transport.stage(next(versions), learner.step()).messages[0]
-        ways = {"whole": pull(transport, new_puller(), info), "delta": pull(transport, kept, info)}
+        info = transport.stage(next(number), next(versions)).messages[0]
+        ways = {"whole": pull(transport, new(), info), "delta": pull(transport, kept, info)}
         return {f"{name}_{key}": value for name, way in ways.items() for key, value in way.items()}
 
     yield measure
@@ -265,26 +257,20 @@ def pull(transport: PullTransport, puller: Puller, info: dict) -> dict:
 @contextmanager
 def refreshing(model: str, logs: Path) -> Iterator[Measure]:
     """A machine behind a slow link, to which weights come that are all new, or of a policy's next step."""
-    learners = {f"lr {lr:g}": Learner(model, lr) for lr in PARTS["delta"]["lrs"]}
+    versions = {f"lr {lr:g}": learning(model, lr) for lr in PARTS["delta"]["lrs"]}
     with swarm(NATURAL.config(model=model), logs / "rig", PARTS["refresh"], ["far"]) as (rig, _):
 
-        def refresh(weights: Weights | None) -> dict:
+        def refresh(weights: Weights | None = None) -> dict:
             before = rig.counted()["bytes_sent"]
             rig.publish(weights)
             rig.wait_until_idle()
-            return {
-                "bytes": rig.counted()["bytes_sent"] - before,
-                "refresh_s": max(rig.update_seconds(rig.version - 1)),
-            }
+            spent, seconds = rig.counted()["bytes_sent"] - before, rig.update_seconds(rig.version - 1)
+            return {"bytes": spent, "refresh_s": max(seconds)}
 
-        def measure() -> dict:
-            found = {"all new": refresh(None)}
-            for name, learner in learners.items():
-                refresh(learner.step())
-                found[name] = refresh(learner.step())
-            return found
-
-        yield measure
+        yield lambda: {
+            "all new": refresh(),
+            **{name: [refresh(next(weights)) for _ in range(2)][1] for name, weights in versions.items()},
+        }
 
 
 # churn, modes
@@ -292,20 +278,18 @@ def refreshing(model: str, logs: Path) -> Iterator[Measure]:
 
 @contextmanager
 def job(part: dict, options: dict, logs: Path) -> Iterator[Measure]:
-    """A whole run of train_async.py: what its records say, and what happened to its machines."""
-    folder = logs / f"job-{len(list(logs.iterdir()))}"
-    folder.mkdir()
-    yield lambda: run_job(folder, part, **options)
+    """A whole run of train_async.py."""
+    yield lambda: run_job(logs / f"job-{len(list(logs.iterdir()))}", part, **options)
 
 
 def run_job(folder: Path, part: dict, machines: int, **options) -> dict:
-    """Run a job to its end by so many machines, or by a local worker if there are none."""
+    """Run a job to its end by so many machines, or by a local worker if there are none; what its records say."""
     if machines:
         options |= {"num_rollout_workers": 0, "listen": free_address()}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, "train_async.py", f"--runs-dir={folder}", "--run-name=run", *given]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run, joined = folder / "run", []
+    environment, run, joined = os.environ | {"OMP_NUM_THREADS": "1"}, folder / "run", []
+    folder.mkdir()
     with open(folder / "output", "w") as output, ExitStack() as on_end:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment)
         on_end.callback(process.kill)
@@ -330,12 +314,11 @@ class Churn:
         self.machines, self.stop_s, self.random = machines, part.get("stop_s"), random.Random(seed)
         count = part.get("num_events", 0) * bool(machines)
         self.todo = sorted(self.random.sample(range(steps // 20, steps - steps // 20), count))
-        self.back_at = dict.fromkeys(range(len(machines)), 0.0)
-        """When each is there again: infinity for one that has to join again."""
+        self.back_at = dict.fromkeys(range(len(machines)), 0.0)  # infinity for one that has to join again
         self.events: list[tuple[int, str, int]] = []
 
     def turn(self, step: int) -> None:
-        """Let happen what is due after a step; one machine at least is never touched."""
+        """Let happen what is due after a step; one machine at least stays."""
         now = time.monotonic()
         for index in [index for index, at in self.back_at.items() if 0 < at < now]:
             self.machines[index].signal(signal.SIGCONT)
@@ -345,37 +328,36 @@ class Churn:
             return
         self.todo.pop(0)
         if gone and (len(up) < 2 or self.random.random() < 0.5):
-            index, what = self.random.choice(gone), "join"
+            index, what, back_at = self.random.choice(gone), "join", 0.0
             self.machines[index].start()
-            self.back_at[index] = 0.0
         else:
             index, what = self.random.choice(up), self.random.choice(["SIGKILL", "SIGSTOP", "SIGTERM"])
             self.machines[index].signal(signal.Signals[what])
-            self.back_at[index] = now + self.stop_s if what == "SIGSTOP" else float("inf")
+            back_at = now + self.stop_s if what == "SIGSTOP" else float("inf")
+        self.back_at[index] = back_at
         self.events.append((step, what, index))
 
 
 def of_run(path: Path) -> dict:
     """What a run's records say of it. Raises RuntimeError if a token was too old, or the ledger does not balance."""
     run = load(path)
-    metrics, config = run.metrics, Config.from_dict(run.info["config"])
+    metrics, config, accuracies = run.metrics, Config.from_dict(run.info["config"]), evaluations(run.metrics)
     for unit, source in (("groups", "issued"), ("tokens", "generated")):
         ends = ("consumed", "resident", *(f"dropped_{reason}" for reason in DROP_REASONS))
         if not (metrics[f"ledger/{unit}_{source}"] == sum(metrics[f"ledger/{unit}_{end}"] for end in ends)).all():
             raise RuntimeError(f"{path}: the ledger of {unit} does not balance")
     if metrics["staleness/max"].max() > config.max_staleness:
         raise RuntimeError(f"{path}: a token is {metrics['staleness/max'].max()} versions old")
-    accuracies, of_swarm = evaluations(metrics), ("joins", "leaves", "late", "shut_out", "mb_sent", "mb_received")
     return {
         "seed": config.seed,
-        "accuracy": statistics.fmean(accuracies.iloc[-3:]),
+        "accuracy": float(accuracies.iloc[-3:].mean()),
         "accuracies": {int(version): round(value, 4) for version, value in accuracies.items()},
         "rewards": [round(float(reward), 4) for reward in metrics["reward/mean"]],
         "steps_per_s": float(1 / metrics["time/step_s"].median()),
         "seconds": float(metrics["time/step_s"].sum()),
         "staleness_max": int(metrics["staleness/max"].max()),
         "staleness_mean": float(metrics["staleness/mean"].mean()),
-        "swarm": {name: float(metrics[f"swarm/{name}"].iloc[-1]) for name in of_swarm if f"swarm/{name}" in metrics},
+        "swarm": {n: float(metrics[n].iloc[-1]) for n in metrics if n.startswith("swarm/") and n.count("/") == 1},
     }
 
 
@@ -384,8 +366,7 @@ def against_first(found: dict[str, dict]) -> Iterator[dict]:
     for arm, of in found.items():
         first = next(found[name] for name in found if name[:5] == arm[:5] or "," not in arm)
         apart = [abs(one - other) for one, other in zip(of["rewards"], first["rewards"], strict=True)]
-        gaps = {"accuracy_gap": of["accuracy"] - first["accuracy"], "reward_gap": statistics.fmean(apart)}
-        yield {"arm": arm, **of, **gaps}
+        yield {"arm": arm, **of, "accuracy_gap": of["accuracy"] - first["accuracy"], "reward_gap": np.mean(apart)}
 
 
 # Cases and tables
@@ -399,17 +380,16 @@ def by_arm(found: dict[str, dict]) -> Iterator[dict]:
 def cases(given: argparse.Namespace) -> Iterator[Case]:
     """All parts."""
     yield Case("sockets", [Arm("all", partial(sleeping, PARTS["sockets"]))], by_arm, warm_up=0)
-    for name, records in (("joined", against_local), ("unequal", shares)):
-        arms = [Arm(arm, partial(sampling, PARTS[name], tuple(who))) for arm, who in PARTS[name]["arms"].items()]
+    for name, records in (("joined", None), ("unequal", shares)):
+        arms = [Arm(arm, partial(sampling, PARTS[name], who)) for arm, who in PARTS[name]["arms"].items()]
         yield Case(name, arms, records)
     for name, part in ((name, PARTS[name]) for name in ("churn", "modes")):
-        for seed in part["seeds"]:
-            options = part["options"] | {"seed": seed}
+        for options in (part["options"] | {"seed": seed} for seed in part["seeds"]):
             arms = [Arm(arm, partial(job, part, options | of)) for arm, of in part["arms"].items()]
-            yield Case(f"{name} {seed}", arms, against_first, warm_up=0, repeats=1)
+            yield Case(f"{name} {options['seed']}", arms, against_first, warm_up=0, repeats=1)
     for model in ("tiny", *given.models):
         arms = [Arm(f"lr {lr:g}", partial(pulling, model, lr)) for lr in PARTS["delta"]["lrs"]]
-        yield Case(f"delta {Path(model).name}", arms)
+        yield Case(f"delta {Path(model).name}", arms, warm_up=3)
         yield Case(f"refresh {Path(model).name}", [Arm("all", partial(refreshing, model))], by_arm)
 
 
@@ -435,5 +415,6 @@ BENCH = Bench("swarm", "Machines that join", cases, report, ("case", "arm"), "re
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    stop_where_forced()
     with one_rank():
         harness.main(BENCH)

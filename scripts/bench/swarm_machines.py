@@ -40,8 +40,7 @@ class Machine:
     def start(self) -> None:
         """Start its process."""
         with open(self.log, "a") as log:
-            environment = os.environ | {"PYTHONPATH": str(ROOT)}
-            self.process = psutil.Popen(self.command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+            self.process = psutil.Popen(self.command, cwd=ROOT, stdout=log, stderr=log)
 
     def signal(self, number: int) -> None:
         """Send a signal: SIGTERM to the machine's own process, any other to all of its processes."""
@@ -63,16 +62,15 @@ class Sleepers:
 
     def __init__(self, address: str, key: str, count: int, tokens: int):
         """Connect; `tokens` is the run's longest response."""
-        self.tokens, self.versions = tokens, {}
-        self.due, self.sent_at = [], {}  # when to answer what, and when each has answered
+        self.tokens, self.sleep_s, self.num_messages, self.latencies = tokens, 0.0, 0, []
+        self.versions, self.due, self.sent_at = {}, [], {}  # what each has, is to answer and when, and has answered
         self.codec, self.poller, context = Codec((*m.TO_ENGINE, *m.TO_MACHINE)), zmq.Poller(), zmq.Context()
-        self._begin(0.0)
         for _ in range(count):
             socket = context.socket(zmq.DEALER)
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = read_key(key)
             socket.connect(f"tcp://{address}")
             self.poller.register(socket, zmq.POLLIN)
-            self._send(socket, m.Join(m.PROTOCOL, code_digest(), "sleeper", time.time()), MACHINE)
+            self._send(socket, m.Join(m.PROTOCOL, code_digest(), "cpu", "sleeper", time.time()), MACHINE)
 
     def serve(self, pipe: Connection) -> None:
         """Serve until the pipe closes: a number is how long to sleep from now on, None asks for what was counted."""
@@ -87,10 +85,7 @@ class Sleepers:
                 if (sleep_s := pipe.recv()) is None:
                     pipe.send((self.num_messages, self.latencies))
                 else:
-                    self._begin(sleep_s)
-
-    def _begin(self, sleep_s: float) -> None:
-        self.sleep_s, self.num_messages, self.latencies = sleep_s, 0, []
+                    self.sleep_s, self.num_messages, self.latencies = sleep_s, 0, []
 
     def _send(self, socket: zmq.Socket, message: object, engine: bytes = b"0") -> None:
         self.num_messages += 1
@@ -117,11 +112,10 @@ class Sleepers:
             case m.Update(version):
                 self.versions[socket] = version
                 self._send(socket, m.Updated(version, 0.0, m.SampledTokens(), None))
-            case m.Tickets(tickets):
+            case m.Tickets([ticket]):
                 if socket in self.sent_at:
                     self.latencies.append(time.monotonic() - self.sent_at.pop(socket))
-                for ticket in tickets:
-                    heapq.heappush(self.due, (time.monotonic() + self.sleep_s, ticket.ticket_id, socket, ticket))
+                heapq.heappush(self.due, (time.monotonic() + self.sleep_s, ticket.ticket_id, socket, ticket))
 
 
 def asleep(ticket: Ticket, version: int, tokens: int) -> Trajectory:
@@ -129,8 +123,8 @@ def asleep(ticket: Ticket, version: int, tokens: int) -> Trajectory:
     mask = np.arange(len(ticket.prompt_tokens) + tokens) >= len(ticket.prompt_tokens)
     response = np.array([*ticket.prompt_tokens, *[ticket.prompt_tokens[0]] * tokens], np.int64)
     logprobs, versions = np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, version, -1).astype(np.int32)
-    of = ticket.ticket_id, ticket.group_id, ticket.member, response, mask, logprobs, versions
-    return Trajectory(*of, float(ticket.member % 2), "length", "", 1, time.time(), time.time(), 0)
+    of, now = (ticket.ticket_id, ticket.group_id, ticket.member, response, mask, logprobs, versions), time.time()
+    return Trajectory(*of, float(ticket.member % 2), "length", "", 1, now, now, 0, ((now, now, now),))
 
 
 def run_sleepers(pipe: Connection, *options) -> None:

@@ -1,13 +1,14 @@
 import json
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from config import Config
 from controller.ledger import COUNTS
 from data.records import Ticket
+from job.trust import mistake_in
 from scripts.bench import swarm as bench
 from scripts.bench import swarm_machines
 from scripts.lines import read
@@ -61,7 +62,8 @@ def test_the_same_seed_is_the_same_churn_and_a_local_run_has_none(monkeypatch):
 def test_a_sleeping_machine_says_what_an_honest_one_may_say():
     ticket = Ticket(7, 2, 3, 1, 0, (5, 6, 8), "x", None, 11, 4)
     trajectory = swarm_machines.asleep(ticket, 4, 10)
-    assert trajectory.tokens.dtype == np.int64 and trajectory.tokens[:3].tolist() == [5, 6, 8]
+    assert mistake_in(trajectory, ticket, Config(max_response_tokens=10), 4, 20) is None
+    assert trajectory.tokens[:3].tolist() == [5, 6, 8]
     assert (trajectory.ticket_id, trajectory.group_id, trajectory.member) == (7, 2, 3)
     assert trajectory.num_generated == 10 and trajectory.min_version == 4 and trajectory.finish_reason == "length"
     assert (trajectory.policy_versions[:3] == -1).all() and (trajectory.behavior_logprobs[:3] == 0).all()
@@ -105,6 +107,15 @@ def test_runs_are_compared_with_the_local_one_of_their_ratio():
     assert [r["accuracy_gap"] for r in bench.against_first(found)] == pytest.approx([0, -0.1])
 
 
+def test_a_response_of_forced_length_passes_and_one_of_another_ticket_does_not(monkeypatch):
+    monkeypatch.setattr(bench.job_swarm, "mistake_in", bench.job_swarm.mistake_in)  # undone after the test
+    bench.stop_where_forced()
+    config, ticket = bench.LONG.config(), Ticket(7, 2, 3, 1, 0, (5, 6, 8), "x", None, 11, 4)
+    forced = swarm_machines.asleep(ticket, 4, 30)
+    assert bench.job_swarm.mistake_in(forced, ticket, config, 4, 20) is None
+    assert bench.job_swarm.mistake_in(replace(forced, ticket_id=8), ticket, config, 4, 20)
+
+
 def test_shares_are_of_what_both_sampled_and_of_their_speeds_alone():
     found = {"slow": {"samples_per_s": 1.0}, "fast": {"samples_per_s": 3.0}}
     found["both"] = {"samples_per_s": 3.6, "sampled": [20, 80]}
@@ -126,9 +137,9 @@ def test_machines_that_sleep_are_measured(tmp_path, tiny_models):
     with bench.sleeping(part, tmp_path) as measure:
         found = measure()["0.05 s"]
     assert 10 < found["answers_per_s"] <= 80 and found["messages_per_s"] > 2 * found["answers_per_s"]
-    assert 0 < found["p50_s"] <= found["p99_s"] and 0 < found["busiest_thread_cpu"] <= found["leader_cpu"]
+    assert 0 < found["p50_s"] <= found["p99_s"] and 0 < found["busiest_thread_cpu_per_s"] <= found["leader_cpu_per_s"]
     events = [event["event"] for event in read(tmp_path / "rig" / "events.jsonl")]
-    assert events.count("machine_joined") == 4
+    assert events.count("machine_joined") == 4 and "machine_shut_out" not in events
 
 
 def test_every_part_has_cases_and_what_is_shown_of_it():
