@@ -13,6 +13,7 @@ joined. Churn and modes are repeated with other seeds. `refresh` and `unequal` w
 """
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,8 +35,6 @@ import psutil
 import torch
 
 from config import Config
-from controller.ledger import DROP_REASONS
-from data.messages import Piece
 from data.models import resolve_model
 from job import swarm as job_swarm
 from job.publisher import connect_workers
@@ -49,8 +48,8 @@ from scripts.lines import read
 from scripts.runs import evaluations, load
 from trainer.batch import distribute
 from trainer.policy import load_policy
-from weights.pull import PIECE_BYTES, PullTransport
-from weights.puller import Puller
+from weights.delta import apply_delta, digest_of
+from weights.pull import PullTransport
 
 PARTS: dict[str, dict] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 UP_S = 300.0
@@ -98,15 +97,19 @@ def free_address(host: str = "127.0.0.1") -> str:
 
 
 @contextmanager
-def swarm(config: Config, folder: Path, part: dict, who: Iterable[str]) -> Iterator[tuple[SwarmRig, list[Machine]]]:
-    """A rig for which machines sample, each within what the part says of it, and they; they join in that order."""
+def swarm(config: Config, folder: Path, part: dict, who: list[str]) -> Iterator[tuple[SwarmRig, list[Machine]]]:
+    """A rig and the machines that sample for it, each within what the part says of it; they join in that order.
+
+    Without machines a worker here samples, or whoever else joins where the config says that the rig listens.
+    """
     with ExitStack() as on_end:
         for command in part.get("undo", []):
             on_end.callback(subprocess.run, command, shell=True, capture_output=True)
         for command in part.get("make", []):
             subprocess.run(command, shell=True, check=True)
-        address, machines = free_address(part.get("host", "127.0.0.1")), []
-        config = replace(config, num_rollout_workers=0, listen=address, swarm_args=("verify_share=0",))
+        address, machines = config.listen or free_address(part.get("host", "127.0.0.1")), []
+        if who or config.listen:
+            config = replace(config, num_rollout_workers=0, listen=address, swarm_args=("verify_share=0",))
         rig = on_end.enter_context(running(SwarmRig(config, run_work_worker, folder)))
         for index, name in enumerate(who):
             log = folder / f"machine_{index}.log"
@@ -122,13 +125,12 @@ def swarm(config: Config, folder: Path, part: dict, who: Iterable[str]) -> Itera
 @contextmanager
 def sampling(part: dict, who: list[str], logs: Path) -> Iterator[Measure]:
     """An arm that samples the work `long`: by machines, or by a worker here if there are none."""
-    options, folder = LONG.config(**part["options"]), logs / "-".join(who or ["local"])
-    with swarm(options, folder, part, who) if who else running(SwarmRig(options, run_work_worker, folder)) as rig:
-        yield partial(sample, *(rig if who else (rig, [])), part["steps"])
+    with swarm(LONG.config(**part["options"]), logs / ("-".join(who) or "local"), part, who) as (rig, machines):
+        yield partial(sample, rig, machines, part["steps"])
 
 
 def sample(rig: SwarmRig, machines: list[Machine], steps: int) -> dict:
-    """Samples per second over some steps, what each of them cost, and which machine sampled how many."""
+    """Samples per second over some steps, what each of them cost, and the first machine's share of them."""
     count = lambda: {  # noqa: E731
         **rig.counted(), "machine_cpu_s": sum(sum(machine.process.cpu_times()[:2]) for machine in machines)
     }  # fmt: skip
@@ -139,17 +141,9 @@ def sample(rig: SwarmRig, machines: list[Machine], steps: int) -> dict:
     seconds, after = time.monotonic() - start, count()
     rig.wait_until_idle()
     events = [e for e in read(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory" and e["time"] > since]
-    sampled = [sum(e["worker"] == i and e["time"] < since + seconds for e in events) for i in range(len(machines))]
+    first = [event["worker"] == 0 for event in events if event["time"] < since + seconds]
     costs = {name: (after[name] - before[name]) / len(samples) for name in after}
-    return {"samples_per_s": len(samples) / seconds, **costs, "sampled": sampled}
-
-
-def shares(found: dict[str, dict]) -> Iterator[dict]:
-    """What each of two machines sampled beside the other, and what its share is of both speeds alone."""
-    sampled, alone = found["both"]["sampled"], [found[who]["samples_per_s"] for who in ("slow", "fast")]
-    for who, count, speed in zip(("slow", "fast"), sampled, alone, strict=True):
-        share = {"share": count / sum(sampled), "share_alone": speed / sum(alone), "alone_per_s": speed}
-        yield {"arm": who, **share, "both_of_sum": found["both"]["samples_per_s"] / sum(alone)}
+    return {"samples_per_s": len(samples) / seconds, **costs, "share_of_first": sum(first) / len(first)}
 
 
 def stop_where_forced() -> None:
@@ -165,8 +159,9 @@ def stop_where_forced() -> None:
 def sleeping(part: dict, logs: Path) -> Iterator[Measure]:
     """A rig whose machines only sleep and answer; a measurement goes through all times to sleep."""
     context, each = get_context("spawn"), part["machines"] // part["processes"]
-    with swarm(NATURAL.config(**part["options"]), logs / "rig", part, ()) as (rig, _), ExitStack() as on_end:
-        pipes, of = [], (rig.config.listen, str(logs / "rig/swarm.key"), each, rig.config.max_response_tokens)
+    config = NATURAL.config(**part["options"], listen=free_address())
+    with swarm(config, logs / "rig", part, []) as (rig, _), ExitStack() as on_end:
+        pipes, of = [], (config.listen, str(logs / "rig/swarm.key"), each, config.max_response_tokens)
         for _ in range(part["processes"]):
             ours, theirs = context.Pipe()
             context.Process(target=run_sleepers, args=(theirs, *of), daemon=True).start()
@@ -226,32 +221,29 @@ def learning(model: str, lr: float) -> Iterator[Weights]:
 
 @contextmanager
 def pulling(model: str, lr: float, logs: Path) -> Iterator[Measure]:
-    """Steps of a policy; each version whole and as a delta, from the trainer's end to the puller's."""
-    versions = learning(model, lr)
-    transport = PullTransport(specs_of(next(versions)))
-    kept, new = (partial(Puller, transport.init_info(), lambda pull: None) for _ in range(2))
-    kept, number = kept(), iter(range(10**9))
+    """Steps of a policy; what each version has of bytes, whole and as a delta, and seconds at both ends."""
+    versions, numbers = learning(model, lr), itertools.count(1)
+    transport = PullTransport(specs_of(first := next(versions)))
+    transport.stage(0, first)
 
     def measure() -> dict:
-        info = transport.stage(next(number), next(versions)).messages[0]
-        ways = {"whole": pull(transport, new(), info), "delta": pull(transport, kept, info)}
-        return {f"{name}_{key}": value for name, way in ways.items() for key, value in way.items()}
+        version = next(numbers)
+        base, payload = version - 1, transport.open(version - 1, None)[1].copy()
+        digest = transport.stage(version, next(versions)).messages[0]["digest"]
+        times = [time.perf_counter()]
+        is_delta, stream = transport.open(version, base)
+        times.append(time.perf_counter())
+        if is_delta:
+            apply_delta(stream, base, payload)
+            if digest_of(payload) != digest:
+                raise RuntimeError(f"the delta to version {version} leads elsewhere")
+        times.append(time.perf_counter())
+        digest_of(payload)
+        times.append(time.perf_counter())
+        seconds = dict(zip(("delta_open_s", "delta_take_s", "whole_take_s"), np.diff(times), strict=True))
+        return {"delta_bytes": len(stream), "whole_bytes": len(payload), **seconds}
 
     yield measure
-
-
-def pull(transport: PullTransport, puller: Puller, info: dict) -> dict:
-    """Bring a version to a puller; bytes, and seconds at the trainer and at the machine."""
-    start, version = time.perf_counter(), info["version"]
-    puller.want(info)
-    is_delta, stream = transport.open(version, puller.here and puller.here.version)
-    opened = time.perf_counter()
-    for offset in range(0, len(stream), PIECE_BYTES):
-        data = bytes(memoryview(stream)[offset : offset + PIECE_BYTES])
-        puller.take(Piece(version, is_delta, len(stream), offset, data))
-    if puller.here.digest != info["digest"]:
-        raise RuntimeError(f"version {version} did not arrive")
-    return {"bytes": len(stream), "open_s": opened - start, "take_s": time.perf_counter() - opened}
 
 
 @contextmanager
@@ -289,6 +281,7 @@ def run_job(folder: Path, part: dict, machines: int, **options) -> dict:
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, "train_async.py", f"--runs-dir={folder}", "--run-name=run", *given]
     environment, run, joined = os.environ | {"OMP_NUM_THREADS": "1"}, folder / "run", []
+    metrics = run / "metrics.jsonl"
     folder.mkdir()
     with open(folder / "output", "w") as output, ExitStack() as on_end:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment)
@@ -301,7 +294,7 @@ def run_job(folder: Path, part: dict, machines: int, **options) -> dict:
         churn = Churn(joined, options["steps"], part, options["seed"])
         while process.poll() is None:
             time.sleep(0.1)
-            churn.turn(len(read(run / "metrics.jsonl", [])))
+            churn.turn(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
     if process.returncode:
         raise RuntimeError(f"a job ended with status {process.returncode}: {(folder / 'output').read_text()[-2000:]}")
     return {**of_run(run), "events": churn.events}
@@ -339,17 +332,11 @@ class Churn:
 
 
 def of_run(path: Path) -> dict:
-    """What a run's records say of it. Raises RuntimeError if a token was too old, or the ledger does not balance."""
+    """What a run's records say of it; it ended well, so its ledger was balanced and no token too old at any step."""
     run = load(path)
-    metrics, config, accuracies = run.metrics, Config.from_dict(run.info["config"]), evaluations(run.metrics)
-    for unit, source in (("groups", "issued"), ("tokens", "generated")):
-        ends = ("consumed", "resident", *(f"dropped_{reason}" for reason in DROP_REASONS))
-        if not (metrics[f"ledger/{unit}_{source}"] == sum(metrics[f"ledger/{unit}_{end}"] for end in ends)).all():
-            raise RuntimeError(f"{path}: the ledger of {unit} does not balance")
-    if metrics["staleness/max"].max() > config.max_staleness:
-        raise RuntimeError(f"{path}: a token is {metrics['staleness/max'].max()} versions old")
+    metrics, accuracies = run.metrics, evaluations(run.metrics)
     return {
-        "seed": config.seed,
+        "seed": run.info["config"]["seed"],
         "accuracy": float(accuracies.iloc[-3:].mean()),
         "accuracies": {int(version): round(value, 4) for version, value in accuracies.items()},
         "rewards": [round(float(reward), 4) for reward in metrics["reward/mean"]],
@@ -380,9 +367,8 @@ def by_arm(found: dict[str, dict]) -> Iterator[dict]:
 def cases(given: argparse.Namespace) -> Iterator[Case]:
     """All parts."""
     yield Case("sockets", [Arm("all", partial(sleeping, PARTS["sockets"]))], by_arm, warm_up=0)
-    for name, records in (("joined", None), ("unequal", shares)):
-        arms = [Arm(arm, partial(sampling, PARTS[name], who)) for arm, who in PARTS[name]["arms"].items()]
-        yield Case(name, arms, records)
+    for name, part in ((name, PARTS[name]) for name in ("joined", "unequal")):
+        yield Case(name, [Arm(arm, partial(sampling, part, who)) for arm, who in part["arms"].items()])
     for name, part in ((name, PARTS[name]) for name in ("churn", "modes")):
         for options in (part["options"] | {"seed": seed} for seed in part["seeds"]):
             arms = [Arm(arm, partial(job, part, options | of)) for arm, of in part["arms"].items()]

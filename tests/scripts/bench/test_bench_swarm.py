@@ -69,13 +69,12 @@ def test_a_sleeping_machine_says_what_an_honest_one_may_say():
     assert (trajectory.policy_versions[:3] == -1).all() and (trajectory.behavior_logprobs[:3] == 0).all()
 
 
-def write_run(path, **last):
+def write_run(path):
     counts = dict.fromkeys((f"ledger/{name}" for name in COUNTS), 0)
     step = {"time/step_s": 0.5, "reward/mean": 0.25, "staleness/max": 1, "staleness/mean": 0.5, **counts}
     metrics = [
         {"step": n, "samples": n, "eval/accuracy": n / 10, "eval/policy_version": n, **step} for n in range(1, 6)
     ]
-    metrics[-1] |= last
     path.mkdir()
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (path / "run.json").write_text(json.dumps({"config": Config(async_ratio=1.0).as_dict()}))
@@ -86,15 +85,6 @@ def test_a_run_is_known_by_its_last_three_accuracies_and_its_rewards(tmp_path):
     found = bench.of_run(tmp_path / "run")
     assert found["accuracy"] == pytest.approx(0.4) and found["rewards"] == [0.25] * 5
     assert found["steps_per_s"] == 2.0 and found["staleness_max"] == 1
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"), [({"staleness/max": 2}, "2 versions old"), ({"ledger/tokens_consumed": 1}, "tokens does not")]
-)
-def test_a_run_that_breaks_a_bound_or_its_ledger_has_no_record(tmp_path, wrong, why):
-    write_run(tmp_path / "run", **wrong)
-    with pytest.raises(RuntimeError, match=why):
-        bench.of_run(tmp_path / "run")
 
 
 def test_runs_are_compared_with_the_local_one_of_their_ratio():
@@ -114,14 +104,6 @@ def test_a_response_of_forced_length_passes_and_one_of_another_ticket_does_not(m
     forced = swarm_machines.asleep(ticket, 4, 30)
     assert bench.job_swarm.mistake_in(forced, ticket, config, 4, 20) is None
     assert bench.job_swarm.mistake_in(replace(forced, ticket_id=8), ticket, config, 4, 20)
-
-
-def test_shares_are_of_what_both_sampled_and_of_their_speeds_alone():
-    found = {"slow": {"samples_per_s": 1.0}, "fast": {"samples_per_s": 3.0}}
-    found["both"] = {"samples_per_s": 3.6, "sampled": [20, 80]}
-    slow, fast = bench.shares(found)
-    assert (slow["share"], slow["share_alone"], slow["both_of_sum"]) == (0.2, 0.25, 0.9)
-    assert (fast["share"], fast["share_alone"]) == (0.8, 0.75)
 
 
 def test_a_delta_arrives_as_the_whole_does_and_is_smaller(one_rank, tiny_models, tmp_path):
