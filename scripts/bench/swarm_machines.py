@@ -6,6 +6,7 @@ of a local worker has beside a trainer.
 
 import heapq
 import os
+import random
 import signal
 import sys
 import time
@@ -115,7 +116,8 @@ class Sleepers:
             case m.Tickets([ticket]):
                 if socket in self.sent_at:
                     self.latencies.append(time.monotonic() - self.sent_at.pop(socket))
-                heapq.heappush(self.due, (time.monotonic() + self.sleep_s, ticket.ticket_id, socket, ticket))
+                sleep_s = random.expovariate(1 / self.sleep_s) if self.sleep_s else 0.0  # else all would answer at once
+                heapq.heappush(self.due, (time.monotonic() + sleep_s, ticket.ticket_id, socket, ticket))
 
 
 def asleep(ticket: Ticket, version: int, tokens: int) -> Trajectory:
