@@ -118,7 +118,7 @@ def test_machines_that_sleep_are_measured(tmp_path, tiny_models):
     part["options"] = part["options"] | {"groups_per_step": 2}
     with bench.sleeping(part, tmp_path) as measure:
         found = measure()["0.05 s"]
-    assert 10 < found["answers_per_s"] <= 80 and found["messages_per_s"] > 2 * found["answers_per_s"]
+    assert 10 < found["answers_per_s"] < 200 and found["messages_per_s"] > 2 * found["answers_per_s"]
     assert 0 < found["p50_s"] <= found["p99_s"] and 0 < found["busiest_thread_cpu_per_s"] <= found["leader_cpu_per_s"]
     events = [event["event"] for event in read(tmp_path / "rig" / "events.jsonl")]
     assert events.count("machine_joined") == 4 and "machine_shut_out" not in events
