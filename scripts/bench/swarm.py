@@ -34,6 +34,7 @@ import numpy as np
 import psutil
 import torch
 
+from cluster.processes import freeze_garbage
 from config import Config
 from data.models import resolve_model
 from job import swarm as job_swarm
@@ -73,6 +74,8 @@ class SwarmRig(Rig):
         """Publish weights, or the same with other signs, under the next version."""
         self.weights = weights or [(name, -weight) for name, weight in self.weights]
         super().publish()
+        if self.node.swarm is not None:
+            self.node.swarm.take_answered()  # as the trainer does that verifies
 
     def await_workers(self, count: int) -> None:
         """Wait until so many workers are up. Raises RuntimeError if they are not after UP_S."""
@@ -168,6 +171,7 @@ def sleeping(part: dict, logs: Path) -> Iterator[Measure]:
             theirs.close()
             pipes.append(on_end.enter_context(ours))
         rig.await_workers(each * len(pipes))
+        freeze_garbage()  # as a run does before its first step
         rig.publish()
         yield lambda: {f"{sleep_s:g} s": pace(rig, pipes, sleep_s, part["seconds"]) for sleep_s in part["sleeps_s"]}
 
@@ -180,6 +184,8 @@ def pace(rig: SwarmRig, pipes: list, sleep_s: float, seconds: float) -> dict:
         while not is_over.wait(0.01):
             if rig.controller.take_batch_if_ready() is not None:
                 rig.publish()
+                rig.controller.take_report()
+                rig.counted()
 
     trainer = threading.Thread(target=train)
     trainer.start()
