@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import json
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,6 +52,10 @@ from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec
 
 PROBE = ((2, 3, 5),)
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
 
 
 def wait_until(condition, timeout_s=20.0):
@@ -126,12 +132,13 @@ def running(
     )
     events, model = [], tmp_path / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps(MODEL))
     record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
     placement = Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm")
     workers = Workers(config, placement, "fine", tmp_path, run_fake_worker)
     controller = Controller(config, workers, TicketSource(config, prompts), record)
-    swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), record)
+    directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
+    swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
     try:
         controller.launch()
@@ -165,7 +172,13 @@ class FakeMachine:
         self.answers_fetch = True
         self.held, self.had, self.versions = [], [], {}
         self.puller, self.wants = None, {}
-        self.fields = {"protocol": PROTOCOL, "code": code_digest(), "host": name, "unix_time": time.time()} | said
+        self.fields = {
+            "protocol": PROTOCOL,
+            "code": code_digest(),
+            "device": "cpu",
+            "host": name,
+            "unix_time": time.time(),
+        } | said
         self.is_silent = self.is_closed = False
         self.thread = threading.Thread(target=self._serve, daemon=True)
 

@@ -55,7 +55,7 @@ def test_a_trajectory_comes_back_with_the_dtypes_and_shapes_of_its_arrays():
         (Tickets([Ticket(1, 2, 3, 1, 0, (4, 5), "a", None, 6, 0)]), TO_ENGINE),
         (Update(3, [{"version": 3, "digest": "d", "num_bytes": 9}], ((1, 2),)), TO_ENGINE),
         (Piece(3, True, 9, 0, b"abc"), TO_MACHINE),
-        (Join(1, "c", "h", 2), FROM_MACHINE),
+        (Join(1, "c", "cpu", "h", 2.0), FROM_MACHINE),
     ],
     ids=lambda value: type(value).__name__,
 )
