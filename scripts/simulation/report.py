@@ -200,7 +200,9 @@ def write(out: Path) -> None:
         "\n".join(table(records)),
         "\n".join(notes(records)),
         "## Swarms: machines that join and leave",
-        "What is simulated, and what is not, is on top of `scripts/simulation/swarm.py`; the CPU time is real.",
+        "What is simulated, and what is not, is on top of `scripts/simulation/swarm.py`; the CPU time is the real "
+        "controller's. Of a step: `issued_again`, tickets of machines that went; `step_by_rates_s`, the responses by "
+        "Σμ, or the training; `step_by_echo_s`, the same with T_broadcast/κ added to the responses (ECHO-2).",
         "\n".join(swarms(records)),
         "## Propositions 1 and 2 of ROLL Flash",
         "What they state, and what of a run is compared with what, is on top of `scripts/simulation/theory.py`.",
