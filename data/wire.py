@@ -34,7 +34,7 @@ class Codec:
             raise ValueError(f"a message of kind {kind[:40]!r}, not one of {sorted(self._decoders)}")
         try:
             return self._decoders[kind](fields)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the last for lists in lists in lists
             raise ValueError(f"a broken {kind.decode()}: {error}") from None
 
 
@@ -51,7 +51,8 @@ def _array(kind: type, value: object) -> np.ndarray:
         raise TypeError(f"{kind} is not received")
     match value:
         case [str(dtype), [*shape], bytes(data)] if dtype in DTYPES and all(type(n) is int and n >= 0 for n in shape):
-            if len(data) == math.prod(shape) * np.dtype(dtype).itemsize:
+            is_whole = len(data) == math.prod(shape) * np.dtype(dtype).itemsize
+            if is_whole and (dtype != "|b1" or not data.translate(None, b"\0\1")):  # numpy sums what another byte says
                 return np.frombuffer(data, dtype).reshape(shape)
     raise ValueError("an array is dtype, shape and as many bytes as these have")
 

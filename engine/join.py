@@ -9,6 +9,7 @@ When the run is out of reach, or has given this machine up, the machine joins ag
 that it has; what it had of the run's tickets is void.
 """
 
+import contextlib
 import functools
 import os
 import queue
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
@@ -41,6 +43,7 @@ from data.messages import (
     JoinAt,
     Leave,
     Piece,
+    Pull,
     Ready,
     Refused,
     Stop,
@@ -54,8 +57,13 @@ from weights.puller import Puller
 from weights.shm import ShmTransport
 from weights.transport import Staged
 
+MAX_HANDSHAKES = 10
+"""Connections that may be closed before they are encrypted: by a wrong key all are, by a tunnel to nowhere those before
+the run is there."""
 STOP_S = 10.0
 """Time that the engines have to end by themselves."""
+CONNECT_MS = 5000
+FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Engine:
@@ -99,7 +107,9 @@ class JoinedMachine:
         self._here: tuple[str, Staged] | None = None  # digest of what engines can load, and where it is
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
         self._wake, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
-        self._heard_at = self._tried_at = time.monotonic()
+        self._heard_at = self._joined_at = self._beaten_at = time.monotonic()
+        self._asked: int | None = None  # version of which a piece is due
+        self._num_failed = 0  # handshakes
 
     # Its connection
 
@@ -110,12 +120,14 @@ class JoinedMachine:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
         self._socket.set(zmq.LINGER, 1000)
+        self._socket.set(zmq.SNDHWM, 0)  # no send ever waits: what piles up goes with the connection after SILENCE_S
+        self._socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+        self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
         self._socket.connect(f"tcp://{address or self.address}")
-        self._has_joined, self._tried_at = False, time.monotonic()
-        self._send(
-            MACHINE,
-            Join(PROTOCOL, code_digest(), "cuda" if visible_gpus() else "cpu", socket.gethostname(), time.time()),
-        )
+        self._has_joined, self._asked = False, None
+        self._joined_at = self._beaten_at = time.monotonic()
+        device = "cuda" if visible_gpus() else "cpu"
+        self._send(MACHINE, Join(PROTOCOL, code_digest(), device, socket.gethostname(), time.time()))
 
     def _leave(self) -> None:
         for engine in self.engines:
@@ -123,10 +135,16 @@ class JoinedMachine:
                 self.transport.release(0, fetched)
         if self._socket is not None:
             self._send(MACHINE, Leave())
+            self._socket.disable_monitor()
             self._socket.close()
 
+    def _ask(self, pull: Pull) -> None:
+        self._asked = pull.version
+        self._send(MACHINE, pull)
+
     def _send(self, engine: bytes, message: object) -> None:
-        self._socket.send_multipart([engine, *self._codec.encode(message)])
+        with contextlib.suppress(zmq.Again):  # one that was refused by its key has no connection any more
+            self._socket.send_multipart([engine, *self._codec.encode(message)], flags=zmq.DONTWAIT)
 
     def serve(self) -> str:
         """Sample until the run ends. Returns why it ended.
@@ -154,21 +172,29 @@ class JoinedMachine:
     def _keep_in_touch(self) -> str | None:
         """Give a sign of life, and join again if there was none from the run. Returns why to end, if it is time to."""
         now = time.monotonic()
-        if self._welcome is None and now > self._heard_at + JOIN_S:
-            raise ValueError(
-                f"--join {self.address}: no answer in {JOIN_S:.0f} s; is the run there, and is --key of this run?"
-            )
+        if self._welcome is None:
+            self._check_handshakes()
+            if now > self._heard_at + JOIN_S:
+                raise ValueError(f"--join {self.address}: no answer in {JOIN_S:.0f} s; is the run there?")
         if self._has_joined and now > self._heard_at + SILENCE_S:
             print(f"no word from the run for {SILENCE_S:.0f} s: trying to reach it again", flush=True)
             self._join()
-        elif not self._has_joined and now > self._tried_at + SILENCE_S:
+        elif not self._has_joined and now > self._joined_at + JOIN_S:
             self._join()
-        elif self._has_joined and now > self._tried_at + BEAT_S:
-            self._tried_at = now
+        elif now > self._beaten_at + BEAT_S:  # before a welcome that takes long, too
+            self._beaten_at = now
             self._send(MACHINE, Beat())
         if self._welcome is not None and now > self._heard_at + self._welcome.options["join_timeout_s"]:
             return f"the run was out of reach for {now - self._heard_at:.0f} s (its --join-timeout-s)"
         return None
+
+    def _check_handshakes(self) -> None:
+        """Raise ValueError if the run's side has another key."""
+        while self._monitor.poll(0):
+            refused = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._num_failed += MAX_HANDSHAKES if refused else 1
+        if self._num_failed >= MAX_HANDSHAKES:
+            raise ValueError(f"--join {self.address}: what listens there has another key, or is no run; see --key")
 
     def _act(self, engine: bytes, message: object) -> str | None:
         """Act on what the run says. Returns why this machine is to leave, if it is."""
@@ -177,15 +203,17 @@ class JoinedMachine:
                 return "the run has ended"
             case Refused(reason):
                 raise ValueError(f"the run at {self.address} refuses this machine: {reason}")
-            case JoinAgain() if self._has_joined:
+            case JoinAgain():
                 self._join()
             case JoinAt(address):
                 self._join(address)
             case Welcome():
                 self._on_welcome(message)
-            case Piece() if self.puller.take(message):
-                self._look_for_weights()
-            case Beat() | JoinAgain() | Piece():
+            case Piece():
+                self._asked = None if message.version == self._asked else self._asked
+                if self.puller.take(message):
+                    self._look_for_weights()
+            case Beat():
                 pass
             case _:
                 self._tell(self.engines[int(engine)], message)
@@ -242,7 +270,7 @@ class JoinedMachine:
     def _connect(self, engine: Engine, init_info: dict) -> None:
         if self.puller is None:
             wake = functools.partial(os.eventfd_write, self._wake, 1)
-            self.puller = Puller(init_info, lambda pull: self._send(MACHINE, pull), wake)
+            self.puller = Puller(init_info, self._ask, wake)
             self.transport = ShmTransport(self.puller.specs)
         if not engine.is_connected:
             engine.is_connected = True
@@ -262,7 +290,7 @@ class JoinedMachine:
                 self.transport.acquire(index, engine.fetched)
                 self._send(str(index).encode(), Fetched(here.version))
         wanted = [engine.wants for engine in self.engines if engine.wants is not None]
-        if wanted and self.puller.wanted not in wanted:
+        if wanted and (self._asked is None or self.puller.wanted not in wanted):
             self.puller.want(min(wanted, key=lambda info: info["version"]))
 
     def _pass_on(self) -> None:
@@ -272,6 +300,7 @@ class JoinedMachine:
             engine = self.engines[index]
             match message:
                 case None:
+                    engine.process.reap()
                     raise RuntimeError(engine.process.death_report())
                 case Ready():
                     engine.is_up = True

@@ -15,21 +15,28 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from data.wire import BEAT_S
+from data.wire import BEAT_S, read_key
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT = 10_000
 """Messages that wait for one machine; a slower reader is cut off."""
-MAX_AT_ONCE = 1000
-"""Messages that are read before what is to be sent has its turn."""
+READ_S = 0.1
+"""Time for reading messages before what is to be sent has its turn, seconds."""
 
 
 def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
-    """Write the key file of a run, readable by its owner alone. Returns the run's two keys and the machines' public."""
+    """Write the key file of a run, readable by its owner alone, and beside it the run's own secret; a run that goes on
+    keeps both. Returns the run's two keys and the machines' public."""
+    own = path.with_suffix(".secret")
+    if own.exists():  # it is written last
+        public, client_public, _ = read_key(str(path))
+        return public, own.read_bytes(), client_public
     (public, secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
     keys = {"run": public.decode(), "machine": client_public.decode(), "machine_secret": client_secret.decode()}
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        json.dump(keys, file)
+    for target, content in ((path, json.dumps(keys).encode()), (own, secret)):
+        target.unlink(missing_ok=True)
+        with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
     return public, secret, client_public
 
 
@@ -115,7 +122,8 @@ class Hub:
             self._to_do.get()()
 
     def _receive_some(self, receive: Callable) -> None:
-        for _ in range(MAX_AT_ONCE):
+        until = time.monotonic() + READ_S
+        while time.monotonic() < until:
             try:
                 receive(self._socket.recv_multipart(flags=zmq.DONTWAIT))
             except zmq.Again:

@@ -8,11 +8,14 @@ What comes is checked before anybody acts on it: a machine that says what no hon
 """
 
 import functools
+import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
@@ -51,8 +54,12 @@ from weights.pull import PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport
 
+MAX_ENGINES = 256
+"""Of one machine."""
 MAX_FAILED = 16
 """Trajectories that may fail one after the other on one machine."""
+MAX_SHOWN = 300
+"""Characters of what a machine that is not believed has sent."""
 MAX_NAMED = 16
 """Machines of which metrics tell one by one; events tell of all."""
 
@@ -84,10 +91,15 @@ class RemoteProcess:
         lengths = self._due.pop((type(message), message.version), None)
         if lengths is None:
             raise ValueError(f"{type(message).__name__} of version {message.version}, which it was not asked for")
-        if isinstance(message, Updated) and not (0 <= message.pause_s < 1e6 and 0 <= message.sampled.discarded < 1e9):
-            raise ValueError(f"an update of {message.pause_s} s that discarded {message.sampled.discarded} tokens")
-        if isinstance(message, Probed) and [scores.shape for scores in message.logprobs] != [(n,) for n in lengths]:
-            raise ValueError(f"log-probs of a probe of {lengths} tokens in other shapes")
+        if isinstance(message, Updated):
+            counts = vars(message.sampled).values()
+            if not (0 <= message.pause_s < 1e6 and min(counts) >= 0 and max(counts) < 1e12):
+                raise ValueError(f"an update of {message.pause_s:.4g} s with {message.sampled}")
+        elif isinstance(message, Probed):
+            if [scores.shape for scores in message.logprobs] != [(n,) for n in lengths]:
+                raise ValueError(f"log-probs of a probe of {lengths} tokens in other shapes")
+            if not all(scores.dtype == np.float32 and np.isfinite(scores).all() for scores in message.logprobs):
+                raise ValueError("log-probs of a probe that are not finite float32")
 
     def stop(self, timeout_s: float) -> None:
         """Nothing: it was told, and nobody waits for another machine."""
@@ -117,6 +129,25 @@ class Machine:
     counts: Counter[str] = field(default_factory=Counter)
     """What it did since the last report: bytes sent to it and received, tokens, trajectories, and their lags."""
 
+    def take(self, trajectory: Trajectory, worker: int, newest_version: int) -> Trajectory:
+        """Count a trajectory. Returns it with its worker's number and its times as they are here.
+
+        Raises ValueError if too many have failed.
+        """
+        self.num_failed = self.num_failed + 1 if trajectory.finish_reason == "failed" else 0
+        if self.num_failed > MAX_FAILED:
+            raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
+        if trajectory.num_generated:
+            lag = newest_version - trajectory.min_version
+            self.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
+        return replace(
+            trajectory,
+            worker=worker,
+            started_at=trajectory.started_at - self.clock_ahead_s,
+            ended_at=trajectory.ended_at - self.clock_ahead_s,
+            turns=tuple(tuple(at - self.clock_ahead_s for at in turn) for turn in trajectory.turns),
+        )
+
 
 class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
@@ -128,8 +159,7 @@ class Swarm:
 
         Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
         """
-        self.config, self.record = config, run.record
-        self._vocab_size = read_shape(model_path).vocab_size
+        self.config, self.record, self._model_path = config, run.record, model_path
         self._device = "cuda" if visible_gpus() else "cpu"
         self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
@@ -143,9 +173,8 @@ class Swarm:
         self._counts: Counter[str] = Counter()
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
-        self._num_of_host: Counter[str] = Counter()
         self._shut_out: set[bytes] = set()
-        self._answered: list[tuple[Ticket, Trajectory]] = []
+        self._answered: deque[tuple[Ticket, Trajectory]] = deque()
         self.verified: dict[str, float] = {}
         """Metrics of what was verified (verify.py)."""
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
@@ -154,6 +183,7 @@ class Swarm:
     def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
         """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
         self.controller, self.weights = controller, PullTransport(specs, self._writer)
+        self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
         return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
 
@@ -180,8 +210,7 @@ class Swarm:
 
     def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
         """Take what machines have sampled since the last call, each with its ticket."""
-        answered, self._answered = self._answered, []
-        return answered
+        return [self._answered.popleft() for _ in range(len(self._answered))]
 
     def take_report(self) -> dict[str, float]:
         """Take the metrics `swarm/*` of what machines did since the last call."""
@@ -191,7 +220,7 @@ class Swarm:
         for machine in machines:
             counts, machine.counts = machine.counts, Counter()
             told = _metrics(counts, now - since)
-            self._counts += Counter({f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")})
+            self._count_bytes(counts)
             self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
             if len(machines) <= MAX_NAMED:
                 metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
@@ -199,6 +228,9 @@ class Swarm:
             self.verified | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
         )
         return metrics | {"swarm/workers": sum(len(machine.engines) for machine in machines)}
+
+    def _count_bytes(self, counts: Counter[str]) -> None:
+        self._counts.update({f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")})
 
     # In the hub's thread
 
@@ -213,6 +245,8 @@ class Swarm:
             self._send(machine, engine, message)
 
     def _receive(self, frames: list[bytes]) -> None:
+        if frames[0] in self._shut_out:
+            return
         machine = self._machines.get(frames[0])
         try:
             if len(frames) != 4:
@@ -227,21 +261,20 @@ class Swarm:
                 machine.counts["received"] += sum(map(len, frames))
                 self._act(machine, frames[1], message)
         except ValueError as error:
-            if machine is not None:
-                self._lose(machine, f"sent {error}", is_believed=False)
+            self._lose(machine or self._take_in(frames[0], "a stranger"), f"sent {error}", is_believed=False)
 
     def _let_in(self, identity: bytes, join: Join) -> None:
         if identity in self._machines:
-            self._lose(self._machines[identity], "joins again")
-        host, why = join.host[:64].replace("/", "_"), None
-        if identity in self._shut_out:
-            why = "it was shut out"
-        elif join.protocol != PROTOCOL:
+            raise ValueError("a Join after its Join")
+        if not 0 <= join.unix_time < 1e11:
+            raise ValueError(f"{join.unix_time:.4g} as its clock")
+        host, why = _shown(join.host[:64]).replace("/", "_"), None
+        if join.protocol != PROTOCOL:
             why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
         elif join.code != self.code:
-            why = f"its code is {join.code[:12]}, the run's {self.code[:12]}; check out the same commit"
+            why = f"its code is {_shown(join.code[:12])}, the run's {self.code[:12]}; check out the same commit"
         elif join.device != self._device:
-            why = f"it computes on {join.device}, the run on {self._device}: their log-probs differ too much"
+            why = f"it computes on {_shown(join.device)}, the run on {self._device}: their log-probs differ too much"
         if why is not None:
             print(f"swarm: {host} was refused: {why}", flush=True)
             self._send(Machine(identity, host), MACHINE, Refused(why))
@@ -252,14 +285,17 @@ class Swarm:
             if node > 0:
                 self._send(Machine(identity, host), MACHINE, JoinAt(self.nodes[node]))
                 return
-        self._num_of_host[host] += 1
-        number = self._num_of_host[host]
-        machine = Machine(identity, host if number == 1 else f"{host}.{number}", join.unix_time - time.time())
-        self._machines[identity] = machine
-        self._counts["joins"] += 1
+        machine = self._take_in(identity, host, join.unix_time - time.time())
         self.record("machine_joined", machine=machine.name)
         print(f"swarm: {machine.name} has joined", flush=True)
         self._send(machine, MACHINE, self.welcome)
+
+    def _take_in(self, identity: bytes, host: str, clock_ahead_s: float = 0.0) -> Machine:
+        taken, names = {m.name for m in self._machines.values()}, (f"{host}.{n}" for n in itertools.count(2))
+        name = next(name for name in itertools.chain([host], names) if name not in taken)
+        self._machines[identity] = Machine(identity, name, clock_ahead_s)
+        self._counts["joins"] += 1
+        return self._machines[identity]
 
     def _on_stranger(self, identity: bytes, message: object) -> None:
         """Count what a machine sends that was taken for gone, and have it join again."""
@@ -274,15 +310,15 @@ class Swarm:
                 return
             case Leave():
                 self._lose(machine, "has left")
-            case Pull(version, base):
-                if machine.is_pulling:
-                    raise ValueError("a Pull while it pulls")
+            case Pull(version, base, offset):
+                if machine.is_pulling or offset < 0:
+                    raise ValueError(f"a Pull from byte {offset}" + " while it pulls" * machine.is_pulling)
                 machine.is_pulling = True
                 opening = self._encoding.submit(self.weights.open, version, base)
                 opening.add_done_callback(
                     lambda opened: self.hub.do_soon(lambda: self._answer(machine, message, opened))
                 )
-            case Ready() if engine.isdigit() and int(engine) not in machine.engines:
+            case Ready() if engine.isdigit() and int(engine) not in machine.engines and int(engine) < MAX_ENGINES:
                 self._start_engine(machine, engine, message)
             case _ if engine.isdigit() and int(engine) in machine.engines:
                 self._pass_on(machine, machine.engines[int(engine)], message)
@@ -293,6 +329,8 @@ class Swarm:
         def post(message: object) -> None:
             self.hub.do_soon(functools.partial(self._send_if_there, machine, engine, message))
 
+        if not 0 <= ready.startup_s < 1e9:
+            raise ValueError(f"{ready.startup_s:.4g} s as the time to start")
         process = RemoteProcess(post, f"engine {int(engine)} of {machine.name}")
         worker = self.controller.let_in(process, machine.name, scores_probe=not machine.engines)
         machine.engines[int(engine)] = worker
@@ -301,12 +339,15 @@ class Swarm:
     def _pass_on(self, machine: Machine, worker: Worker, message: object) -> None:
         """Give the controller a message of an engine. Raises ValueError if no honest machine sends it."""
         match message:
+            case Ready():
+                raise ValueError("Ready of an engine that is up")
             case Fetched() | Updated() | Probed():
                 worker.process.check_answer(message)
             case Finished(trajectories):
                 self._check(worker, trajectories)
-                message = Finished([self._at_home(machine, worker, t) for t in trajectories], None)
-                self._answered += [(worker.running[t.ticket_id], t) for t in message.trajectories]
+                newest = self.controller.announcements.newest.version
+                message = Finished([machine.take(t, worker.index, newest) for t in trajectories], None)
+                self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
         # Its clock is not this machine's, so it keeps no time ledger here.
         self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
 
@@ -323,23 +364,6 @@ class Swarm:
             asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
             if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")
-
-    def _at_home(self, machine: Machine, worker: Worker, trajectory: Trajectory) -> Trajectory:
-        """A trajectory with its worker's number and its times as they are here; it is counted."""
-        machine.num_failed = machine.num_failed + 1 if trajectory.finish_reason == "failed" else 0
-        if machine.num_failed > MAX_FAILED:
-            raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
-        if trajectory.num_generated:
-            lag = self.controller.announcements.newest.version - trajectory.min_version
-            machine.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
-        ahead_s = machine.clock_ahead_s
-        return replace(
-            trajectory,
-            worker=worker.index,
-            started_at=trajectory.started_at - ahead_s,
-            ended_at=trajectory.ended_at - ahead_s,
-            turns=tuple(tuple(time - ahead_s for time in turn) for turn in trajectory.turns),
-        )
 
     def _answer(self, machine: Machine, pull: Pull, opened: Future) -> None:
         machine.is_pulling = False
@@ -368,7 +392,8 @@ class Swarm:
         if self._machines.get(machine.identity) is not machine:
             return
         del self._machines[machine.identity]
-        self._counts["leaves"] += 1
+        why, self._counts["leaves"] = _shown(why[:MAX_SHOWN]), self._counts["leaves"] + 1
+        self._count_bytes(machine.counts)
         tickets = sum(len(worker.running) for worker in machine.engines.values())
         self.record("machine_left", machine=machine.name, why=why, tickets=tickets)
         print(f"swarm: {machine.name} {why}; its {tickets} tickets are issued again", flush=True)
@@ -383,6 +408,11 @@ class Swarm:
 COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")
 """Since the start of the run: machines that joined, left and were shut out, trajectories that came after their machine
 was taken for gone, and 10⁶ bytes sent and received."""
+
+
+def _shown(text: str) -> str:
+    """What a stranger sent, for one line of a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:

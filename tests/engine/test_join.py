@@ -1,0 +1,286 @@
+"""A machine that joins a run: its real far end with a fake engine, a real swarm, and a network that fails."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_machine import FakeMachine, running, wait_until
+from fake_worker import run_fake_worker
+
+from data.messages import Leave
+from engine.join import JoinedMachine
+from job.hub import make_key
+
+PROGRAM = """
+import sys, rollout, fake_worker
+rollout.run_worker = fake_worker.run_fake_worker
+rollout.main()
+"""
+
+
+class Relay:
+    """A network between a machine and its run, that stalls and breaks."""
+
+    def __init__(self, address):
+        self.upstream = address.split(":")
+        self.is_stalled = self.is_closed = False
+        self.sockets = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection((self.upstream[0], int(self.upstream[1])))
+            self.sockets += [near, far]
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                while self.is_stalled:
+                    time.sleep(0.005)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def drop(self):
+        """Break all connections."""
+        for connection in self.sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self.sockets.clear()
+
+    def close(self):
+        self.is_stalled = False
+        self.listener.close()
+        self.drop()
+
+
+class Far:
+    """A joined machine that serves in a thread."""
+
+    def __init__(self, address, key_path, folder, main=run_fake_worker):
+        folder.mkdir(exist_ok=True)
+        self.machine, self.ended = JoinedMachine(address, str(key_path), main, folder), []
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self):
+        try:
+            self.ended.append(self.machine.serve())
+        except Exception as error:  # whatever it is, the test looks at it
+            self.ended.append(error)
+
+    def end(self):
+        """Wait for its end, leave in order. Returns why it ended."""
+        self.thread.join(30)
+        if not self.ended:
+            self.machine._hear(10**6, None)  # no such engine: an error ends it
+            self.thread.join()
+        self.machine.close()
+        return self.ended[0]
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    """A run, and a machine that has joined it through a relay; the tests that share them do things to the relay."""
+    tmp_path = tmp_path_factory.mktemp("lasting")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("job.hub.BEAT_S", 0.2)
+        patch.setattr("engine.join.BEAT_S", 0.2)
+        patch.setattr("engine.join.JOIN_S", 4.0)
+        with running(tmp_path, answers=lambda index: "hang" if index in HANGING else "ok") as run:
+            run.relay, run.pulls = Relay(run.address), []
+            open_way = run.swarm.weights.open
+            run.swarm.weights.open = lambda version, base: run.pulls.append(base) or open_way(version, base)
+            run.far = Far(run.relay.address, run.key_path, tmp_path / "far")
+            run.machine = run.far.machine
+            wait_until(lambda: run.machine.engines and run.machine.engines[0].is_up, 60)
+            run.step()
+            run.process = run.machine.engines[0].process.process.pid
+            yield run
+            run.swarm.stop()
+            assert run.far.end() == "the run has ended"
+            run.relay.close()
+    assert not psutil.pid_exists(run.process)
+
+
+HANGING = set()
+
+
+def joins(run):
+    return sum(event["event"] == "machine_joined" for event in run.events)
+
+
+def test_a_machine_that_joined_samples(lasting):
+    for _ in range(3):
+        lasting.step()
+    assert joins(lasting) == 1 and lasting.machine.puller.here.version >= 2
+
+
+def test_a_short_stall_of_the_network_loses_nothing(lasting):
+    lasting.relay.is_stalled = True
+    time.sleep(1.0)
+    lasting.relay.is_stalled = False
+    for _ in range(3):
+        lasting.step()
+    assert joins(lasting) == 1 and not lasting.left()
+
+
+@pytest.mark.parametrize("way", ["the run's side gave it up", "the connection broke", "neither side heard the other"])
+def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch, capsys, way):
+    run, num_joins = lasting, joins(lasting)
+    lasting.pulls.clear()
+    if way == "the connection broke":
+        run.relay.drop()
+    elif way == "the run's side gave it up":
+        run.swarm.hub.do_soon(lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._machines.values())])
+    else:
+        monkeypatch.setattr("job.swarm.SILENCE_S", 1.0)
+        monkeypatch.setattr("engine.join.SILENCE_S", 1.0)
+        run.relay.is_stalled = True
+        wait_until(lambda: len(run.left()) == num_joins)
+        run.relay.is_stalled = False
+    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    monkeypatch.undo()
+    for _ in range(3):
+        run.step()
+    assert run.machine.engines[0].process.process.pid == run.process and len(run.machine.engines) == 1
+    assert None not in run.pulls, "what it pulls is what has changed since"
+    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"] == 0
+
+
+def test_what_a_machine_had_of_an_old_session_is_not_sent(lasting):
+    run, num_joins = lasting, joins(lasting)
+    HANGING.update(range(10_000))
+    wait_until(lambda: run.step_if_ready() or run.machine.engines[0].tickets)
+    old = set(run.machine.engines[0].tickets)
+    HANGING.clear()
+    late = run.swarm.take_report()["swarm/late"]
+    run.relay.drop()
+    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    wait_until(lambda: run.machine.engines[0].tickets)
+    assert not old & run.machine.engines[0].tickets, "they were issued again, by other numbers"
+    with FakeMachine(run, "near"):  # problems that hang go on hanging; others are sampled there
+        run.swarm.hub.do_soon(lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._machines.values())])
+        wait_until(lambda: joins(run) >= num_joins + 3, 30)
+    assert run.swarm.take_report()["swarm/late"] == late
+
+
+def test_a_machine_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.join.BEAT_S", 0.1)
+    far, tmp = None, tmp_path
+    with running(tmp) as run:
+        port = run.swarm.hub.port
+        far = Far(run.address, run.key_path, tmp / "far")
+        run.step()
+        process = far.machine.engines[0].process.process.pid
+        run.swarm._machines.clear()  # it is killed: nobody is told
+    with running(tmp, listen=f"127.0.0.1:{port}") as run:
+        for _ in range(2):
+            run.step()
+        assert far.machine.engines[0].process.process.pid == process
+        run.swarm.stop()
+        assert far.end() == "the run has ended"
+
+
+def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
+    first = make_key(tmp_path / "swarm.key")
+    assert make_key(tmp_path / "swarm.key") == first != make_key(tmp_path / "other.key")
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    assert first[1].decode() not in (tmp_path / "swarm.key").read_text(), "machines do not get the run's secret"
+
+
+@pytest.mark.parametrize("is_same_run", [True, False])
+def test_a_machine_with_another_key_says_so_at_once(tmp_path, is_same_run):
+    with running(tmp_path) as run:
+        make_key(tmp_path / "other.key")
+        if is_same_run:  # but not the machines' key
+            import json
+
+            keys = json.loads((tmp_path / "other.key").read_text())
+            keys["run"] = json.loads(Path(run.key_path).read_text())["run"]
+            (tmp_path / "other.key").write_text(json.dumps(keys))
+        start = time.monotonic()
+        error = Far(run.address, tmp_path / "other.key", tmp_path / "far").end()
+        assert time.monotonic() - start < 20 and isinstance(error, ValueError)
+        assert "has another key" in str(error) and "\n" not in str(error)
+        with FakeMachine(run):
+            run.step()
+
+
+def test_a_machine_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.join.JOIN_S", 1.0)
+    monkeypatch.setattr("engine.join.BEAT_S", 0.1)
+    make_key(tmp_path / "swarm.key")
+    error = Far("127.0.0.1:1", tmp_path / "swarm.key", tmp_path / "far").end()
+    assert isinstance(error, ValueError) and "no answer in 1 s; is the run there?" in str(error)
+
+
+def test_a_machine_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.join.code_digest", lambda: "f" * 64)
+    with running(tmp_path) as run:
+        error = Far(run.address, run.key_path, tmp_path / "far").end()
+    assert isinstance(error, ValueError) and "its code is ffffffffffff" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
+    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parents[1]}", "TMPDIR": str(tmp_path)}
+    with running(tmp_path) as run, open(tmp_path / "out", "w") as out:
+        command = [sys.executable, "-c", PROGRAM, "--join", run.address, "--key", run.key_path]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        run.step()
+        engines = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        wait_until(run.left)
+        ((_, why),) = run.left()
+        assert why == "has left" and not any(psutil.pid_exists(e.pid) and e.name() == "python" for e in engines)
+    joined, left = (tmp_path / "out").read_text().splitlines()
+    assert joined.startswith("joined ") and left == "left: stopped here"
+
+
+def test_a_machine_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
+    with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
+        far = Far(run.address, run.key_path, tmp_path / "far")
+        with FakeMachine(run, "other") as other:
+            other.holds = lambda ticket: ticket.answer == "die" and not ticket.attempt
+            wait_until(lambda: run.step_if_ready() or far.ended, 60)
+            error = far.end()
+            assert isinstance(error, RuntimeError) and "exited with code 3" in str(error)
+            other.finish()
+            for _ in range(2):
+                run.step()
+
+
+def test_a_machine_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_path):
+    (folder := tmp_path / "far").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a disk that is full")
+    try:
+        (folder / "full").write_bytes(bytes(4096))
+        with running(tmp_path) as run:
+            error = Far(run.address, run.key_path, folder).end()
+            assert isinstance(error, OSError) and "No space left on device" in str(error)
+            with FakeMachine(run) as other:
+                run.step()
+                other.send(b"-", Leave())
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

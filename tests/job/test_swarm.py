@@ -1,0 +1,220 @@
+"""Machines that join a run, sample for it and leave: real sockets and a real controller, made-up answers."""
+
+import functools
+import itertools
+
+import pytest
+from fake_machine import PROBE, FakeMachine, running, wait_until
+
+from controller.workers import WorkerDied
+from data.messages import Fetch, JoinAgain, Leave, Piece, Pull, Refused, Tickets, Update, Welcome
+
+
+def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_path, capsys):
+    with running(tmp_path) as run:
+        far = FakeMachine(run).start()
+        for _ in range(4):
+            groups = run.step()
+            assert {t.worker for group in groups for t in group.trajectories} == {0}
+        assert run.swarm.take_report()["swarm/machines"] == 1
+    wait_until(lambda: far.saw(Leave))  # it is told that the run has ended
+    far.close()
+    assert capsys.readouterr().out.count("far has joined") == 1
+
+
+def test_a_machine_gets_the_options_and_the_files_of_the_model(tmp_path):
+    with running(tmp_path, group_size=4) as run, FakeMachine(run) as far:
+        wait_until(lambda: far.saw(Welcome))
+    (welcome,) = far.saw(Welcome)
+    assert welcome.options["group_size"] == 4 and welcome.model_files == {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"protocol": 99}, "its protocol is 99, the run's 1"),
+        ({"code": "f" * 64}, "its code is ffffffffffff, the run's"),
+    ],
+)
+def test_a_machine_with_another_protocol_or_code_is_refused_in_one_line(tmp_path, capsys, said, why):
+    with running(tmp_path) as run, FakeMachine(run, **said) as far:
+        wait_until(lambda: far.saw(Refused))
+        assert run.swarm.take_report()["swarm/machines"] == 0
+    (refused,) = far.saw(Refused)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "refused" in line]
+    assert why in refused.reason and why in line and "check out the same commit" in line and not far.saw(Welcome)
+
+
+def test_the_tickets_of_a_machine_that_leaves_are_issued_again_and_what_it_says_later_is_late(tmp_path):
+    with running(tmp_path) as run, FakeMachine(run, "first") as first:
+        first.holds = lambda ticket: True
+        wait_until(lambda: len(first.held) == 8)
+        first.send(b"-", Leave())
+        wait_until(run.left)
+        assert run.left() == [("first", "has left")]
+        first.finish()
+        wait_until(lambda: run.swarm.take_report()["swarm/late"] == 8)
+        wait_until(lambda: first.saw(JoinAgain))
+        with FakeMachine(run, "second") as second:
+            for _ in range(3):
+                run.step()
+        again = {(t.group_id, t.member): t.attempt for t in second.had if t.attempt}
+        assert again == {(t.group_id, t.member): 1 for t in first.had}
+        assert not {t.ticket_id for t in first.had} & set(run.taken)
+
+
+@pytest.mark.parametrize("way", ["silence", "disconnect"])
+def test_the_tickets_of_a_machine_that_is_gone_are_issued_again(tmp_path, monkeypatch, way):
+    monkeypatch.setattr("job.hub.BEAT_S", 0.1)
+    with running(tmp_path) as run, FakeMachine(run, "first") as first:
+        first.holds = lambda ticket: True
+        wait_until(lambda: len(first.held) == 8)
+        if way == "silence":
+            monkeypatch.setattr("job.swarm.SILENCE_S", 1.0)
+            first.is_silent = True
+        else:
+            first.close()  # as when it is killed: it says nothing
+        wait_until(run.left)
+        (name, why), *others = run.left()
+        assert name == "first" and not others and why.startswith("was silent" if way == "silence" else "cannot be")
+        monkeypatch.setattr("job.swarm.SILENCE_S", 15.0)
+        with FakeMachine(run, "second"):
+            run.step()
+        if way == "silence":  # it comes to, and does not know that it was given up
+            first.is_silent = False
+            first.finish()
+            wait_until(lambda: first.saw(JoinAgain) and run.swarm.take_report()["swarm/late"] == 8)
+
+
+def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
+    with running(tmp_path, swarm_args=("refresh_lag=1",)) as run, FakeMachine(run) as far:
+        wait_until(lambda: far.saw(Update))
+        far.answers_fetch = False
+        run.step()
+        run.step()
+        wait_until(lambda: len(far.saw(Fetch)) == 2)
+        assert len(far.saw(Update)) == 1, "it has not said that they are there"
+        far.answers_fetch = True
+        far._look_for_weights()
+        wait_until(lambda: [update.version for update in far.saw(Update)] == [0, 1, 2], 20)
+        run.step()
+    kinds = [type(message) for _, message in far.seen if isinstance(message, (Fetch, Update, Piece))]
+    assert kinds[:3] == [Fetch, Piece, Update], "fetched, then loaded"
+    order = [message for _, message in far.seen if isinstance(message, (Fetch, Update, Tickets))]
+    assert any(isinstance(m, Tickets) for m in order[order.index(far.saw(Fetch)[1]) : order.index(far.saw(Update)[1])])
+
+
+def test_a_machine_refreshes_only_when_it_is_so_many_versions_behind_and_no_token_is_too_old(tmp_path):
+    with running(tmp_path, async_ratio=1.0, swarm_args=("refresh_lag=3",)) as run, FakeMachine(run) as far:
+        lags = []
+        for step in range(12):
+            lags += [step - group.min_version for group in run.step()]
+        bound = run.controller.config.max_staleness
+        wait_until(lambda: far.saw(Update)[-1].version >= 9)
+        fetched = [fetch.version for fetch in far.saw(Fetch)]
+    assert bound == 4 and 2 <= max(lags) <= bound and min(lags) >= 0
+    assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(fetched))
+
+
+def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):
+    monkeypatch.setattr("job.hub.BEAT_S", 0.1)
+    with running(tmp_path, swarm_args=("lease_s=1",)) as run, FakeMachine(run, "slow") as slow:
+        slow.holds = lambda ticket: True
+        wait_until(lambda: len(slow.held) == 8)
+        slow.held, kept = [], slow.held  # it does not even abort
+        with FakeMachine(run, "fast") as fast:
+            run.step()
+            assert {t.ticket_id for t in fast.had if t.attempt}
+            slow.held = kept
+            before = len(run.taken)
+            slow.finish()
+            for _ in range(3):
+                run.step()
+            assert len(run.taken) > before and not {ticket.ticket_id for _, ticket in kept} & set(run.taken)
+            assert run.controller.take_report().ledger["tokens_dropped_late"] > 0
+            assert not run.left()
+
+
+def test_a_machine_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
+    monkeypatch.setattr("job.hub.BEAT_S", 0.1)
+    with running(tmp_path, async_ratio=0.0, swarm_args=("lease_s=1000",)) as run, FakeMachine(run, "fast"):
+        run.step()  # now it is known how long a trajectory takes
+        slow = FakeMachine(run, "slow")
+        slow.holds = lambda ticket: True
+        with slow:
+            while not slow.held:
+                run.step()
+            for _ in range(2):
+                run.step()
+            assert not run.left()
+
+
+def test_a_run_whose_last_machine_has_left_ends_in_one_line(tmp_path):
+    with running(tmp_path, join_timeout_s=1.0) as run:
+        with FakeMachine(run):
+            run.step()
+        with pytest.raises(WorkerDied, match=r"^no machine has sampled for this run for 1 s, .* --join-timeout-s$"):
+            for _ in range(5):
+                run.step()
+
+
+def test_one_engine_of_each_machine_scores_the_probe_and_all_evaluate(tmp_path):
+    with running(tmp_path, eval_answers=["ok"] * 12, publishes=False, max_running_requests=4) as run:
+        with FakeMachine(run, "a", num_engines=2) as a, FakeMachine(run, "b") as b:
+            wait_until(lambda: len(run.workers_of("a")) == 2 and run.workers_of("b"))
+            a.holds = b.holds = lambda ticket: ticket.is_evaluation
+            run.publish(evaluate=True, probe=PROBE)
+            wait_until(lambda: len(a.held) == 8 and len(b.held) == 4)
+            a.finish()
+            b.finish()
+            run.controller.finish_evaluations()
+            evaluation = run.controller.take_evaluation()
+            run.step()
+            probes = {}
+            wait_until(lambda: probes.update(run.controller.take_probes().get(0, {})) or len(probes) == 2)
+        assert set(probes) == {run.workers_of("a")[0], *run.workers_of("b")}
+        assert evaluation["eval/accuracy"] == 1.0 and evaluation["eval/problems"] == 12
+
+
+def test_machines_of_one_name_are_told_apart_and_a_name_is_used_again(tmp_path):
+    with running(tmp_path) as run, FakeMachine(run, "twin"):
+        wait_until(lambda: run.workers_of("twin"))
+        with FakeMachine(run, "twin") as other:
+            wait_until(lambda: run.workers_of("twin.2"))
+            other.send(b"-", Leave())
+            wait_until(run.left)
+        with FakeMachine(run, "twin"):
+            wait_until(lambda: len(run.workers_of("twin.2")) == 2)
+            run.step()
+
+
+def test_a_machine_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("job.hub.MAX_UNSENT", 10)
+    with running(tmp_path, num_floats=1 << 18) as run, FakeMachine(run, "good"):
+        deaf, sent = FakeMachine(run, "deaf", rcvhwm=1).join(), []
+
+        def has_sent(megabytes):
+            sent.append(run.swarm.take_report().get("swarm/deaf/mb_sent", 0.0))
+            return sum(sent) > megabytes or run.left()
+
+        for num_sent in range(100):
+            deaf.send(b"-", Pull(0, None, 0))
+            wait_until(functools.partial(has_sent, 1 + num_sent))
+            if run.left():
+                break
+        run.step()
+        ((name, why),) = run.left()
+        assert name == "deaf" and why.startswith("cannot be reached")
+        deaf.close()
+
+
+def test_a_run_with_workers_of_its_own_goes_on_when_the_machines_have_gone(tmp_path):
+    with running(tmp_path, num_own=1, max_running_requests=2) as run:
+        with FakeMachine(run) as far:
+            while not far.had:
+                run.step()
+            far.send(b"-", Leave())
+            wait_until(run.left)
+        for _ in range(2):
+            assert {t.worker for group in run.step() for t in group.trajectories} <= {0, 1}
+        assert {t.worker for group in run.step() for t in group.trajectories} == {0}
