@@ -311,14 +311,16 @@ def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
 
 
 def test_a_machine_whose_trajectories_all_fail_is_shut_out_and_does_not_end_the_run(run, capsys):
-    for _ in range(3):
+    for _ in range(3):  # by turns they fail more often than a run may in a row
         with liar(run, holds=False) as machine:
             machine.holds = lambda ticket: False
             machine.changes = lambda t: dataclasses.replace(
                 t, finish_reason="failed", reward=float("nan"), failure="x\n" * 400, turns=()
             )
-            while not machine.saw(Refused):
-                run.step()
+            run.honest.holds = lambda ticket: True  # so that nothing succeeds meanwhile
+            wait_until(lambda: run.step_if_ready() or machine.saw(Refused))
+            run.honest.holds = lambda ticket: False
+            run.honest.finish()
             is_shut_out(run, machine, "16 failed trajectories one after the other", capsys)
 
 
