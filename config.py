@@ -348,6 +348,10 @@ def _mistakes_in_texts(config: Config) -> Mistakes:
         f"--task must be {', '.join(_TASKS[:-1])} or {_TASKS[-1]}, got {config.task!r}{nearest(config.task, _TASKS)}",
     )
     yield (
+        config.listen is not None and not re.fullmatch(r"[\w.*-]+:\d{1,5}", config.listen),
+        f"--listen must be HOST:PORT, as 127.0.0.1:7711 or 0.0.0.0:7711, got {config.listen!r}",
+    )
+    yield (
         config.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[\w.+=-]+", config.run_name),
         f"--run-name may hold letters, digits and . _ + = -, and is neither . nor .., got {config.run_name!r}",
     )

@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import functools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -287,6 +288,8 @@ def main() -> None:
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)")
     parser.add_argument("--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run")
     given = parser.parse_args()
+    if not re.fullmatch(r"[^:/\s]+:\d{1,5}", given.join):
+        sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:

@@ -57,6 +57,7 @@ def train_on(node: "Node", log: "StepLog") -> None:
     log.begin()
     for step in range(1, config.steps + 1):
         groups = node.take_batch(step)
+        publisher.verify(step)
         updates = batch.deal(groups, step, policy, node.cluster)
         stats = policy.train_step(updates, policy_version=step - 1)
         publisher.publish(step, groups)

@@ -1,5 +1,7 @@
 """Which split of devices and which async_ratio would balance rollout and training: arithmetic on what a run measured.
 
+And how many machines are enough for a run that others sample for: see `rate_that_suffices`.
+
 Two predictions of a step's seconds, in device-seconds per step: g of decoding, t of training, on R and S devices of
 D = R + S; L is the longest response of a step in seconds, α the async_ratio.
 
@@ -13,7 +15,10 @@ The paper's worker serves one sample at a time and takes μ_gen for it, so that 
 at once, and its share of one sample takes the place of μ_gen. E·N·μ_train is t.
 """
 
+import itertools
+import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,6 +51,8 @@ class StepTimes:
     response_mean_s: float
     response_max_s: float
     """Of the batch's responses, from ticket to reward, seconds."""
+    responses: tuple[tuple[int, float, float], ...]
+    """Worker, start and end of each, Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ def step_times(
         generated=metrics["tokens/generated"] - previous_tokens,
         response_mean_s=float(np.mean(responses)),
         response_max_s=max(responses),
+        responses=tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories),
     )
 
 
@@ -248,3 +256,82 @@ def _range(m: Measured, alpha: float, rollout: int, training: int) -> str:
 
 def _split(rollout: int, training: int) -> str:
     return f"{rollout} for rollout + {training} for training"
+
+
+# Machines
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a run that machines have joined knows of its rollout workers, and of what the trainer asks of them."""
+
+    rates: tuple[float, ...]
+    """Responses/s of each worker in the time in which it samples any (μ); there is at least one."""
+    responses: int
+    """Trained on in a step (R)."""
+    train_s: float
+    """That the trainer needs for a step, without its waits (T_train)."""
+    broadcast_s: float
+    """From a publication until a machine has the weights, mean of the machines (T_broadcast)."""
+    refresh_lag: int
+    """Steps from one refresh of a machine to the next (κ), at least 1."""
+
+
+def measure_machines(steps: list[StepTimes], samples: int, broadcast_s: float, refresh_lag: int) -> Machines:
+    """What the steps tell; the rates are those of the last MIN_STEPS, as machines leave."""
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for worker, start, end in itertools.chain(*(step.responses for step in steps[-MIN_STEPS:])):
+        spans[worker].append((start, end))
+    train_s = statistics.fmean(step.busy_s for step in steps[len(steps) // 4 :])
+    rates = tuple(len(of) / _covered_s(of) for of in spans.values())
+    return Machines(rates, samples, train_s, broadcast_s, max(1, refresh_lag))
+
+
+def _covered_s(spans: list[tuple[float, float]]) -> float:
+    """Seconds that lie in any of these spans."""
+    covered_s, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        covered_s, until = covered_s + max(0.0, end - max(start, until)), max(until, end)
+    return covered_s
+
+
+def rate_that_suffices(m: Machines) -> float:
+    """Responses/s with which all machines together do not keep the trainer waiting; infinite if no rate is enough.
+
+    ECHO-2 (arXiv 2602.02192): the responses of κ steps and one broadcast of weights fit into κ steps of training,
+
+        κR/Σμ + T_broadcast ≤ κ·T_train,   so   Σμ ≥ κR / (κ·T_train − T_broadcast).
+
+    It takes a machine to stand still while weights come to it, and knows no longest response: where machines sample on
+    meanwhile less is enough, with few responses a step more is needed.
+    """
+    left_s = m.refresh_lag * m.train_s - m.broadcast_s
+    return m.refresh_lag * m.responses / left_s if left_s > 0 else math.inf
+
+
+def machines_that_suffice(m: Machines) -> float:
+    """Number of machines that are enough: the fastest of those there are, then more of their median rate."""
+    needed, rates = rate_that_suffices(m), sorted(m.rates, reverse=True)
+    enough = (count for count, rate in enumerate(itertools.accumulate(rates), start=1) if rate >= needed)
+    missing = (needed - sum(rates)) / statistics.median(rates)
+    return next(enough, None) or len(rates) + (missing if math.isinf(missing) else math.ceil(missing))
+
+
+def advise_on_machines(m: Machines) -> str:
+    """The advice on how many machines are enough, with its arithmetic."""
+    lag, rate, have, enough = m.refresh_lag, sum(m.rates), len(m.rates), machines_that_suffice(m)
+    left_s, right_s = lag * m.responses / rate + m.broadcast_s, lag * m.train_s
+    if math.isinf(enough):
+        advice = (
+            f"no number of machines is enough, as T_broadcast ≥ κ·T_train: refresh_lag must be at least "
+            f"{math.floor(m.broadcast_s / m.train_s) + 1}, or weights must come faster"
+        )
+    elif enough > have:
+        advice = f"{enough - have} more machines of the median rate {statistics.median(m.rates):.3g}/s are enough"
+    else:
+        advice = f"the fastest {enough} of them are enough"
+    return (
+        f"advice on machines: {have} workers give Σμ = {rate:.3g} responses/s; by ECHO-2 κR/Σμ + T_broadcast = "
+        f"{lag}·{m.responses}/{rate:.3g} + {m.broadcast_s:.3f} = {left_s:.3f} s must fit into κ·T_train = "
+        f"{lag}·{m.train_s:.3f} = {right_s:.3f} s: {advice}"
+    )

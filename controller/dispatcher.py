@@ -31,7 +31,7 @@ class Dispatcher:
 
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
-        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self._min_version)
+        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.min_version)
         self._at_barrier: set[int] = set()
         self._failed_in_a_row = 0
         self._mean_s = 0.0  # of a trajectory, the newest counting most
@@ -124,7 +124,7 @@ class Dispatcher:
 
     def _can_take(self, ticket: Ticket, other: Worker) -> bool:
         """Whether a worker that has a free slot may start a ticket which another has."""
-        version, most = self._min_version(ticket), self.config.max_running_requests - ticket.num_members
+        version, most = self.min_version(ticket), self.config.max_running_requests - ticket.num_members
         return any(w is not other and w.num_running <= most and w.can_start(version) for w in self.workers)
 
     def shut_out(self, worker: int) -> None:
@@ -153,10 +153,10 @@ class Dispatcher:
         self._send_out()
         self._open_barrier()
 
-    def _min_version(self, ticket: Ticket) -> int:
+    def min_version(self, ticket: Ticket) -> int:
         """Version a worker needs before it may start this ticket: with several workers one has newer weights before
         another, and the first to start a member of a group sets the version for the other members."""
-        if ticket.is_evaluation:
+        if ticket.is_evaluation or not self.buffer.is_running(ticket.group_id):
             return ticket.min_version
         return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
 

@@ -21,6 +21,7 @@ class Journal:
         self._ledgers = WorkerLedgers()
         self._starts: Counter[int] = Counter()
         self._pause_s: list[float] = []
+        self._updates: list[tuple[int, float]] = []
         self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}  # version -> worker -> log-probs
         self._sampled = SampledTokens()
 
@@ -69,6 +70,7 @@ class Journal:
         """A worker has loaded new weights."""
         self.active(worker, message.activity)
         self._pause_s.append(message.pause_s)
+        self._updates.append((message.version, unix_ns() / 1e9))
         self._sampled += message.sampled
         self._record("update", worker=worker, version=message.version, pause_s=message.pause_s)
 
@@ -85,8 +87,9 @@ class Journal:
     def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
         """What was measured since the last call: pauses, tokens, time of all workers; and what the controller knows."""
         pauses, self._pause_s = self._pause_s, []
+        updates, self._updates = self._updates, []
         sampled, self._sampled = self._sampled, SampledTokens()
-        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts)
+        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts, updates)
 
     def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
         """The engines' log-probs of the probe by version and worker, as far as they have come since the last call."""

@@ -194,6 +194,8 @@ class Join:
     protocol: int
     code: str
     """Digest of the source files."""
+    device: str
+    """`cpu` or `cuda`."""
     host: str
     """Name of the machine, for people."""
     unix_time: float

@@ -40,6 +40,7 @@ from data.messages import (
     Finished,
     Join,
     JoinAgain,
+    JoinAt,
     Leave,
     Piece,
     Pull,
@@ -112,8 +113,9 @@ class JoinedMachine:
 
     # Its connection
 
-    def _join(self) -> None:
-        """Ask to be let in, over a new connection: one that was lost may have lost messages."""
+    def _join(self, address: str | None = None) -> None:
+        """Ask to be let in, at the run's address or another, over a new connection: one that was lost may have lost
+        messages."""
         self._leave()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
@@ -121,10 +123,11 @@ class JoinedMachine:
         self._socket.set(zmq.SNDHWM, 0)  # no send ever waits: what piles up goes with the connection after SILENCE_S
         self._socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
-        self._socket.connect(f"tcp://{self.address}")
+        self._socket.connect(f"tcp://{address or self.address}")
         self._has_joined, self._asked = False, None
         self._joined_at = self._beaten_at = time.monotonic()
-        self._send(MACHINE, Join(PROTOCOL, code_digest(), socket.gethostname(), time.time()))
+        device = "cuda" if visible_gpus() else "cpu"
+        self._send(MACHINE, Join(PROTOCOL, code_digest(), device, socket.gethostname(), time.time()))
 
     def _leave(self) -> None:
         for engine in self.engines:
@@ -202,6 +205,8 @@ class JoinedMachine:
                 raise ValueError(f"the run at {self.address} refuses this machine: {reason}")
             case JoinAgain():
                 self._join()
+            case JoinAt(address):
+                self._join(address)
             case Welcome():
                 self._on_welcome(message)
             case Piece():

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 import types
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
@@ -77,6 +78,12 @@ class RewardPool:
         if isinstance(outcomes[position], str):
             raise RewardError(outcomes[position])
         return outcomes[position]
+
+    def begin(self, answer: str, response: str) -> Future:
+        """Begin to score one response, outside of any event loop: the future of a list with its reward, or with one
+        line that says why there is none. It fails if scoring hangs or dies; after close it may never end."""
+        arguments = (self._score_function, self._task, [(answer, response)])
+        return self._running_pool().schedule(_score_items, arguments, timeout=self._timeout_s)
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""

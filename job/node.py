@@ -6,10 +6,11 @@ Each of several nodes has all of this for itself: its share of the prompts, and 
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ class Node:
     controller: Controller | None = None
     swarm: "Swarm | None" = None
     """Where machines join that sample for this node from elsewhere."""
+    on_end: ExitStack = field(default_factory=ExitStack)
+    """Takes down what was started, last first."""
 
     def take_batch(self, step: int) -> list[Group] | None:
         """Wait for what this node trains on in a step, and with --record keep it; None but on the leader."""
@@ -104,8 +107,8 @@ class Start:
 
     def make_node(self, model_path: str, **of_leader) -> Node:
         """The node; `of_leader` are the fields that only a leader has."""
-        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, Probe(self.config)
-        return Node(*fields, **of_leader)
+        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock
+        return Node(*fields, Probe(self.config), on_end=self.on_end, **of_leader)
 
     def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
         """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""
@@ -219,13 +222,15 @@ def _listen(start: Start, model_path: str, run: RunDirectory) -> "Swarm":
     config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
     keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
     host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
-    swarm = Swarm(config, model_path, config.listen if cluster.is_first else f"{host}:*", keys, run.record)
+    address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
+    swarm = Swarm(config, model_path, address, keys, run)
     start.on_end.callback(swarm.stop)
-    where = f"{host if is_local else cluster.hosts[cluster.node]}:{swarm.hub.port}"
+    is_named = is_local or (cluster.is_first and host not in ("0.0.0.0", "*"))
+    where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
     nodes = cluster.gather((where, len(start.placement.workers)))
     if cluster.is_first:
         swarm.meet(nodes)
-        print(f"sample for this run elsewhere: python rollout.py --join {config.listen} --key {key_path}", flush=True)
+        print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
     return swarm
 
 

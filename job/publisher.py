@@ -25,7 +25,24 @@ class Publisher:
             print(f"attention of the trainer: {policy.attention}", flush=True)
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
+        self._verifier = None
+        if self.config.listen is not None and self.config.swarm.verify_share:
+            from job.verify import Verifier
+
+            self._verifier = Verifier(self.config, node.cluster, node.tokenizer)
+            node.on_end.callback(self._verifier.close)
         self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
+
+    def verify(self, step: int) -> None:
+        """Check a share of what joined machines sampled, with the weights that the step begins with; collective."""
+        if self._verifier is None:
+            return
+        swarm = self.node.swarm
+        found = self._verifier.verify(swarm.take_answered() if swarm else [], self.policy, step - 1)
+        if swarm is not None:
+            swarm.verified = self._verifier.metrics()
+            for worker, why in found:
+                swarm.shut_out(worker, f"sent what is not true: {why}")
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
         """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.

@@ -1,6 +1,18 @@
 """What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
 
-from cluster.advisor import FIRST_STEPS, MIN_STEPS, StepTimes, advise, measure, step_times
+import statistics
+import time
+
+from cluster.advisor import (
+    FIRST_STEPS,
+    MIN_STEPS,
+    StepTimes,
+    advise,
+    advise_on_machines,
+    measure,
+    measure_machines,
+    step_times,
+)
 from cluster.processes import freeze_garbage
 from data.records import Group, Trajectory
 from job.node import Node
@@ -28,6 +40,10 @@ class StepLog:
         self.progress: Progress | None = None
         self.tokens_before = 0
         self.step_times: list[StepTimes] = []
+        self.published_at: dict[int, float] = {}
+        """Version -> Unix time, seconds."""
+        self.broadcasts_s: list[float] = []
+        """From a publication until a worker has the weights, seconds."""
         self.has_signal = False
         """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
@@ -52,6 +68,7 @@ class StepLog:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         self.clock.enter("other")
         account, config = self.clock.next_step(), self.node.config
+        self.published_at[step - config.publish_delay] = time.time()
         if not self.node.cluster.is_leader:
             return
         mine = self._measure(step, groups)
@@ -98,20 +115,30 @@ class StepLog:
         return StepOfNode(batch, report, controller.take_evaluation(), mismatch, swarm.take_report() if swarm else {})
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], known: StepOfNode) -> None:
-        """After the first steps, say how rollout and training could be balanced, where more may run ahead: not with
-        partial rollouts or an engine that sleeps, and not of several nodes or with machines that join."""
+        """After the first steps, say how rollout and training could be balanced, or, where machines may join, how many
+        are enough; only where rollout may run ahead, thus not with partial rollouts or an engine that sleeps, and not
+        of several nodes."""
         config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
         stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
-        is_one_machine = self.node.cluster.num_nodes == 1 and config.listen is None
-        if step > last or last < MIN_STEPS or stays_synchronous or not is_one_machine:
+        stays_synchronous |= config.listen is not None and config.async_ratio == 0
+        if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
             return
         decoding_s, sampled = known.rollout.worker_time["decoding"] / 1e9, known.rollout.sampled.new
         self.step_times.append(step_times(groups, metrics, decoding_s, sampled, self.tokens_before))
+        published_at = self.published_at
+        self.broadcasts_s += [max(0.0, at - published_at[v]) for v, at in known.rollout.updates if v in published_at]
         if step == last:
-            samples = config.groups_per_step * config.group_size
-            advice = advise(measure(self.step_times, config.async_ratio, samples, self.node.placement))
+            advice = self._advice()
             self.node.run.record("advice", text=advice)
             print(advice, flush=True)
+
+    def _advice(self) -> str:
+        config, steps = self.node.config, self.step_times
+        samples = config.groups_per_step * config.group_size
+        if config.listen is None:
+            return advise(measure(steps, config.async_ratio, samples, self.node.placement))
+        broadcast_s = statistics.fmean(self.broadcasts_s or [0.0])
+        return advise_on_machines(measure_machines(steps, samples, broadcast_s, config.swarm.refresh_lag))
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Say, once, that the run has learnt nothing from its first steps, and where to look."""

@@ -10,7 +10,7 @@ What comes is checked before anybody acts on it: a machine that says what no hon
 import functools
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cluster.fingerprint import code_digest
+from cluster.gpus import visible_gpus
+from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
 from controller.workers import Disbelieved, Worker
@@ -43,10 +45,11 @@ from data.messages import (
     Welcome,
 )
 from data.models import model_files
-from data.records import Trajectory
+from data.records import Ticket, Trajectory
 from data.wire import MACHINE, SILENCE_S, Codec
 from job.hub import Hub
 from job.trust import mistake_in
+from records.run_directory import RunDirectory
 from weights.pull import PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport
@@ -126,20 +129,41 @@ class Machine:
     counts: Counter[str] = field(default_factory=Counter)
     """What it did since the last report: bytes sent to it and received, tokens, trajectories, and their lags."""
 
+    def take(self, trajectory: Trajectory, worker: int, newest_version: int) -> Trajectory:
+        """Count a trajectory. Returns it with its worker's number and its times as they are here.
+
+        Raises ValueError if too many have failed.
+        """
+        self.num_failed = self.num_failed + 1 if trajectory.finish_reason == "failed" else 0
+        if self.num_failed > MAX_FAILED:
+            raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
+        if trajectory.num_generated:
+            lag = newest_version - trajectory.min_version
+            self.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
+        return replace(
+            trajectory,
+            worker=worker,
+            started_at=trajectory.started_at - self.clock_ahead_s,
+            ended_at=trajectory.ended_at - self.clock_ahead_s,
+            turns=tuple(tuple(at - self.clock_ahead_s for at in turn) for turn in trajectory.turns),
+        )
+
 
 class Swarm:
     """Listens for machines, and carries messages between them and the controller."""
 
     def __init__(
-        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], record: Callable
+        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], run: RunDirectory
     ):
-        """Listen at HOST:PORT with the run's keys. `record(event, **fields)` writes an event.
+        """Listen at HOST:PORT with the run's keys, and write events to `run`.
 
         Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
         """
-        self.config, self.record = config, record
+        self.config, self.record, self._model_path = config, run.record, model_path
+        self._device = "cuda" if visible_gpus() else "cpu"
         self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
-        self._writer = SnapshotWriter(config.swarm.snapshots) if config.swarm.snapshots else None
+        snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
+        self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
         self.nodes: list[str] = []
         """Where each node of the run listens, for the first, whom all machines ask; empty on the others."""
@@ -150,12 +174,16 @@ class Swarm:
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
         self._shut_out: set[bytes] = set()
+        self._answered: deque[tuple[Ticket, Trajectory]] = deque()
+        self.verified: dict[str, float] = {}
+        """Metrics of what was verified (verify.py)."""
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
         self._encoding = ThreadPoolExecutor(1)
 
     def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
         """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
         self.controller, self.weights = controller, PullTransport(specs, self._writer)
+        self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
         return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
 
@@ -180,6 +208,10 @@ class Swarm:
             if worker in {engine.index for engine in machine.engines.values()}:
                 self.hub.do_soon(functools.partial(self._lose, machine, why, is_believed=False))
 
+    def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
+        """Take what machines have sampled since the last call, each with its ticket."""
+        return [self._answered.popleft() for _ in range(len(self._answered))]
+
     def take_report(self) -> dict[str, float]:
         """Take the metrics `swarm/*` of what machines did since the last call."""
         machines, metrics = list(self._machines.values()), {}
@@ -192,7 +224,9 @@ class Swarm:
             self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
             if len(machines) <= MAX_NAMED:
                 metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
-        metrics |= {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        metrics |= (
+            self.verified | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        )
         return metrics | {"swarm/workers": sum(len(machine.engines) for machine in machines)}
 
     def _count_bytes(self, counts: Counter[str]) -> None:
@@ -239,6 +273,8 @@ class Swarm:
             why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
         elif join.code != self.code:
             why = f"its code is {_shown(join.code[:12])}, the run's {self.code[:12]}; check out the same commit"
+        elif join.device != self._device:
+            why = f"it computes on {_shown(join.device)}, the run on {self._device}: their log-probs differ too much"
         if why is not None:
             print(f"swarm: {host} was refused: {why}", flush=True)
             self._send(Machine(identity, host), MACHINE, Refused(why))
@@ -309,7 +345,9 @@ class Swarm:
                 worker.process.check_answer(message)
             case Finished(trajectories):
                 self._check(worker, trajectories)
-                message = Finished([self._at_home(machine, worker, t) for t in trajectories], None)
+                newest = self.controller.announcements.newest.version
+                message = Finished([machine.take(t, worker.index, newest) for t in trajectories], None)
+                self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
         # Its clock is not this machine's, so it keeps no time ledger here.
         self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
 
@@ -323,25 +361,9 @@ class Swarm:
                 raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
             if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
                 raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
-            if why := mistake_in(trajectory, ticket, self.config, worker.sent_version):
+            asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
+            if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")
-
-    def _at_home(self, machine: Machine, worker: Worker, trajectory: Trajectory) -> Trajectory:
-        """A trajectory with its worker's number and its times as they are here; it is counted."""
-        machine.num_failed = machine.num_failed + 1 if trajectory.finish_reason == "failed" else 0
-        if machine.num_failed > MAX_FAILED:
-            raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
-        if trajectory.num_generated:
-            lag = self.controller.announcements.newest.version - trajectory.min_version
-            machine.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
-        ahead_s = machine.clock_ahead_s
-        return replace(
-            trajectory,
-            worker=worker.index,
-            started_at=trajectory.started_at - ahead_s,
-            ended_at=trajectory.ended_at - ahead_s,
-            turns=tuple(tuple(time - ahead_s for time in turn) for turn in trajectory.turns),
-        )
 
     def _answer(self, machine: Machine, pull: Pull, opened: Future) -> None:
         machine.is_pulling = False

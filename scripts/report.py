@@ -12,9 +12,10 @@ import re
 import shlex
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -28,6 +29,7 @@ from scripts.timeline import STATE_COLORS, TRAJECTORY_FIELDS, Timeline, build_ti
 NUM_SAMPLES = 10
 STILL_GOING_S = 60  # a run whose last record is younger may be going on
 COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
+MACHINE_COLORS = (*COLORS, "#8d6cc4", "#e3b505", "#e57373", "#6fb1e8", "#7a4a1e")
 LAG_COLORS = {"0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030"}
 """Of the lag buckets of trainer/lag_stats.py, which needs torch; fresh to stale."""
 CURVES = {
@@ -46,21 +48,34 @@ CURVES = {
     "Effective sample size by lag, steps": {f"loss/ess/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS},
     "Trainer's time, share of each step": {f"trainer_time/{state}": state for state in TRAINER_STATES},
     "Workers' time, share, all workers together": {f"worker_time/{state}": state for state in WORKER_STATES},
+    "Machines that have joined": {"swarm/machines": "machines"},
 }  # fmt: skip
 """Charts over steps: title, metrics and what to call them."""
+MACHINE_CURVES = {
+    "tokens_per_s": "Generated tokens/s", "lag": "Versions that responses were behind when they came in",
+    "mb_sent": "MB sent to it in a step", "mb_received": "MB received from it in a step",
+    "mismatch/k3": "Mismatch with the trainer, k3, nats per token",
+}  # fmt: skip
+"""Charts of machines that joined over time: field of an event `machine` or `mismatch`, and title."""
 
 
 def make_page(run: Run, timeline: Timeline, now: float) -> dict:
     """All that the page of a run shows, as plain text and numbers; `now` is the Unix time."""
     drawn, missing = charts(run.metrics)
+    machines = of_machines(run)
     return {
         "title": f"{run.name}: {run.info['config']['algo']} on {run.info['config']['task']}",
         "facts": facts(run, timeline, now),
         "numbers": readable_summary(run.metrics),
-        "charts": drawn,
+        "charts": drawn + machine_charts(machines, timeline.start),
         "missing": missing if run.events else [*missing, "Timeline"],
         "timeline": timeline if run.events else None,
-        "tables": [*ledgers(run.metrics), *trainer_time(run.metrics), *workers_time(timeline)],
+        "tables": [
+            *ledgers(run.metrics),
+            *trainer_time(run.metrics),
+            *workers_time(timeline),
+            *machine_table(machines),
+        ],
         "samples": choose_samples(run.samples),
     }
 
@@ -96,7 +111,7 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
         "packages": ", ".join([*map(" ".join, info["packages"].items()), f"Python {info['python']}"]),
     }
     for event in rows(run.events["advice"]):
-        shown["advice"] = re.search("advice: (.*)", event["text"])[1]
+        shown["advice"] = re.search("advice(?: on machines)?: (.*)", event["text"])[1]
     if run.cut:
         shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
     return shown
@@ -105,8 +120,10 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
 def outcome(run: Run, timeline: Timeline, now: float) -> str:
     """Whether all steps were made, and what stopped the run if it says so."""
     done, wanted = run.metrics["step"].iloc[-1], run.info["config"]["steps"]
-    deaths = len(run.events["worker_died"])
+    deaths = sum("exit_code" in event for event in rows(run.events["worker_died"]))  # else its machine has left
     suffix = f"; worker deaths: {deaths}" if deaths else ""
+    if joined := len(run.events["machine_joined"]):
+        suffix += f"; machines that joined: {joined}, that left before the end: {len(run.events['machine_left'])}"
     if done >= wanted:
         return f"finished: all {wanted} steps{suffix}"
     for event in rows(run.events["run_ended"]):
@@ -168,7 +185,9 @@ def ledgers(metrics: pd.DataFrame) -> list[dict]:
     tables = []
     for unit, source in (("groups", "issued"), ("tokens", "generated")):
         ledger = metrics.iloc[-1].filter(like=f"ledger/{unit}_").dropna().astype(int)
-        ledger.index = ledger.index.str.removeprefix(f"ledger/{unit}_").str.replace("_", ": ")
+        ledger.index = (
+            ledger.index.str.removeprefix(f"ledger/{unit}_").str.replace("_", ": ", n=1).str.replace("_", " ")
+        )
         if len(ledger):
             tables.append(shares(f"Where the {unit} went", unit, ledger.drop(source), source))
     return tables
@@ -199,6 +218,53 @@ def workers_time(timeline: Timeline) -> list[dict]:
     ranges = {name: f"{low:.1%} … {high:.1%}" for name, low, high in each.itertuples()} if len(of_worker.T) > 1 else {}
     title = "Where the workers' time went"
     return [shares(title, "worker-seconds", together, "all workers", WORKER_STATES, ranges)]
+
+
+def of_machines(run: Run) -> dict[str, dict[str, list[dict]]]:
+    """The events of each machine that joined, and of its engines, by kind; those that sampled most first."""
+    of_workers, found = {}, defaultdict(lambda: defaultdict(list))
+    for kind in ("machine_joined", "machine_left", "machine", "worker_started", "trajectory", "mismatch"):
+        for event in rows(run.events[kind]):
+            worker = event["node"], event.get("worker")
+            if kind == "worker_started":
+                of_workers[worker] = event.get("machine")
+            if name := event.get("machine", of_workers.get(worker)):
+                found[name][kind].append(event)
+    return dict(sorted(found.items(), key=lambda item: -sum(event["tokens"] for event in item[1]["trajectory"])))
+
+
+def machine_charts(machines: dict, start: float) -> list[dict]:
+    """Charts of the machines that sampled most, as many as there are colours, over the time since `start`."""
+    drawn = []
+    for name, title in MACHINE_CURVES.items():
+        chart = {"title": f"{title}, by machine", "x": "seconds since the run's start", "series": []}
+        for (machine, events), color in zip(machines.items(), MACHINE_COLORS, strict=False):
+            told = events["machine"] + events["mismatch"]
+            points = [(event["time"] - start, event[name]) for event in told if name in event]
+            chart["series"] += [{"name": machine, "color": color, "marked": False, "points": points}] * bool(points)
+        drawn += [chart] * bool(chart["series"])
+    return drawn
+
+
+def machine_table(machines: dict) -> list[dict]:
+    """A row for each machine, those that sampled most first, and one for all; none if none joined."""
+    of_all = {kind: [e for one in machines.values() for e in one[kind]] for one in machines.values() for kind in one}
+    named = [*machines.items(), (f"all {len(machines)}", defaultdict(list, of_all))]
+    shown = [machine_row(name, events) for name, events in named if events]
+    title, cells = "What machines did that joined", [list(row.values()) for row in shown]
+    return [{"title": title, "headings": [*row], "rows": cells, "meanings": {}} for row in shown[:1]]
+
+
+def machine_row(name: str, events: dict[str, list[dict]]) -> dict[str, str]:
+    """What one machine, or all, did: heading and cell."""
+    left, told, sampled = events["machine_left"], events["machine"], events["trajectory"]
+    times, tokens = [e["time"] for of_kind in events.values() for e in of_kind], sum(e["tokens"] for e in sampled)
+    lags, there_s = [event["lag"] for event in told if "lag" in event], max(times) - min(times)
+    row = {"machine": name, "there, s": f"{there_s:.1f}", "responses": f"{len(sampled)}", "tokens": f"{tokens}"}
+    row |= {"tokens/s": f"{tokens / max(1e-3, there_s):.1f}", "lag": f"{fmean(lags):.2f}" if lags else ""}
+    row |= {f"MB {way}": f"{sum(event[f'mb_{way}'] for event in told):.1f}" for way in ("sent", "received")}
+    row["mismatch, k3"] = f"{max((event['mismatch/k3'] for event in events['mismatch']), default=float('nan')):.2g}"
+    return row | {"why it left": left[0]["why"] if left and len(events["machine_joined"]) == 1 else ""}
 
 
 def shares(title: str, unit: str, spent: pd.Series, whole: str, meanings=None, ranges=None) -> dict:

@@ -1,8 +1,9 @@
 """The events of a run as lanes of bars: what report.py draws, and what Perfetto opens as trace.json.
 
-Lanes are the trainer (steps, and its states in each), the evaluations, and every worker (its states, its updates, and
-below that all its trajectories, in as many rows as ran at the same time). States are those of records/time_ledger.py
-and follow on each other without a gap. Times are seconds since the run's start.
+Lanes are the trainer (steps, and its states in each), the evaluations, the machines that joined, if any did, and every
+worker (its states, its updates, and below that all its trajectories, in as many rows as ran at the same time). States
+are those of records/time_ledger.py and follow on each other without a gap; an engine of a machine that joined keeps no
+time ledger, and has one bar from when it was up to its end. Times are seconds since the run's start.
 """
 
 import heapq
@@ -24,7 +25,7 @@ STATE_COLORS = {
     "environment": "#3d9970", "starved": "#7a4a1e", "gated": "#b7bfcc", "paused": "#e08b2c", "restarting": "#e57373",
 }  # fmt: skip
 """Of the states in records/time_ledger.py."""
-MOMENTS = ("started", "died")
+MOMENTS = ("started", "died", "joined", "left")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Bar:
     start: float
     end: float
     kind: str
-    """`trajectory`, `evaluation`, `step`, `update`, a state of records/time_ledger.py, or one of MOMENTS."""
+    """`trajectory`, `evaluation`, `step`, `update`, `machines`, `away` (on a machine that joined), a state of
+    records/time_ledger.py, or one of MOMENTS."""
     name: str
     """Its label; that of a trajectory is its oldest version, as Perfetto colours bars by their name."""
     details: dict
@@ -94,12 +96,16 @@ def build_timeline(run: Run) -> Timeline:
     of_kind = {kind: [_since(start, event) for event in rows(events)] for kind, events in run.events.items()}
     lanes = [_trainer(of_kind.get("step", []))]
     lanes.append(_evaluations(of_kind.get("evaluation", []), of_kind.get("trajectory", [])))
+    if comings := of_kind.get("machine_joined", []) + of_kind.get("machine_left", []):
+        lanes.append(_machines(sorted(comings, key=lambda event: event["time"]), end - start))
     of_worker: dict[tuple[int, int], dict[str, list[dict]]] = {}
     for kind, events in of_kind.items():
         for event in (event for event in events if "worker" in event):
             of_worker.setdefault((event["node"], event["worker"]), {}).setdefault(kind, []).append(event)
     for (node, worker), mine in sorted(of_worker.items()):
-        lanes.append(_worker(f"worker {node}.{worker}" if node else f"worker {worker}", mine, end - start))
+        name = f"worker {node}.{worker}" if node else f"worker {worker}"
+        name += "".join(f" ({event['machine']})" for event in mine.get("worker_started", []) if "machine" in event)
+        lanes.append(_worker(name, mine, end - start))
     return Timeline(start, end - start, lanes)
 
 
@@ -141,6 +147,19 @@ def _evaluations(ended: list[dict], trajectories: list[dict]) -> Lane:
     return lane
 
 
+def _machines(comings: list[dict], end: float) -> Lane:
+    """A mark per join and leave, and between them how many machines there were."""
+    lane, num_there = Lane("machines", ["machines"]), 0
+    for event, until in zip(comings, [*(event["time"] for event in comings[1:]), end], strict=True):
+        start, moment = event["time"], event["event"].removeprefix("machine_")
+        details = {name: event[name] for name in ("why", "tickets") if name in event}
+        lane.marks.append(Bar(0, start, start, moment, f"{event['machine']} {moment}", details))
+        num_there += 1 if moment == "joined" else -1
+        if num_there and until > start:
+            lane.bars.append(Bar(0, start, until, "machines", f"{num_there} there", {}))
+    return lane
+
+
 def _worker(name: str, mine: dict[str, list[dict]], end: float) -> Lane:
     lane = Lane(name, ["states", "updates"], _states(mine, end))
     for event in mine.get("update", []):
@@ -153,7 +172,8 @@ def _worker(name: str, mine: dict[str, list[dict]], end: float) -> Lane:
         details = {name: event[name] for name in TRAJECTORY_FIELDS if name in event}
         label = f"v{event['min_version']}" if "min_version" in event else "no tokens"
         lane.bars.append(Bar(row + 2, *span, "trajectory", label, details))
-    for kind, moment, told in (("ready", "started", ("startup_s",)), ("died", "died", ("exit_code", "tickets"))):
+    up, down = ("joined", "left") if lane.bars and lane.bars[0].kind == "away" else ("started", "died")
+    for kind, moment, told in (("ready", up, ("startup_s",)), ("died", down, ("exit_code", "tickets"))):
         for event in mine.get(f"worker_{kind}", []):
             details = {name: event[name] for name in told if name in event}
             lane.marks.append(Bar(0, event["time"], event["time"], moment, f"worker {moment}", details))
@@ -166,6 +186,10 @@ def _states(mine: dict[str, list[dict]], end: float) -> list[Bar]:
     kinds = ("worker_started", "worker_state", "worker_died", "worker_time")
     for event in sorted((event for kind in kinds for event in mine.get(kind, [])), key=lambda event: event["time"]):
         match event["event"]:
+            case "worker_started" if "machine" in event:
+                changes.append((event["time"], "away", ""))
+            case "worker_died" if changes and changes[0][1] == "away":
+                last = event["time"]
             case "worker_started" if not event["attempt"]:
                 changes.append((event["time"], "starting", ""))
             case "worker_state":

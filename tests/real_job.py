@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +26,26 @@ SMALL = {
     "eval-problems": 32,
     "timeout-s": 150,
 }
+
+
+OPTIONAL = (
+    "job/swarm.py", "job/hub.py", "job/trust.py", "job/verify.py", "engine/join.py", "data/wire.py", "weights/pull.py",
+    "weights/puller.py", "weights/delta.py", "weights/snapshots.py",
+)  # fmt: skip
+"""What a run needs only for machines that join: a fork that has none may delete it."""
+
+
+def copy_without_the_optional(folder: Path) -> Path:
+    """A copy of all that a run needs, without what is optional."""
+    rooms = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+    for name in rooms:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    (folder / ".cache").symlink_to(ROOT / ".cache")
+    for name in OPTIONAL:
+        (folder / name).unlink()
+    return folder
 
 
 @dataclass
@@ -85,9 +107,10 @@ class Job:
         return None
 
 
-def start_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
-    """Start `torchrun train_async.py` with the small settings, changed by `options`."""
-    return _start(tmp_path, ["--standalone", f"--nproc-per-node={num_ranks}"], tmp_path / "output.txt", options)
+def start_job(tmp_path: Path, num_ranks: int = 1, root: Path = ROOT, **options) -> Job:
+    """Start `torchrun train_async.py`, of this folder or a copy, with the small settings, changed by `options`."""
+    agent = ["--standalone", f"--nproc-per-node={num_ranks}"]
+    return _start(tmp_path, agent, tmp_path / "output.txt", options, root)
 
 
 def start_nodes(tmp_path: Path, num_nodes: int, **options) -> list[Job]:
@@ -100,7 +123,7 @@ def start_nodes(tmp_path: Path, num_nodes: int, **options) -> list[Job]:
     return [_start(tmp_path, agent, tmp_path / f"output_{i}.txt", options) for i in range(num_nodes)]
 
 
-def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict) -> Job:
+def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict, root: Path = ROOT) -> Job:
     options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
     law = options.pop("latency", None)
     script = ["train_async.py"] if law is None else ["scripts/latency.py", law]
@@ -110,13 +133,30 @@ def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict) -
     with open(output_path, "w") as output:
         process = subprocess.Popen(
             [*command, *script, f"--runs-dir={tmp_path}", "--run-name=run", *arguments],
-            cwd=ROOT,
+            cwd=root,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,
         )
     return Job(process, tmp_path / "run", output_path)
+
+
+def join_machine(job: Job) -> Job:
+    """Have a machine join a job that listens, by the line that it prints."""
+    job.wait_until(lambda: "--join " in job.output())
+    address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
+    output_path = job.output_path.with_name(f"machine_{len(list(job.output_path.parent.glob('machine_*')))}.txt")
+    with open(output_path, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "rollout.py", "--join", address, "--key", key_path],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+    return Job(process, job.run_path, output_path)
 
 
 def run_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:

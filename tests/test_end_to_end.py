@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from real_job import ROOT, Job, assert_ledger_balances, run_job
+from real_job import ROOT, Job, assert_ledger_balances, copy_without_the_optional, run_job
 
 from data.models import resolve_model
 from records.batches import weights_sha256
@@ -38,8 +38,9 @@ def assert_time_is_accounted_for(job):
         assert 0 < worker["seconds"]["decoding"] < worker["until"] - started["time"]
 
 
-def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree(tmp_path):
-    job = run_job(tmp_path, steps=16, groups_per_step=16, group_size=8, async_ratio=2, eval_every=8, save_every=8)
+def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree_without_what_is_optional(tmp_path):
+    root, options = copy_without_the_optional(tmp_path), {"groups_per_step": 16, "group_size": 8, "async_ratio": 2}
+    job = run_job(tmp_path, root=root, steps=16, eval_every=8, save_every=8, **options)
     metrics = job.metrics()
     assert [line["step"] for line in metrics] == list(range(1, 17))
     assert np.mean([line["reward/mean"] for line in metrics[-4:]]) > np.mean(

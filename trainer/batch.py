@@ -31,11 +31,12 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
         num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
         shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row)
     mine = cluster.scatter_on_node(shares)
-    return mine if cluster.num_nodes == 1 else _pad(mine, cluster)
+    return mine if cluster.num_nodes == 1 else pad(mine, cluster)
 
 
-def _pad(mine: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bundle]]]:
-    """Add empty micro-batches, as FSDP's collectives need the same number of them on all ranks of all nodes."""
+def pad(mine: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bundle]]]:
+    """Add empty micro-batches, as FSDP's collectives need the same number of them on all ranks of all nodes; collective
+    over ranks."""
     largest = cluster.max_over_ranks([len(update) for update in mine])
     return [update + [[] for _ in range(num - len(update))] for update, num in zip(mine, largest, strict=True)]
 

@@ -1,15 +1,19 @@
 """A whole run on a virtual clock: the real Controller, simulated workers, and a trainer that takes its time.
 
 The trainer's turn is that of train_async.py: take a batch, train on it, publish. A broadcast of weights occupies the
-trainer and every engine at the same time. Nothing else of a run is there: no evaluation, no checkpoint, no failure of a
-process.
+trainer and every engine at the same time; to machines of a swarm weights come as they can, and a load takes as long as
+the trainer's staging. Nothing else of a run is there: no evaluation, no checkpoint, no failure of a process.
 """
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
+from cluster.advisor import Machines, rate_that_suffices
 from config import Config
+from controller import dispatcher, workers
 from controller.controller import Controller
 from controller.tickets import TicketSource
 from data.messages import Finished
@@ -17,6 +21,7 @@ from data.records import Group
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
 from scripts.simulation.fleet import SimulatedWorkers
+from scripts.simulation.swarm import SimulatedSwarm
 from scripts.simulation.workload import Workload
 from weights.transport import Announcement, Staged
 
@@ -49,7 +54,7 @@ class Case:
         task = "guess_number" if self.workload.turns else "addition"
         slots = self.cluster.curve.max_running_requests * self.cluster.num_replicas
         common = {"algo": "tis", "task": task, "async_ratio": 0.0, "max_running_requests": slots}
-        config = Config(**{**common, **self.options}).checked()
+        config = Config.from_dict({**common, **self.options}).checked()
         if config.on_update in ("restart", "wait"):
             raise ValueError(f"on_update {config.on_update} is not simulated; use keep, recompute or resume")
         return config
@@ -84,9 +89,11 @@ class Outcome:
     controller_share: float
     """Share of the time in which the controller was busy."""
     counts: Counter
-    """Tokens `generated` for trajectories that ended, and of these those `resumed` after an update."""
+    """Trajectories `ended`, tokens `generated` for them, and of these those `resumed` after an update."""
     ledger: dict[str, int]
     """At the end of the run."""
+    of_swarm: dict[str, float]
+    """What there is to say of machines that come and go; empty if there are none."""
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -106,6 +113,7 @@ class Outcome:
             "staleness_max": max(max(step.staleness) for step in self.steps),
             "workers": self.case.cluster.num_workers,
             "steps": len(self.steps),
+            **self.of_swarm,
         }
 
 
@@ -117,7 +125,10 @@ class _Transport:
 
     def _do_nothing(self, *_) -> None: ...
 
-    announce = acquire = release = check = _do_nothing
+    announce = acquire = release = drop = check = _do_nothing
+
+    def messages(self, worker: int, staged: Staged) -> list[dict]:
+        return []
 
 
 class Simulation:
@@ -127,41 +138,87 @@ class Simulation:
         self.case, self.clock, self.config = case, Clock(), case.config
         self.workers = SimulatedWorkers(self.clock, self.config, case.workload, case.cluster)
         tickets = TicketSource(self.config, case.workload.prompts(case.seed))
-        self.controller = Controller(self.config, self.workers, tickets, lambda event, **fields: None)
+        self.controller = Controller(self.config, self.workers, tickets, self._record)
+        self.counts, self._before = Counter(), Counter()
+        for name in ("let_in", "on_message", "publish", "take_batch_if_ready", "end_leases"):
+            setattr(self.controller, name, self._timed(getattr(self.controller, name)))
         self.workers.on_handled = self._on_handled
         self.controller.launch()
         self.controller.connect(_Transport())
+        self.swarm = SimulatedSwarm(self, case.cluster) if case.cluster.swarm else None
         self.steps: list[Step] = []
-        self.counts, self._counts_at_start = Counter(), Counter()
         self._version = 0
         self._is_waiting = False
         self._published_at = self._started_at = 0.0
-        self._busy_at_start = (0.0, 0.0)
 
     def run(self) -> Outcome:
         """Run all steps. Raises RuntimeError if a bound or the ledger is broken, or if nothing moves any more."""
         self._publish()
-        self.clock.run_until(lambda: self._is_over and self._is_waiting)
+        workers.time = dispatcher.time = self.clock  # by which leases end
+        try:
+            self.clock.run_until(lambda: self._is_over and self._is_waiting)
+        finally:
+            workers.time = dispatcher.time = time
         seconds = self._published_at - self._started_at
-        slot_s, busy_s = (end - start for end, start in zip(self._busy(), self._busy_at_start, strict=True))
+        counts = self._so_far() - self._before
         return Outcome(
             case=self.case,
             steps=self.steps[self.case.warmup :],
             seconds=seconds,
-            slot_share=slot_s / (seconds * self.case.cluster.num_slots),
-            controller_share=busy_s / seconds,
-            counts=self.counts - self._counts_at_start,
+            slot_share=counts["slot_s"] / (seconds * self.case.cluster.num_slots),
+            controller_share=counts["controller_s"] / seconds,
+            counts=counts,
             ledger=dict(self.controller.take_report().ledger),
+            of_swarm=self._of_swarm(counts, seconds) if self.swarm else {},
         )
 
     @property
     def _is_over(self) -> bool:
         return len(self.steps) == self.case.warmup + self.case.steps
 
-    def _busy(self) -> tuple[float, float]:
-        """Seconds in which slots, and in which the controller, have been busy."""
-        slot_s = sum(worker.process.engine.slot_s_now() for worker in self.workers)
-        return slot_s, self.workers.controller_busy_s
+    def _so_far(self) -> Counter:
+        """Counts, bytes of weights sent, and seconds in which slots, and in which the controller, were busy."""
+        so_far = self.counts + Counter(controller_s=self.workers.controller_busy_s)
+        so_far["slot_s"] = sum(worker.process.engine.slot_s_now() for worker in self.workers)
+        if self.swarm:
+            so_far.update(slot_s=self.swarm.gone_slot_s, sent_bytes=self.swarm.uplink.sent_bytes)
+        return so_far
+
+    def _of_swarm(self, counts: Counter, seconds: float) -> dict[str, float]:
+        """What was measured of machines, and the seconds of a step by rates alone and by ECHO-2's rule."""
+        cluster, steps, lag = self.case.cluster, self.steps[self.case.warmup :], self.config.swarm.refresh_lag
+        stale, train_s = [lag for step in steps for lag in step.staleness], fmean(step.train_s for step in steps)
+        fetch_s, responses = fmean(self.swarm.fetches_s or [0.0]), len(stale) // len(steps)
+        rate = counts["ended"] / counts["slot_s"] * cluster.num_slots  # with all slots taken
+        machines = Machines((rate,), responses, train_s, fetch_s, max(1, lag))
+        return {
+            "staleness_mean": fmean(stale),
+            "uplink_share": counts["sent_bytes"] / (seconds * cluster.swarm.uplink_bytes_per_s),
+            "fetch_s": fetch_s,
+            "cpu_ms_per_trajectory": 1000 * counts["cpu_s"] / counts["ended"],
+            "issued_again": counts["issued_again"] / len(steps),
+            "tokens_per_response": sum(step.tokens for step in steps) / len(stale),
+            "longest_s": fmean(max(step.slot_s) for step in steps),
+            "responses_per_s": rate,
+            "step_by_rates_s": max(train_s, responses / rate),
+            "step_by_echo_s": max(train_s, responses / rate + fetch_s / machines.refresh_lag),
+            "machines_by_echo": cluster.num_workers * rate_that_suffices(machines) / rate,
+        }
+
+    def _record(self, event: str, **fields) -> None:
+        if event == "worker_died":
+            self.counts["issued_again"] += fields["tickets"]
+
+    def _timed(self, call: Callable) -> Callable:
+        """The call of the controller, whose CPU time is counted."""
+
+        def timed(*arguments):
+            start = time.process_time()
+            result = call(*arguments)
+            self.counts["cpu_s"] += time.process_time() - start
+            return result
+
+        return timed
 
     def _publish(self) -> None:
         version = max(0, self._version - self.config.publish_delay)
@@ -171,14 +228,13 @@ class Simulation:
     def _begin_waiting(self) -> None:
         self._published_at, self._is_waiting = self.clock.now, True
         if len(self.steps) == self.case.warmup:
-            self._started_at, self._busy_at_start = self.clock.now, self._busy()
-            self._counts_at_start = Counter(self.counts)
+            self._started_at, self._before = self.clock.now, self._so_far()
         self._try_to_take()
 
     def _on_handled(self, message) -> None:
         if isinstance(message, Finished):
             for t in message.trajectories:
-                self.counts.update(generated=t.num_generated, resumed=sum(t.segment_tokens[1:]))
+                self.counts.update(ended=1, generated=t.num_generated, resumed=sum(t.segment_tokens[1:]))
             self._try_to_take()
 
     def _try_to_take(self) -> None:

@@ -51,7 +51,7 @@ MODELS = {
     "Qwen3-8B": Model(8.2e9, 36, 8),
     "R1-Distill-Qwen-1.5B": Model(1.8e9, 28, 2),
 }
-GPUS = {"H800": Gpu(989e12, 3.35e12, 80e9), "MI300X": Gpu(1307e12, 5.3e12, 192e9)}
+GPUS = {"H800": Gpu(989e12, 3.35e12, 80e9), "MI300X": Gpu(1307e12, 5.3e12, 192e9), "M2 Pro": Gpu(14e12, 2e11, 16e9)}
 
 # Assumed, and the same for every model and GPU: what real kernels reach of the data sheet, and the host's part.
 BANDWIDTH_EFFICIENCY = 0.7
@@ -81,6 +81,11 @@ class EngineCurve:
         (n0, rate0), (n1, rate1) = points[right - 1], points[right]
         seconds = 1 / rate0 + (1 / rate1 - 1 / rate0) * (num_requests - n0) / (n1 - n0)
         return 1 / seconds
+
+    def times(self, speed: float) -> "EngineCurve":
+        """The curve of an engine that is so many times as fast."""
+        decode = tuple((requests, speed * rate) for requests, rate in self.decode)
+        return EngineCurve(decode, speed * self.prefill_tokens_per_s, self.max_running_requests)
 
     @classmethod
     def load(cls, path: Path) -> "EngineCurve":
@@ -118,6 +123,19 @@ def roofline(model: str, gpu: str, mean_context_tokens: float, num_gpus: int = 1
 
 
 @dataclass(frozen=True)
+class Swarm:
+    """What holds for workers that are machines which join and leave; see scripts/simulation/swarm.py."""
+
+    weight_bytes: float
+    delta_share: float
+    """Share of the weights that one step changes; 1 for whole copies."""
+    uplink_bytes_per_s: float
+    """Of the trainer, for all that pull; infinite if they pull from a file system without such a limit."""
+    stay_s: float
+    """Mean time that a machine stays."""
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The machines of a case."""
 
@@ -131,6 +149,8 @@ class Cluster:
     """Engines that one worker holds, as a data-parallel engine does."""
     message_s: float = 0.0
     """What the controller takes for one finished trajectory."""
+    swarm: Swarm | None = None
+    """None if the workers stay; else there are num_workers on average."""
 
     @property
     def num_slots(self) -> int:
@@ -194,6 +214,11 @@ class SimulatedEngine:
         done = int(self._progress - request.start)
         self._start_waiting()
         return done
+
+    def stop(self) -> None:
+        """Give up all requests, for good."""
+        self.freeze()
+        self._running.clear()
 
     def freeze(self) -> None:
         """Stand still until `resume`."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from config import Config
-from controller.workers import Worker
-from data.messages import Abort, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
+from controller.workers import Worker, Workers
+from data.messages import Abort, Fetch, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from data.records import FinishReason, Ticket, Trajectory
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import Cluster, Request, SimulatedEngine
@@ -48,6 +48,8 @@ class Episode:
     request: Request | None = None
     segments: list[tuple[int, int]] = field(default_factory=list)  # (policy version, tokens)
     num_turns: int = 0
+    started_at: float = 0.0
+    """Seconds."""
     slot_s: float = 0.0
     is_over: bool = False
     draws: random.Random | None = None
@@ -63,12 +65,16 @@ class Episode:
 class SimulatedProcess:
     """Stands where a worker's process does: messages are acted on in their order, one after the other."""
 
+    exit_code = None
+
     def __init__(
         self, index: int, clock: Clock, config: Config, workload: Workload, engine: SimulatedEngine, sync_s: float
     ):
         self.index, self.clock, self.config, self.workload = index, clock, config, workload
         self.engine, self.sync_s = engine, sync_s
         self.reply: Callable[[object], None] = lambda message: None
+        self.fetch: Callable[[int], None] = lambda version: None
+        """Has weights come, where they are fetched before they are loaded."""
         self._inbox: deque = deque()
         self._is_updating = False
         self._is_suspended = False
@@ -92,6 +98,8 @@ class SimulatedProcess:
             case Tickets(tickets):
                 for ticket in tickets:
                     self._start(ticket)
+            case Fetch(version):
+                self.fetch(version)
             case Update():
                 self._is_updating = True
                 was_running = not self._is_suspended
@@ -118,7 +126,9 @@ class SimulatedProcess:
 
     def _start(self, ticket: Ticket) -> None:
         members = range(ticket.member, ticket.member + ticket.num_members)
-        episodes = self._episodes[ticket.ticket_id] = [Episode(ticket, member) for member in members]
+        episodes = self._episodes[ticket.ticket_id] = [
+            Episode(ticket, member, started_at=self.clock.now) for member in members
+        ]
         self._generating[ticket.ticket_id] = len(episodes)
         for episode in episodes:
             self._wait(self.config.scheduling == "lockstep", episode, self._begin_turn)
@@ -208,48 +218,51 @@ class SimulatedProcess:
             policy_versions=np.array([version for version, _ in episode.segments], np.int32),
             reward=self.workload.reward(episode.ticket, episode.member) if ended else float("nan"),
             finish_reason=finish_reason, failure="simulated" if finish_reason == "failed" else "",
-            num_turns=episode.num_turns, started_at=0.0, ended_at=self.clock.now, worker=self.index,
+            num_turns=episode.num_turns, started_at=episode.started_at, ended_at=self.clock.now, worker=self.index,
             segment_tokens=tuple(tokens for _, tokens in episode.segments), slot_s=episode.slot_s,
         )  # fmt: skip
 
 
-class SimulatedWorkers(list[Worker]):
-    """The workers; stands where `Workers` does. There are no processes, and none dies."""
+class SimulatedWorkers(Workers):
+    """The workers, without processes; only those of a swarm come and go."""
 
-    num_restarts = 0
-    starting: tuple[Worker, ...] = ()
+    num_workers = 0
 
     def __init__(self, clock: Clock, config: Config, workload: Workload, cluster: Cluster):
         self.clock, self.message_s = clock, cluster.message_s
+        self.num_workers = 0 if cluster.swarm else cluster.num_workers
+        self.num_restarts = self._num_joined = 0
+        self._workers = {}
         self.have_worked = False
         self.on_handled: Callable[[object], None] = lambda message: None
         """Called with each message after the controller has acted on it."""
         self.controller_busy_s = 0.0
         self._controller_free_at = 0.0
-        for index in range(cluster.num_workers):
+        for index in range(self.num_workers):
             engine = SimulatedEngine(clock, cluster.curve, cluster.num_replicas)
             process = SimulatedProcess(index, clock, config, workload, engine, cluster.sync_s)
-            self.append(Worker(index, process, "sampling"))
-
-    @property
-    def num_workers(self) -> int:
-        return len(self)
+            self._workers[index] = Worker(index, process, state="sampling")
 
     def launch(self, on_message: Callable, _) -> None:
         """Have what workers say go to `on_message(worker, message)`, and then to `on_handled`; they are up already."""
+        self._on_message = on_message
         for worker in self:
-            worker.process.reply = functools.partial(self._deliver, worker, on_message)
+            self.listen(worker)
+
+    def listen(self, worker: Worker) -> None:
+        """Have the controller hear what a worker says."""
+        worker.process.reply = functools.partial(self._deliver, worker)
 
     def check(self) -> None:
         """Nothing happens in the background that could have failed."""
 
-    def _deliver(self, worker: Worker, on_message: Callable, message) -> None:
+    def _deliver(self, worker: Worker, message) -> None:
         seconds = self.message_s * len(message.trajectories) if isinstance(message, Finished) else 0.0
         self.controller_busy_s += seconds
         self._controller_free_at = max(self._controller_free_at, self.clock.now) + seconds
 
         def handle() -> None:
-            on_message(worker, message)
+            self._on_message(worker, message)
             self.on_handled(message)
 
         self.clock.at(self._controller_free_at, handle)

@@ -110,6 +110,25 @@ def table(records: list[dict]) -> list[str]:
     return markdown([*heads, *tails, "the measure itself, mean"], rows)
 
 
+OF_SWARMS = (
+    "trained_tokens_per_s", "slot_share", "staleness_mean", "staleness_max", "uplink_share", "fetch_s",
+    "cpu_ms_per_trajectory", "issued_again", "tokens_per_response", "step_s", "step_by_rates_s", "step_by_echo_s",
+    "machines_by_echo",
+)  # fmt: skip
+"""Numbers of a swarm that its table has; see `Simulation._of_swarm`."""
+
+
+def swarms(records: list[dict]) -> list[str]:
+    """Lines of a table: what each simulated swarm did, with mean and range of the seeds."""
+    arms = [(f"{r['scenario']} {name}", arm) for r in records for name, arm in r["arms"].items() if "fetch_s" in arm]
+    runs = pd.DataFrame([{"swarm": name, **arm} for name, arm in arms], columns=["swarm", *OF_SWARMS])
+    rows = [
+        [name, *(f"{_number(of.mean())} ({_range((of.min(), of.max()))})" for _, of in found[list(OF_SWARMS)].items())]
+        for name, found in runs.groupby("swarm", sort=False)
+    ]
+    return markdown(["swarm", *OF_SWARMS], rows)
+
+
 def notes(records: list[dict]) -> list[str]:
     """Lines of a list: what the papers say of each comparison, how sure that is, and where ours differs."""
     found = enumerate(_texts(records).items(), start=1)
@@ -180,6 +199,11 @@ def write(out: Path) -> None:
         f"Means and ranges are of the seeds' ratios; above 1 is better. {RULE}",
         "\n".join(table(records)),
         "\n".join(notes(records)),
+        "## Swarms: machines that join and leave",
+        "What is simulated, and what is not, is on top of `scripts/simulation/swarm.py`; the CPU time is the real "
+        "controller's. Of a step: `issued_again`, tickets of machines that went; `step_by_rates_s`, the responses by "
+        "Σμ, or the training; `step_by_echo_s`, the same with T_broadcast/κ added to the responses (ECHO-2).",
+        "\n".join(swarms(records)),
         "## Propositions 1 and 2 of ROLL Flash",
         "What they state, and what of a run is compared with what, is on top of `scripts/simulation/theory.py`.",
         "\n".join(propositions(records)),

@@ -8,6 +8,7 @@ A [[comparison]] becomes a scenario for each of its `rows`, which replace or, in
     turns, latency, reward_s, prompt_tokens       see Workload; latency is a law of scripts/latency.py
     model, gpu, tensor_parallel, or curve         engines of a roofline, or of a measured curve in results/simulation
     engines, replicas, train_gpus, sync_s, message_s       see Cluster; without train_gpus nothing is trained
+    swarm                       see Swarm, whose weights are the model's; the trainer has H800s
     gpus, split_by              GPUs that Proposition 2 divides, and the arm whose measurement it divides them by
     steps, warmup               at least so many steps, in whole cycles of 1 + α; unset warms up for 2 + α
     paper, against, short       how many times better than the arm `against`, by default the first, it is in the paper,
@@ -27,7 +28,7 @@ import pandas as pd
 
 from scripts.latency import LatencyLaw
 from scripts.simulation.cluster import Case, Outcome, train_s_per_token
-from scripts.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, EngineCurve, roofline
+from scripts.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, EngineCurve, Swarm, roofline
 from scripts.simulation.theory import train_gpus
 from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, lengths_up_to
 
@@ -107,14 +108,18 @@ def _cluster(known: dict, lengths: LengthLaw) -> Cluster:
         curve = replace(curve, max_running_requests=known["options"]["max_running_requests"])
     else:
         curve = roofline(model, gpu, lengths.mean_context, known.get("tensor_parallel", 1))
-    trains = "train_gpus" in known
+    trains, weight_bytes, swarm = "train_gpus" in known, BYTES_PER_VALUE * MODELS[model].num_parameters, None
+    if "swarm" in known:
+        curve = replace(curve, max_running_requests=known["options"]["max_running_requests"])
+        swarm, gpu = Swarm(weight_bytes, **known["swarm"]), "H800"
     return Cluster(
         curve,
         known["engines"],
         train_s_per_token(model, gpu, known["train_gpus"]) if trains else 0.0,
-        known.get("sync_s", BYTES_PER_VALUE * MODELS[model].num_parameters / SYNC_BYTES_PER_S if trains else 0.0),
+        known.get("sync_s", weight_bytes / SYNC_BYTES_PER_S if trains else 0.0),
         known.get("replicas", 1),
         known.get("message_s", 0.0),
+        swarm,
     )
 
 
@@ -196,7 +201,8 @@ def _scenarios(comparison: dict) -> Iterator[Scenario]:
 
 
 def _merged(known: dict, changes: dict) -> dict:
-    return {**known, **changes, "options": {**known["options"], **changes.get("options", {})}}
+    nested = {name: {**known[name], **changes.get(name, {})} for name in ("options", "swarm") if name in known}
+    return {**known, **changes, **nested}
 
 
 @functools.cache

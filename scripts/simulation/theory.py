@@ -42,6 +42,7 @@ def unmet_by_rollout(case: Case) -> str:
     """What list scheduling assumes of rollout and this case does not have; empty if nothing."""
     config, workload = case.config, case.workload
     reasons = {
+        "machines differ, come and go": case.cluster.swarm is not None,
         "responses are placed in advance": config.scheduling == "batch",
         "the responses of a group take several slots of one worker at once": not config.replicate_prompts,
         "a filtered group's successor is not there at the start": config.drop_zero_variance,

@@ -1,17 +1,24 @@
 """The advisor's arithmetic against numbers worked out by hand and against the paper's formulas in the paper's units."""
 
+import dataclasses
+import itertools
 import math
 
 import pytest
 
 from cluster.advisor import (
+    Machines,
     Measured,
     StepTimes,
     advise,
+    advise_on_machines,
     best_alpha,
     best_split,
     expected_step,
+    machines_that_suffice,
     measure,
+    measure_machines,
+    rate_that_suffices,
     step_by_proposition_2,
     step_by_rates,
     tail_share,
@@ -167,6 +174,7 @@ def steps(count):
             generated=2000,
             response_mean_s=0.2,
             response_max_s=0.1 * (i % 2) + 0.5,
+            responses=(),
         )
         for i in range(count)
     ]
@@ -189,3 +197,54 @@ def test_a_gpu_is_a_device_whether_shared_or_not():
     assert (m.rollout_devices, m.training_devices, m.unit, m.is_shared) == (3, 2, "GPU", False)
     shared = measure(steps(8), 1.0, 64, Placement((0,), 4, (WorkerPlacement(0, 0, 0, 1, 0.4),), "ipc"))
     assert (shared.rollout_devices, shared.training_devices, shared.is_shared) == (1, 1, True)
+
+
+# Machines
+
+
+def machines(**changes):
+    """Rates of 4, 2, 2 and 1 response/s; a step trains 5 s on 36 responses, and weights take 1 s to a machine."""
+    known = {"rates": (2.0, 4.0, 1.0, 2.0), "responses": 36, "train_s": 5.0, "broadcast_s": 1.0, "refresh_lag": 1}
+    return Machines(**{**known, **changes})
+
+
+def test_the_rate_that_suffices_just_fits_responses_and_broadcast_into_training():
+    for lag, broadcast_s in itertools.product((1, 2, 4), (0.0, 1.0, 4.9)):
+        m = machines(refresh_lag=lag, broadcast_s=broadcast_s)
+        rate = rate_that_suffices(m)
+        assert lag * m.responses / rate + broadcast_s == pytest.approx(lag * m.train_s)
+    assert rate_that_suffices(machines()) == 36 / (5 - 1) == 9.0
+    assert rate_that_suffices(machines(refresh_lag=2)) == 2 * 36 / (2 * 5 - 1) == 8.0
+
+
+def test_a_broadcast_as_long_as_training_leaves_no_number_of_machines_that_is_enough():
+    assert math.isinf(rate_that_suffices(machines(broadcast_s=5.0)))
+    assert math.isinf(machines_that_suffice(machines(broadcast_s=6.0)))
+    text = advise_on_machines(machines(broadcast_s=11.0))
+    assert "no number of machines is enough" in text and "refresh_lag must be at least 3" in text
+    assert not math.isinf(machines_that_suffice(machines(broadcast_s=11.0, refresh_lag=3)))
+
+
+def test_the_fastest_machines_are_counted_first_and_then_more_of_the_median_rate():
+    assert machines_that_suffice(machines()) == 4, "9 of 9 responses/s"
+    assert machines_that_suffice(machines(broadcast_s=0.5)) == 3, "8 of 4 + 2 + 2"
+    assert machines_that_suffice(machines(responses=16)) == 1, "4 of 4"
+    assert machines_that_suffice(machines(responses=48)) == 6, "12 are needed, 9 are there, and the median is 2"
+
+
+def test_the_advice_on_machines_shows_its_arithmetic():
+    text = advise_on_machines(machines(responses=48, refresh_lag=2))
+    assert "4 workers give Σμ = 9 responses/s" in text
+    assert "2·48/9 + 1.000 = 11.667 s must fit into κ·T_train = 2·5.000 = 10.000 s" in text
+    assert text.endswith("1 more machines of the median rate 2/s are enough")
+    assert advise_on_machines(machines(broadcast_s=0.5)).endswith("the fastest 3 of them are enough")
+
+
+def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
+    """Worker 0: 3 responses in 0–2 and 5–6 s; worker 1: one in 4 s; worker 2 has given none in the last steps."""
+    lately = ((0, 0.0, 1.5), (0, 1.0, 2.0), (0, 5.0, 6.0), (1, 0.0, 4.0))
+    of_steps = [((2, 0.0, 1.0),)] * 12 + [lately[:2], lately[2:], *[()] * 6]
+    made = [dataclasses.replace(step, responses=of) for step, of in zip(steps(20), of_steps, strict=True)]
+    m = measure_machines(made, 64, broadcast_s=0.7, refresh_lag=0)
+    assert m.rates == pytest.approx((3 / 3, 1 / 4))
+    assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (64, pytest.approx(0.4), 0.7, 1)

@@ -252,3 +252,12 @@ def test_the_default_score_function_scores_in_the_pool():
         return rewards
 
     assert asyncio.run(ask()) == [1.0, 0.0]
+
+
+def test_outside_of_an_event_loop_each_response_has_a_future_whatever_becomes_of_the_others():
+    pool = RewardPool("addition", TIMEOUT_S, score_function=misbehave)
+    scored = [pool.begin("", response) for response in ("1.5", "raise", "hang", "die 3", "2.5")]
+    assert scored[0].result(30) == [1.5] and scored[4].result(30) == [2.5]
+    assert scored[1].result() == ["KeyError: 'no\\nsuch key'"]
+    assert isinstance(scored[2].exception(), TimeoutError) and scored[3].exception() is not None
+    pool.close()

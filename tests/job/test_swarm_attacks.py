@@ -111,7 +111,7 @@ def is_shut_out(run, machine, why, capsys):
         ([b"0", *ENCODE(Updated(0, 0.1, SampledTokens(), None))], "Updated of version 0, which it was not asked for"),
         ([b"0", *ENCODE(Probed(0, ()))], "Probed of version 0, which it was not asked for"),
         ([b"-", *ENCODE(Pull(0, None, -5))], "a Pull from byte -5"),
-        ([b"-", *ENCODE(Join(1, "", "liar", 0.0))], "a Join after its Join"),
+        ([b"-", *ENCODE(Join(1, "", "cpu", "liar", 0.0))], "a Join after its Join"),
         ([b"0", *ENCODE(Finished([], None))[:1], b"\xc0"], "a broken Finished"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -340,7 +340,7 @@ def test_another_key_brings_nothing_through(run, capsys):
     dealer = plain.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.connect(f"tcp://{run.address}")
-    dealer.send_multipart([b"-", *ENCODE(Join(1, "", "plain", time.time()))])
+    dealer.send_multipart([b"-", *ENCODE(Join(1, "", "cpu", "plain", time.time()))])
     goes_on(run)
     assert not dealer.poll(200)
     plain.destroy()

@@ -133,3 +133,4 @@ def test_what_the_advisor_is_told_of_a_step():
     step = step_times([Group(0, (quick, slow))], metrics, decoding_s=1.5, sampled=40, previous_tokens=20)
     assert (step.busy_s, step.decoding_s, step.sampled, step.generated) == (1.5, 1.5, 40, 30)
     assert (step.response_mean_s, step.response_max_s) == (2.0, 3.0)
+    assert step.responses == ((quick.worker, 1.0, 2.0), (slow.worker, 1.0, 4.0))

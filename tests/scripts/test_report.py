@@ -138,6 +138,30 @@ def make_events(trajectories_per_step=32):
     return [*events, {k: v for k, v in unstarted.items() if not k.endswith("_version")}]
 
 
+def swarm_events():
+    """Machine `far` joins at second 6 and stays, with worker 2; `far.2` with worker 3 is there from 8 to 20."""
+    told = {"mb_sent": 2.0, "mb_received": 0.5, "tokens_per_s": 40.0}
+    events = [
+        {"event": "machine_joined", "time": STARTED + 6.0, "machine": "far"},
+        worker_event("worker_started", 2, 7.0, attempt=0, machine="far"),
+        worker_event("worker_ready", 2, 7.0, startup_s=1.0),
+        {"event": "machine_joined", "time": STARTED + 8.0, "machine": "far.2"},
+        worker_event("worker_started", 3, 9.0, attempt=0, machine="far.2"),
+        worker_event("worker_ready", 3, 9.0, startup_s=1.0),
+        {"event": "machine", "time": STARTED + 10.0, "machine": "far", "workers": [2], "lag": 1.0, **told},
+        {"event": "machine", "time": STARTED + 12.0, "machine": "far", "workers": [2], "lag": 2.0, **told},
+        {"event": "machine", "time": STARTED + 12.0, "machine": "far.2", "workers": [3], **told},
+        *[trajectory(8000 + i, 2, 11.0 + i, 0.5, 2) for i in range(3)],
+        trajectory(8010, 3, 15.0, 0.5, 2, tokens=70),
+        worker_event("mismatch", 0, 12.0, **{"mismatch/k3": 9.0}),
+        worker_event("mismatch", 2, 12.0, **{"mismatch/k3": 1e-6}),
+        worker_event("mismatch", 2, 14.0, **{"mismatch/k3": 2e-6}),
+        {"event": "machine_left", "time": STARTED + 20.0, "machine": "far.2", "why": "was silent", "tickets": 4},
+        worker_event("worker_died", 3, 20.0, exit_code=None, tickets=4),
+    ]
+    return [*make_events(), *events]
+
+
 def run_json():
     return {
         "command": ["python", "train_async.py", "--task", "a task"],
@@ -433,7 +457,69 @@ def test_a_worker_that_never_came_back_is_restarting_to_the_end(tmp_path):
     assert (last.kind, last.start, last.end) == ("restarting", 10.0, timeline.duration)
 
 
+def test_machines_that_join_have_a_lane_with_their_number_and_each_of_their_workers_has_one(run):
+    write_lines(run / "events.jsonl", swarm_events())
+    lanes = {lane.name: lane for lane in timeline_of(run).lanes}
+    own = ["worker 0", "worker 1"]
+    assert list(lanes) == ["trainer", "evaluation", "machines", *own, "worker 2 (far)", "worker 3 (far.2)"]
+    there = [(bar.name, round(bar.start, 3), round(bar.end, 3)) for bar in lanes["machines"].bars]
+    assert there == [("1 there", 6, 8), ("2 there", 8, 20), ("1 there", 20, 29.5)]
+    marks = [(mark.kind, mark.name, *mark.details.values()) for mark in lanes["machines"].marks]
+    assert marks == [
+        ("joined", "far joined"), ("joined", "far.2 joined"), ("left", "far.2 left", "was silent", 4),
+    ]  # fmt: skip
+    far, away = lanes["worker 2 (far)"], lanes["worker 3 (far.2)"]
+    assert [(bar.kind, bar.start, bar.end) for bar in away.bars if bar.row == 0] == [("away", 9, 20)]
+    assert [(bar.kind, bar.end) for bar in far.bars if bar.row == 0] == [("away", 29.5)]
+    assert [(mark.kind, mark.start) for mark in away.marks] == [("joined", 9), ("left", 20)]
+    assert sum(bar.kind == "trajectory" for bar in far.bars) == 3
+
+
+def test_machines_that_join_have_no_part_in_the_workers_time_and_their_leaving_is_no_death(run):
+    spent = table(page_of(run), "workers' time")
+    write_lines(run / "events.jsonl", swarm_events())
+    page = page_of(run)
+    assert table(page, "workers' time") == spent
+    suffix = "worker deaths: 1; machines that joined: 2, that left before the end: 1"
+    assert page["facts"]["outcome"] == f"finished: all 12 steps; {suffix}"
+
+
+def test_what_each_machine_did_has_a_row_and_curves_those_that_sampled_most_first(run):
+    write_lines(run / "events.jsonl", swarm_events())
+    lines = [metrics_line(step) | {"swarm/machines": step // 3} for step in range(1, STEPS + 1)]
+    write_lines(run / "metrics.jsonl", lines)
+    page = page_of(run)
+    (found,) = (table for table in page["tables"] if "machines" in table["title"])
+    columns = "machine", "there, s", "responses", "tokens", "tokens/s", "lag", "MB sent", "MB received", "mismatch, k3"
+    assert found["headings"] == [*columns, "why it left"]
+    assert found["rows"] == [
+        ["far.2", "12.0", "1", "70", "5.8", "", "2.0", "0.5", "nan", "was silent"],
+        ["far", "8.0", "3", "30", "3.8", "1.50", "4.0", "1.0", "2e-06", ""],
+        ["all 2", "14.0", "4", "100", "7.1", "1.50", "6.0", "1.5", "2e-06", ""],
+    ]
+    drawn = curves(page)
+    assert drawn["Generated tokens/s, by machine"] == {"far.2": [(12.0, 40.0)], "far": [(10.0, 40.0), (12.0, 40.0)]}
+    (lag,) = (lines for title, lines in drawn.items() if title.startswith("Versions that responses were behind"))
+    assert lag == {"far": [(10.0, 1.0), (12.0, 2.0)]}
+    (mismatch,) = (lines for title, lines in drawn.items() if title.startswith("Mismatch with"))
+    assert mismatch == {"far": [(12.0, 1e-6), (14.0, 2e-6)]}
+    assert drawn["Machines that have joined"]["machines"][-1] == (12.0, 4.0)
+    assert '<section class="card wide"><h3>What machines did that joined' in html_of(run)
+
+
+def test_a_run_that_no_machine_joined_says_nothing_of_machines(run):
+    page = page_of(run)
+    assert not any("machine" in table["title"] for table in page["tables"])
+    assert not any("machine" in chart["title"] for chart in page["charts"])
+
+
+def test_each_reason_of_the_ledger_is_named_in_words(run):
+    write_lines(run / "metrics.jsonl", [metrics_line(1) | {"ledger/groups_dropped_shut_out": 2}])
+    assert table(page_of(run), "groups")["dropped: shut out"][0] == "2"
+
+
 def test_bars_of_one_row_never_overlap(run):
+    write_lines(run / "events.jsonl", swarm_events())
     for lane in timeline_of(run).lanes:
         for row in range(lane.num_rows):
             bars = sorted((bar.start, bar.end) for bar in lane.bars if bar.row == row)
@@ -484,6 +570,12 @@ def test_what_ended_a_run_early_and_its_advice_are_said(run):
     assert facts["advice"] == "leave both"
 
 
+def test_the_advice_on_how_many_machines_are_enough_is_said(run):
+    advice = {"event": "advice", "time": STARTED + 39, "text": "advice on machines: 2 workers give enough"}
+    write_lines(run / "events.jsonl", [*make_events(), advice])
+    assert page_of(run)["facts"]["advice"] == "2 workers give enough"
+
+
 def test_the_script_ends_with_one_line_and_a_status(tmp_path):
     result = run_script(tmp_path / "none")
     assert result.returncode == 1 and result.stdout == ""
@@ -526,17 +618,27 @@ setTimeout(() => {
 </script>"""
 
 
-def open_in_browser(run, browser):
-    """What the probe saw in the page, opened from disk, and the browser's log."""
-    html = html_of(run)
+def open_in_browser(run, browser, lane=2):
+    """What the probe saw in the page, opened from disk, and the browser's log; `lane` is one of a worker."""
+    html, probe = html_of(run), PROBE.replace("lanes[2]", f"lanes[{lane}]").replace("tops[2]", f"tops[{lane}]")
     page = run / "probed.html"
-    page.write_text(html.replace("<head>", "<head>" + LISTEN, 1).replace("</body>", PROBE + "</body>"))
+    page.write_text(html.replace("<head>", "<head>" + LISTEN, 1).replace("</body>", probe + "</body>"))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={run / 'profile'}"]
     options = ["--enable-logging=stderr", "--window-size=1200,2000", "--virtual-time-budget=2000", "--dump-dom"]
     result = subprocess.run([*command, *options, page.as_uri()], capture_output=True, text=True, timeout=60)
     body = next((attributes for tag, attributes in Text(result.stdout).tags if tag == "body"), {})
     assert "data-seen" in body, f"the page's script did not run to its end:\n{result.stderr[-3000:]}"
     return json.loads(body["data-seen"]), result.stderr
+
+
+def test_a_browser_draws_a_run_that_machines_joined(run):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser of {', '.join(BROWSERS)} is installed")
+    write_lines(run / "events.jsonl", swarm_events())
+    seen, log = open_in_browser(run, browser, lane=3)
+    assert seen["problems"] == [] and "CONSOLE" not in log
+    assert "201,220,201" in seen["colors"] and "194,87,26" in seen["colors"], "machines and a leave are not there"
 
 
 def test_a_browser_draws_the_timeline_zooms_it_and_names_what_is_under_the_pointer(run):

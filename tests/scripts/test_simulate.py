@@ -1,24 +1,30 @@
+import functools
 import heapq
 import itertools
 import json
 import math
 import random
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from controller import dispatcher, workers
 from data.records import Ticket
 from scripts import simulate as script
 from scripts.latency import LatencyLaw
 from scripts.lines import read
-from scripts.simulation import report, scenarios, theory
+from scripts.simulation import report, scenarios, swarm, theory
 from scripts.simulation.clock import Clock
-from scripts.simulation.cluster import Case, Cluster, simulate
-from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine, roofline
+from scripts.simulation.cluster import Case, Cluster, Simulation, simulate
+from scripts.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
 from scripts.simulation.scenarios import Claim, Scenario
+from scripts.simulation.swarm import Uplink, fair_share
 from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, draws_of, lengths_up_to
+from weights.pull import KEPT
 
 RECORDS = Path(__file__).parents[2] / "results" / "simulation" / "simulation.jsonl"
 LAW = lengths_up_to(400)
@@ -177,6 +183,76 @@ def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
 def test_what_is_not_simulated_is_refused():
     with pytest.raises(ValueError, match="on_update restart is not simulated; use keep, recompute or resume"):
         simulate(case({"on_update": "restart"}))
+
+
+# Swarms
+
+
+def pulled(uplink_bytes_per_s, pulls):
+    """When each of these pulls ends: (start, bytes, link)."""
+    clock, ends = Clock(), {}
+    uplink = Uplink(clock, uplink_bytes_per_s)
+    for name, (start, num_bytes, link) in enumerate(pulls):
+        done = functools.partial(lambda name: ends.update({name: clock.now}), name)
+        clock.at(start, functools.partial(uplink.pull, num_bytes, link, done))
+    clock.run_until(lambda: len(ends) == len(pulls))
+    assert uplink.sent_bytes == pytest.approx(sum(num_bytes for _, num_bytes, _ in pulls), rel=1e-3)
+    return [ends[name] for name in range(len(pulls))]
+
+
+def test_machines_that_pull_share_the_uplink_and_leave_what_their_own_links_cannot_take():
+    # 10 kB/s: the slow link takes 2, the fast one 8 until it has its 40 kB at 5 s; the slow one goes on to 10 s.
+    assert pulled(1e4, [(0, 2e4, 2e3), (0, 4e4, 1e6)]) == pytest.approx([10.0, 5.0], rel=1e-3)
+    # Alone to 2 s, 5 and 5 to 4 s, alone again.
+    assert pulled(1e4, [(0, 4e4, 1e6), (2, 1e4, 1e6)]) == pytest.approx([5.0, 4.0], rel=1e-3)
+    assert pulled(math.inf, [(0, 2e4, 2e3), (0, 4e4, 1e4)]) == pytest.approx([10.0, 4.0], rel=1e-3)
+
+
+def test_a_fair_share_uses_the_whole_link_or_fills_all_others():
+    for seed in range(20):
+        links = np.random.default_rng(seed).lognormal(size=30)
+        share = fair_share(links, capacity := links.sum() * (0.1 + seed / 10))
+        assert np.minimum(links, share).sum() == pytest.approx(min(capacity, links.sum()))
+
+
+def swarm_case(options=None, steps=9, workers=8, **swarm):
+    known = {"weight_bytes": 1e7, "delta_share": 0.02, "uplink_bytes_per_s": 1e7, "stay_s": 1e9, **swarm}
+    options = {"async_ratio": 1.0, "max_running_requests": 4, **(options or {})}
+    return case(options, workers=workers, curve=slowing(4), steps=steps, swarm=Swarm(**known))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_machines_that_come_and_go_lose_no_group_and_break_no_bound(lag):
+    options = {"swarm_args": [f"refresh_lag={lag}"]}
+    outcome = simulate(swarm_case(options, stay_s=30.0))
+    assert outcome.numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
+    assert 0 < outcome.numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
+    assert dispatcher.time is workers.time is time, "leases end by real time again"
+
+
+def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept_come_whole():
+    quick, slow = (simulate(swarm_case(uplink_bytes_per_s=rate)).numbers for rate in (1e7, 1e4))
+    assert 8 * 2e5 / 1e7 < quick["fetch_s"] < 1 and slow["fetch_s"] > 8 * 2e5 / 1e4 > 100
+    assert quick["uplink_share"] < slow["uplink_share"] <= 1 and quick["step_s"] < slow["step_s"]
+    lag = {"swarm_args": [f"refresh_lag={KEPT}"]}
+    whole, files = (simulate(swarm_case(lag, uplink_bytes_per_s=rate)).numbers for rate in (1e7, math.inf))
+    assert whole["fetch_s"] > 10 * files["fetch_s"]
+
+
+def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypatch):
+    monkeypatch.setattr(swarm, "CRASH_SHARE", 1.0)
+    simulation, died_at = Simulation(swarm_case(stay_s=60.0)), []
+    simulation.controller.journal._record = lambda event, **fields: died_at.append((event, simulation.clock.now))
+    ended_at, end = [], simulation.swarm._end
+    simulation.swarm._end = lambda machine: (ended_at.append(simulation.clock.now), end(machine))
+    simulation.run()
+    missed = [now for event, now in died_at if event == "worker_died"]
+    assert missed and missed == pytest.approx([now + 15.0 for now in ended_at][: len(missed)])
+
+
+def test_the_controllers_cpu_time_is_measured():
+    numbers = simulate(swarm_case()).numbers
+    assert 0.01 < numbers["cpu_ms_per_trajectory"] < 100
 
 
 # Theory
@@ -365,6 +441,14 @@ def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses()
     *rows, _, _ = report.short(read(RECORDS))
     assert len(rows) - 2 <= 10
     assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
+
+
+def test_the_table_of_swarms_has_every_arm_with_its_means_and_ranges():
+    head, _, *rows = report.swarms(read(RECORDS))
+    arms = [f"{scenario.name} {arm}" for scenario in scenarios.scenarios(["swarm"]) for arm in scenario.arms]
+    assert {row.split("|")[1].strip() for row in rows} == set(arms) and "cpu_ms_per_trajectory" in head
+    assert all(row.count("(") == len(report.OF_SWARMS) for row in rows)
+    assert report.swarms([{"scenario": "other", "arms": {"one": {"step_s": 1.0}}}])[2:] == []
 
 
 def test_the_propositions_hold_on_every_committed_run_that_meets_their_assumptions():

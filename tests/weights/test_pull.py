@@ -199,6 +199,9 @@ def test_beside_a_local_transport_each_worker_reads_by_its_own():
         both.acquire(worker, staged)
         both.release(worker, staged)
     assert both.free_buffer() is not None
+    for version in range(5, 12):  # not announced, as those before are evaluated
+        both.local.announce(both.local.stage(version, both.pulled.copy(version, parameters(version))))
+    assert is_left(both.pulled, 4) and not is_left(both.pulled, 5)
 
 
 # The far end
@@ -299,12 +302,16 @@ def test_a_whole_copy_in_place_of_the_rest_of_a_delta_begins_at_its_start():
 
 def test_where_the_base_is_another_than_the_runs_the_whole_is_taken():
     machine = Machine(PullTransport(SPECS))
-    machine.pull(two_versions(machine.transport, other=1.0)[0])
+    first, _, _ = two_versions(machine.transport, other=5.0)
+    machine.pull(first)
+    here = [(name, tensor.clone()) for name, tensor in machine.puller.parameters()]
     machine.transport = PullTransport(SPECS)
     _, second, a = two_versions(machine.transport)
     machine.puller.want(second.messages[0])
-    assert not machine.puller.take(machine.answer())
-    assert machine.puller.here.version == 0, "what is here stays until the next is whole"
+    wrong = machine.answer()
+    assert not machine.puller.take(wrong)
+    assert machine.puller.here.version == 0 and is_same(machine.puller, here), "what is here stays meanwhile"
+    assert not machine.puller.take(wrong), "nor does it count when it comes twice"
     machine.take_all()
     assert [pull.base for pull in machine.asked] == [None, 0, None]
     assert is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])

@@ -101,6 +101,15 @@ def test_files_older_than_the_last_two_anchors_are_removed_and_all_at_the_end(fo
     assert names(folder) == []
 
 
+def test_a_version_that_is_staged_twice_is_written_once(folder):
+    trainer = Trainer(folder)
+    info = trainer.write()
+    trainer.version -= 1
+    assert trainer.stage(share=0.0).messages == [info]
+    trainer.write()
+    assert [name.count("_") for name in names(folder)] == [0, 1]
+
+
 def test_files_that_an_earlier_life_of_the_run_left_are_removed_and_others_are_not(folder):
     folder.mkdir()
     old, other = folder / f"00000007-{'a' * 16}.snapshot", folder / "notes.txt"
