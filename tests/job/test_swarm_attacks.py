@@ -310,16 +310,18 @@ def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
     assert not [line for line in printed_of(capsys, machine.name) if "cannot be reached" not in line]
 
 
-def test_a_machine_whose_trajectories_all_fail_is_shut_out_and_does_not_end_the_run(run, capsys):
-    for _ in range(3):
+def test_machines_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_run(run, capsys):
+    run.honest.holds = lambda ticket: True  # so that nothing succeeds meanwhile
+    for _ in range(3):  # together they fail more often than a run may in a row
         with liar(run, holds=False) as machine:
             machine.holds = lambda ticket: False
             machine.changes = lambda t: dataclasses.replace(
-                t, finish_reason="failed", reward=float("nan"), failure="x\n" * 400, turns=()
+                t, finish_reason="failed", reward=float("nan"), failure="x\n" * 400
             )
-            while not machine.saw(Refused):
-                run.step()
-            is_shut_out(run, machine, "16 failed trajectories one after the other", capsys)
+            wait_until(lambda: run.step_if_ready() or machine.saw(Refused))
+    run.honest.holds = lambda ticket: False
+    run.honest.finish()
+    is_shut_out(run, machine, "16 failed trajectories one after the other", capsys)
 
 
 def test_another_key_brings_nothing_through(run, capsys):
