@@ -102,6 +102,9 @@ class Dispatcher:
         for trajectory in awaited:
             took_s = trajectory.ended_at - trajectory.started_at
             self._mean_s += (took_s - self._mean_s) * (0.02 if self._mean_s else 1)
+            if worker.is_remote and trajectory.num_generated:
+                token_s = took_s / trajectory.num_generated
+                worker.token_s += (token_s - worker.token_s) * (0.1 if worker.token_s else 1)
         return awaited
 
     def end_leases(self) -> Iterator[Ticket]:
