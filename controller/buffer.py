@@ -243,7 +243,8 @@ class SampleBuffer:
 
     def is_running(self, group_id: int) -> bool:
         """Whether the group holds a place and waits for members."""
-        return group_id in self._residents and self._residents[group_id].group is None
+        resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
+        return resident is not None and resident.group is None
 
     def ledger(self) -> dict[str, int]:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
