@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import zmq
 from fake_worker import run_fake_worker, trajectory
@@ -85,6 +86,7 @@ class Run:
 
     def step_if_ready(self):
         """The same, unless that would have to wait."""
+        self.controller.take_report()  # raises what ended the swarm's thread
         if (groups := self.controller.take_batch_if_ready()) is not None:
             self._train(groups)
 
@@ -123,7 +125,8 @@ def running(
     **options,
 ):
     """A run that listens, with its first weights published, if it `publishes` them."""
-    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0}
+    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0,
+        "runs_dir": str(tmp_path.parent)}  # fmt: skip
     config = Config(**{**defaults, "num_rollout_workers": num_own, **options})
     prompts = PromptSource(
         train_problem=lambda index: Problem(f"p{index}", answers(index)),
@@ -142,10 +145,13 @@ def running(
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
     try:
         controller.launch()
+        patch = pytest.MonkeyPatch()
+        patch.setattr("job.swarm.read_shape", lambda path: SimpleNamespace(vocab_size=16))
         controller.connect(swarm.start(controller, ShmTransport(specs) if num_own else None, specs))
         run = Run(controller, swarm, tmp_path / "swarm.key", events, num_floats)
         if publishes:
             run.publish()
+        patch.undo()
         yield run
     finally:
         swarm.stop()

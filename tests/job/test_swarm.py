@@ -32,7 +32,7 @@ def test_a_machine_gets_the_options_and_the_files_of_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"protocol": 99}, "its protocol is 99, the run's 1"),
+        ({"protocol": 99}, "its protocol is 99, the run's "),
         ({"code": "f" * 64}, "its code is ffffffffffff, the run's"),
     ],
 )

@@ -299,13 +299,12 @@ def test_a_flood_of_pulls_shuts_a_machine_out(run, capsys):
 
 def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
     with liar(run, holds=False) as machine:
-        pieces, machine._act = len(machine.saw(Piece)), lambda *_: None
+        machine._act = lambda *_: None
         for pull in (Pull(10**9, None, 0), Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63)):
             machine.send(b"-", pull)
             time.sleep(0.05)
         machine.send(b"-", Pull(run.version, None, 10**15))
-        wait_until(lambda: len(machine.saw(Piece)) > pieces)
-        assert machine.saw(Piece)[-1].data == b""
+        wait_until(lambda: b"" in [piece.data for piece in machine.saw(Piece)])
         goes_on(run)
     assert not [line for line in printed_of(capsys, machine.name) if "cannot be reached" not in line]
 
