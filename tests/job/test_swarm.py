@@ -124,7 +124,9 @@ def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_pa
         slow.held, kept = [], slow.held  # it does not even abort
         with FakeMachine(run, "fast") as fast:
             run.step()
-            assert {t.ticket_id for t in fast.had if t.attempt}
+            lapsed = {(ticket.group_id, ticket.member): ticket.seed for _, ticket in kept}
+            again = {(t.group_id, t.member): t.seed for t in fast.had if (t.group_id, t.member) in lapsed}
+            assert again and again.items() <= lapsed.items(), "the same responses are asked for, by the same seeds"
             slow.held = kept
             before = len(run.taken)
             slow.finish()
