@@ -299,7 +299,7 @@ def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
         machine._act = lambda *_: None
         for pull in (Pull(10**9, None, 0), Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63)):
             machine.send(b"-", pull)
-            time.sleep(0.05)
+            time.sleep(0.5)  # a pull while it pulls is another attack
         machine.send(b"-", Pull(run.version, None, 10**15))
         wait_until(lambda: b"" in [piece.data for piece in machine.saw(Piece)])
         goes_on(run)
@@ -314,6 +314,7 @@ def test_machines_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_ru
             machine.changes = lambda t: dataclasses.replace(
                 t, finish_reason="failed", reward=float("nan"), failure="x\n" * 400
             )
+            machine.finish()  # what it has had already
             wait_until(lambda: run.step_if_ready() or machine.saw(Refused))
     run.honest.holds = lambda ticket: False
     run.honest.finish()
