@@ -256,7 +256,9 @@ def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
         assert process.wait(20) == 0
         wait_until(run.left)
         ((_, why),) = run.left()
-        assert why == "has left" and not psutil.wait_procs(engines, 20)[1]
+        # Its connection may be gone before its last word is read.
+        assert why in ("has left", "cannot be reached (Host unreachable)")
+        assert not psutil.wait_procs(engines, 20)[1]
     joined, left = (tmp_path / "out").read_text().splitlines()
     assert joined.startswith("joined ") and left == "left: stopped here"
 
