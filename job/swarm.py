@@ -352,7 +352,8 @@ class Swarm:
                 self._check(worker, trajectories)
                 newest = self.controller.announcements.newest.version
                 message = Finished([machine.take(t, worker.index, newest) for t in trajectories], None)
-                self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
+                if self.config.swarm.verify_share:
+                    self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
         # Its clock is not this machine's, so it keeps no time ledger here.
         self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
 

@@ -220,3 +220,12 @@ def test_a_run_with_workers_of_its_own_goes_on_when_the_machines_have_gone(tmp_p
         for _ in range(2):
             assert {t.worker for group in run.step() for t in group.trajectories} <= {0, 1}
         assert {t.worker for group in run.step() for t in group.trajectories} == {0}
+
+
+def test_what_machines_sent_is_kept_for_verification_only_where_there_is_any(tmp_path):
+    for share in (0, 1):
+        folder = tmp_path / str(share)
+        folder.mkdir()
+        with running(folder, swarm_args=(f"verify_share={share}",)) as run, FakeMachine(run):
+            run.step()
+            assert bool(run.swarm.take_answered()) == bool(share)
