@@ -263,6 +263,16 @@ def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
     assert joined.startswith("joined ") and left == "left: stopped here"
 
 
+def test_a_machine_joins_the_node_that_it_is_sent_to(tmp_path):
+    with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
+        first.swarm.meet([(first.address, 1), (second.address, 0)])
+        far = Far(first.address, first.key_path, tmp_path / "far")
+        second.step()
+        assert joins(second) == 1 and joins(first) == 0
+        second.swarm.stop()
+        assert far.end() == "the run has ended"
+
+
 def test_a_machine_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
     with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
         far = Far(run.address, run.key_path, tmp_path / "far")

@@ -7,7 +7,7 @@ import pytest
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from controller.workers import WorkerDied
-from data.messages import Fetch, JoinAgain, Leave, Piece, Pull, Refused, Tickets, Update, Welcome
+from data.messages import Fetch, JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Tickets, Update, Welcome
 
 
 def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_path, capsys):
@@ -229,3 +229,15 @@ def test_what_machines_sent_is_kept_for_verification_only_where_there_is_any(tmp
         with running(folder, swarm_args=(f"verify_share={share}",)) as run, FakeMachine(run):
             run.step()
             assert bool(run.swarm.take_answered()) == bool(share)
+
+
+def test_machines_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
+    with running(tmp_path) as run:
+        run.swarm.meet([(run.address, 1), ("elsewhere:1", 0)])
+        sent_to = []
+        for num_joined in ([0, 0], [0, 1], [0, 3]):  # of two that have as many the first
+            run.swarm.note_workers(num_joined)
+            with FakeMachine(run) as machine:
+                wait_until(lambda: machine.saw(Welcome) or machine.saw(JoinAt))
+                sent_to += [message.address for message in machine.saw(JoinAt)] or ["here"]
+        assert sent_to == ["elsewhere:1", "here", "here"]
