@@ -228,7 +228,7 @@ class SwarmOptions:
     refresh_lag: int = 0
     """Versions that a machine may be behind before it fetches the newest (Δ); raises the bound on staleness by as much.
     0: it fetches each one, and starts nothing new until it has it."""
-    lease_s: float = 300.0
+    lease_s: float = 1800.0
     """Longest time that a machine may have a ticket while another could take it, seconds."""
     verify_share: float = 0.05
     """Share of a machine's responses whose log-probs and rewards are computed again by the trainer."""

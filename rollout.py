@@ -290,18 +290,31 @@ def main() -> None:
     given = parser.parse_args()
     if not re.fullmatch(r"[^:/\s]+:\d{1,5}", given.join):
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
             machine = JoinedMachine(given.join, given.key, run_worker, Path(folder))
             try:
                 print(f"left: {machine.serve()}")
             finally:
+                _ignore_signals()
                 machine.close()
         except KeyboardInterrupt:
             print("left: stopped here")
         except (ValueError, RuntimeError, OSError) as error:
             sys.exit(f"error: {error}")
+
+
+def _interrupt(number: int, frame) -> None:
+    _ignore_signals()
+    raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    """Let the way down not be interrupted: engines would be left behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Controller:
         """Issue again the tickets that machines which have joined have had for too long."""
         with self._changed:
             for ticket in list(self.dispatcher.end_leases()):
-                self._issue_again(ticket)
+                self._issue_again(ticket, self.tickets.elsewhere(ticket))
             self._fill()
 
     def fetch_anew(self, worker: Worker, version: int) -> None:
@@ -137,10 +137,9 @@ class Controller:
         if not worker.is_remote:
             self.journal.started(worker.index)
         for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
-            self._issue_again(ticket)
+            self._issue_again(ticket, self.tickets.again(ticket))
 
-    def _issue_again(self, ticket: Ticket) -> None:
-        again = self.tickets.again(ticket)
+    def _issue_again(self, ticket: Ticket, again: Ticket) -> None:
         if ticket.is_evaluation:
             self.evaluations.running.issue_again(ticket, again)
         if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):  # else dropped, or finished without it

@@ -87,6 +87,12 @@ class TicketSource:
         seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
         return replace(ticket, ticket_id=self._next_ticket, attempt=attempt, seed=seed)
 
+    def elsewhere(self, ticket: Ticket) -> Ticket:
+        """Make the same ticket for another worker, with an id of its own: by the same seed a long response stays one,
+        so that what is slow is not made short."""
+        self._next_ticket += 1
+        return replace(ticket, ticket_id=self._next_ticket)
+
     def _ticket(
         self, group_id: int, member: int, num_members: int, problem: Problem, tokens: tuple[int, ...], min_version: int
     ) -> Ticket:
@@ -159,21 +165,22 @@ class TicketQueue:
         return self._assign_in_advance(workers) if self.scheduling == "batch" else self._assign_to_free(workers)
 
     def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Give each ticket to the least loaded worker that may start it; a heap, as there can be thousands of both."""
+        """Give each ticket to the least loaded worker that may start it, of those to one of this node, then to the
+        fastest; a heap, as there can be thousands of both."""
         if not self._tickets:
             return
         most = self.max_running_requests
-        loads = [(worker.num_running, place) for place, worker in enumerate(workers) if worker.num_running < most]
+        loads = [(w.num_running, w.token_s, place) for place, w in enumerate(workers) if w.num_running < most]
         heapq.heapify(loads)
         while self._tickets:
             ticket, passed_over = self._tickets[0], []
-            while loads and not workers[loads[0][1]].can_start(self.min_version(ticket)):
+            while loads and not workers[loads[0][2]].can_start(self.min_version(ticket)):
                 passed_over.append(heapq.heappop(loads))
             if not loads or loads[0][0] + ticket.num_members > most:
                 return
-            worker = workers[loads[0][1]]
+            worker = workers[loads[0][2]]
             yield worker, self._tickets.popleft()
-            heapq.heapreplace(loads, (worker.num_running, loads[0][1]))
+            heapq.heapreplace(loads, (worker.num_running, *loads[0][1:]))
             for load in passed_over:
                 heapq.heappush(loads, load)
 

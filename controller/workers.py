@@ -64,6 +64,8 @@ class Worker:
     """Those of them that have been issued again: it keeps their slots, and what comes of them is late."""
     num_running: int = 0
     """Trajectories that its tickets ask for."""
+    token_s: float = 0.0
+    """Time that a token takes on a machine that has joined, of late, seconds; 0 on this node."""
     num_restarts: int = 0
     """Restarts since a ticket came back from it."""
     held: HoldReason | None = None

@@ -6,9 +6,11 @@ side, and its fields; arrays are dtype, shape and bytes, of the dtypes that reco
 
 import json
 import math
+import struct
 
 import msgspec
 import numpy as np
+from zmq.utils import z85
 
 DTYPES = ("<i8", "|b1", "<f4", "<i4")
 """Of the arrays in records; bytes of any other are refused."""
@@ -70,6 +72,9 @@ def read_key(path: str) -> tuple[bytes, bytes, bytes]:
     try:
         with open(path, encoding="utf-8") as file:
             keys = json.load(file)
-        return tuple(keys[name].encode() for name in ("run", "machine", "machine_secret"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = tuple(keys[name].encode() for name in ("run", "machine", "machine_secret"))
+        if any(len(z85.decode(key)) != 32 for key in found):
+            raise ValueError("its keys are not of 32 bytes")
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"--key {path} cannot be read ({error}); copy runs/NAME/swarm.key of the run") from None

@@ -226,7 +226,8 @@ class JoinedMachine:
         elif welcome != self._welcome:
             raise ValueError(f"another run listens at {self.address} now; join that one anew")
         self._has_joined = True
-        print(f"joined {self.address}: {len(self.engines)} engines, logs in {self.folder}", flush=True)
+        engines = f"{len(self.engines)} engine" + "s" * (len(self.engines) > 1)
+        print(f"joined {self.address}: {engines}, logs in {self.folder}", flush=True)
         for index, engine in enumerate(self.engines):
             if engine.is_up:
                 self._send(str(index).encode(), Ready(0.0))

@@ -50,7 +50,7 @@ from data.wire import MACHINE, SILENCE_S, Codec
 from job.hub import Hub
 from job.trust import mistake_in
 from records.run_directory import RunDirectory
-from weights.pull import PIECE_BYTES, LocalAndPulled, PullTransport
+from weights.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport
 
@@ -137,6 +137,8 @@ class Machine:
         self.num_failed = self.num_failed + 1 if trajectory.finish_reason == "failed" else 0
         if self.num_failed > MAX_FAILED:
             raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
+        # Its Join may have waited, which looks like a clock that is behind; no trajectory ends in the future.
+        self.clock_ahead_s = max(self.clock_ahead_s, trajectory.ended_at - time.time())
         if trajectory.num_generated:
             lag = newest_version - trajectory.min_version
             self.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
@@ -182,7 +184,8 @@ class Swarm:
 
     def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
         """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
-        self.controller, self.weights = controller, PullTransport(specs, self._writer)
+        num_kept = max(KEPT, self.config.swarm.refresh_lag + 2)
+        self.controller, self.weights = controller, PullTransport(specs, self._writer, num_kept)
         self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
         return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
@@ -347,7 +350,8 @@ class Swarm:
                 self._check(worker, trajectories)
                 newest = self.controller.announcements.newest.version
                 message = Finished([machine.take(t, worker.index, newest) for t in trajectories], None)
-                self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
+                if self.config.swarm.verify_share:
+                    self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
         # Its clock is not this machine's, so it keeps no time ledger here.
         self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
 

@@ -5,9 +5,11 @@ import dataclasses
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import zmq
 from fake_worker import run_fake_worker, trajectory
@@ -79,6 +81,7 @@ class Run:
 
     def step_if_ready(self):
         """The same, unless that would have to wait."""
+        self.controller.take_report()  # raises what ended the swarm's thread
         if (groups := self.controller.take_batch_if_ready()) is not None:
             self._train(groups)
 
@@ -117,7 +120,8 @@ def running(
     **options,
 ):
     """A run that listens, with its first weights published, if it `publishes` them."""
-    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0}
+    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0,
+        "runs_dir": str(tmp_path.parent)}  # fmt: skip
     config = Config(**{**defaults, "num_rollout_workers": num_own, **options})
     prompts = PromptSource(
         train_problem=lambda index: Problem(f"p{index}", answers(index)),
@@ -131,14 +135,18 @@ def running(
     placement = Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm")
     workers = Workers(config, placement, "fine", tmp_path, run_fake_worker)
     controller = Controller(config, workers, TicketSource(config, prompts), record)
-    swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), record)
+    directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
+    swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
     try:
         controller.launch()
+        patch = pytest.MonkeyPatch()
+        patch.setattr("job.swarm.read_shape", lambda path: SimpleNamespace(vocab_size=16))
         controller.connect(swarm.start(controller, ShmTransport(specs) if num_own else None, specs))
         run = Run(controller, swarm, tmp_path / "swarm.key", events, num_floats)
         if publishes:
             run.publish()
+        patch.undo()
         yield run
     finally:
         swarm.stop()
@@ -165,7 +173,13 @@ class FakeMachine:
         self.answers_fetch = True
         self.held, self.had, self.versions = [], [], {}
         self.puller, self.wants = None, {}
-        self.fields = {"protocol": PROTOCOL, "code": code_digest(), "host": name, "unix_time": time.time()} | said
+        self.fields = {
+            "protocol": PROTOCOL,
+            "code": code_digest(),
+            "device": "cpu",
+            "host": name,
+            "unix_time": time.time(),
+        } | said
         self.is_silent = self.is_closed = False
         self.thread = threading.Thread(target=self._serve, daemon=True)
 

@@ -4,11 +4,13 @@ import json
 import re
 import shlex
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from cogapp import Cog
 
+from job import swarm
 from job.command_line import read_options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +82,13 @@ def test_every_heading_that_is_linked_is_there():
                 re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)
             ]
             assert anchor in anchors, f"{page.name} links {name}#{anchor}"
+
+
+def test_the_reference_has_every_metric_of_machines_that_join():
+    text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    of_machine = swarm._metrics(Counter(trajectories=1), 1.0)
+    for name in [*swarm.COUNTS, *of_machine]:
+        assert re.search(rf"`(swarm/(NAME/)?)?{name}`", text), name
 
 
 def fault_of(path):

@@ -1,7 +1,7 @@
 """Weights that a distant machine pulls: versioned snapshots, whole, or as what has changed since one that it has.
 
 This is the trainer's end; puller.py is the machine's, delta.py says what passes between them. Host memory here is at
-most that of KEPT + MAX_READ + 2 payloads (one more is announced, one is being made), and of the deltas between them.
+most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being made), and of the deltas between them.
 """
 
 import collections
@@ -19,7 +19,7 @@ from weights.transport import ParameterSpec, Staged, Transport, copy_parameters,
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""
 KEPT = 3
-"""Snapshots that stay to be the base of a delta, the newest included."""
+"""Snapshots that stay to be the base of a delta, the newest included, where machines fetch each version."""
 MAX_READ = 3
 """Older snapshots that stay while machines read them, the oldest first; who reads another begins anew."""
 
@@ -27,9 +27,10 @@ MAX_READ = 3
 class PullTransport(Transport):
     """The trainer's end: keeps the newest snapshots, and makes of them what a machine asks for."""
 
-    def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None):
-        """`writer` puts all versions on a file system, too."""
+    def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
+        """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
         self.specs, self.num_bytes, self.writer = specs, payload_offsets(specs)[1], writer
+        self.num_kept = num_kept
         self._kept: dict[int, Snapshot] = {}
         self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
         self._readers: collections.Counter[int] = collections.Counter()
@@ -75,7 +76,7 @@ class PullTransport(Transport):
             self.writer.write(snapshot)
 
     def _forget(self) -> None:
-        old = [version for version in sorted(self._kept)[:-KEPT] if version != self._announced]
+        old = [version for version in sorted(self._kept)[: -self.num_kept] if version != self._announced]
         read = [version for version in old if self._readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]

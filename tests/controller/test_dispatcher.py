@@ -32,6 +32,7 @@ def random_fleet(seed):
             state=rng.choice(["sampling"] * 4 + ["starting"]),
             sent_version=rng.randint(0, 2),
             num_running=rng.randint(0, max_running),
+            token_s=rng.choice([0.0, 0.0, 0.01, 0.02]),
         )
         for i in range(rng.randint(1, 7))
     ]
@@ -44,7 +45,7 @@ def in_order_to_the_least_loaded(fleet):
     loads, given = [worker.num_running for worker in fleet.workers], []
     for one in fleet.tickets:
         able = [place for place, worker in enumerate(fleet.workers) if worker.can_start(one.min_version)]
-        place = min(able, key=lambda p: loads[p], default=None)
+        place = min(able, key=lambda p: (loads[p], fleet.workers[p].token_s), default=None)
         if place is None or loads[place] + one.num_members > fleet.max_running:
             break
         loads[place] += one.num_members
@@ -53,7 +54,7 @@ def in_order_to_the_least_loaded(fleet):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it(seed):
+def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_to_the_fastest(seed):
     expected = in_order_to_the_least_loaded(random_fleet(seed))
     fleet = random_fleet(seed)
     queue = TicketQueue("queue", fleet.max_running)

@@ -30,6 +30,8 @@ def test_seeds_depend_on_run_seed_group_member_and_attempt_and_on_nothing_else()
     again = source.again(source.for_group(7, 0)[0])
     assert again.attempt == 1 and again.seed != first[0].seed and again.ticket_id != first[0].ticket_id
     assert all(0 <= t.seed < 2**31 for t in first)
+    elsewhere = source.elsewhere(again)
+    assert elsewhere.seed == again.seed and elsewhere.ticket_id not in (again.ticket_id, first[0].ticket_id)
 
 
 def test_problems_come_in_order_and_a_dropped_groups_problem_can_come_again():

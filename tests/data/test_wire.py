@@ -1,6 +1,7 @@
 """Messages as bytes: what is sent comes back, and nothing else is let in."""
 
 import contextlib
+import json
 
 import msgspec
 import numpy as np
@@ -55,7 +56,7 @@ def test_a_trajectory_comes_back_with_the_dtypes_and_shapes_of_its_arrays():
         (Tickets([Ticket(1, 2, 3, 1, 0, (4, 5), "a", None, 6, 0)]), TO_ENGINE),
         (Update(3, [{"version": 3, "digest": "d", "num_bytes": 9}], ((1, 2),)), TO_ENGINE),
         (Piece(3, True, 9, 0, b"abc"), TO_MACHINE),
-        (Join(1, "c", "h", 2), FROM_MACHINE),
+        (Join(1, "c", "cpu", "h", 2.0), FROM_MACHINE),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -97,7 +98,9 @@ def test_random_bytes_are_refused_and_nothing_worse():
 
 
 def test_a_key_file_that_is_none_is_told_in_a_line(tmp_path):
-    (tmp_path / "key").write_text('{"run": "x"}')
-    for path in (tmp_path / "none", tmp_path / "key"):
+    broken = {"run": "x"}, {"run": "x", "machine": "y", "machine_secret": "z"}, [], {"run": 1}
+    for path, keys in zip(map(tmp_path.joinpath, "abcd"), broken, strict=True):
+        path.write_text(json.dumps(keys))
+    for path in (tmp_path / "none", *map(tmp_path.joinpath, "abcd")):
         with pytest.raises(ValueError, match=r"cannot be read .* copy runs/NAME/swarm\.key"):
             read_key(str(path))
