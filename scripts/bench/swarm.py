@@ -37,6 +37,7 @@ import torch
 from cluster.processes import freeze_garbage
 from config import Config
 from data.models import resolve_model
+from data.records import Trajectory
 from job import swarm as job_swarm
 from job.publisher import connect_workers
 from scripts.bench import harness
@@ -152,7 +153,12 @@ def sample(rig: SwarmRig, machines: list[Machine], steps: int) -> dict:
 def stop_where_forced() -> None:
     """Have responses pass that end where their length was forced: no honest machine cuts one before the longest."""
     mistake_in = job_swarm.mistake_in
-    job_swarm.mistake_in = lambda trajectory, *of: mistake_in(replace(trajectory, finish_reason="stop"), *of)
+
+    def lenient(trajectory: Trajectory, *of) -> str | None:
+        forced = trajectory.finish_reason == "length"
+        return mistake_in(replace(trajectory, finish_reason="stop") if forced else trajectory, *of)
+
+    job_swarm.mistake_in = lenient
 
 
 # sockets
