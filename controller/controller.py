@@ -108,6 +108,8 @@ class Controller:
                     for trajectory in self.dispatcher.take_back(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
+                    if self.dispatcher.leases.are_due():
+                        self.end_leases()
                 case Waiting(ticket_ids):
                     self.dispatcher.arrive_at_barrier(ticket_ids)
                 case Fetched():
