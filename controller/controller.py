@@ -80,7 +80,7 @@ class Controller:
     def end_leases(self) -> None:
         """Issue again the tickets that machines which have joined have had for too long."""
         with self._changed:
-            for ticket in list(self.dispatcher.end_leases()):
+            for ticket in list(self.dispatcher.leases.end()):
                 self._issue_again(ticket, self.tickets.elsewhere(ticket))
             self._fill()
 
@@ -108,6 +108,8 @@ class Controller:
                     for trajectory in self.dispatcher.take_back(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
+                    if self.dispatcher.leases.are_due():
+                        self.end_leases()
                 case Waiting(ticket_ids):
                     self.dispatcher.arrive_at_barrier(ticket_ids)
                 case Fetched():

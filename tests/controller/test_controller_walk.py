@@ -99,11 +99,12 @@ class Walk:
         workers = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(num_workers))
         placement = Placement((None,), 1, workers, "shm")
         self.controller = Controller(config, WalkWorkers(self, config, placement), tickets, self._record)
+        end_leases, self.is_ending_leases = self.controller.dispatcher.leases.end, False
+        self.controller.dispatcher.leases.end = lambda: self._note_leases(end_leases)  # also when a message comes
         self.controller.launch()
         self.weights = {}
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
-        self.is_ending_leases = False
         self.version, self.trainer, self.evaluations = 0, "connecting", []
 
     # Events
@@ -176,8 +177,11 @@ class Walk:
 
     def _end_lease(self, worker):
         worker.given_at[self.rng.choice(list(worker.running))] = -math.inf
-        self.is_ending_leases = True
         self.controller.end_leases()
+
+    def _note_leases(self, end_leases):
+        self.is_ending_leases = True
+        yield from end_leases()
         self.is_ending_leases = False
 
     def _deliver(self, worker):
