@@ -7,7 +7,8 @@ D = R + S; L is the longest response of a step in seconds, α the async_ratio.
 
     by the rates    max(g/R, t/S, (g/R + t/S)/(1+α)): no step is faster; a batch holds its place for g/R + t/S at least,
                     and there are 1 + α batches of places
-    proposition 2   max(g/R + L/(1+α), t/S), and g/R + L + t/S at α = 0: an upper bound (ROLL Flash, arXiv 2510.11345)
+    proposition 2   max(g/R + L/(1+α), t/S), and g/R + L + t/S at α = 0: an upper bound (ROLL Flash, arXiv 2510.11345).
+                    Between, 0 < α < 1, the paper has none; ours is the larger of max(…) and (g/R + L + t/S)/(1+α)
 
 The step that was measured lies somewhere between the two, and other settings are expected to lie there too.
 
@@ -129,18 +130,29 @@ def _devices(placement: Placement) -> tuple[int, int, str, bool]:
 # Arithmetic
 
 
-def step_by_rates(m: Measured, alpha: float, rollout: int, training: int) -> float:
-    """Seconds that a step takes at least, with `rollout` and `training` devices."""
-    generation_s, training_s = m.decoding_s / rollout, m.training_s / training
+def least_step_s(generation_s: float, training_s: float, alpha: float) -> float:
+    """Seconds that a step takes at least, if its samples take `generation_s` and the trainer `training_s`."""
     return max(generation_s, training_s, (generation_s + training_s) / (1 + alpha))
 
 
-def step_by_proposition_2(m: Measured, alpha: float, rollout: float, training: float) -> float:
-    """Seconds that a step takes at most: the paper's bound where α ≥ 1; below, its synchronous one over 1 + α."""
-    generation_s, training_s = m.decoding_s / rollout, m.training_s / training
-    synchronous = (generation_s + m.response_max_s + training_s) / (1 + alpha)
-    overlapped = max(generation_s + m.response_max_s / (1 + alpha), training_s)
+def most_step_s(generation_s: float, training_s: float, longest_s: float, alpha: float) -> float:
+    """Seconds that a step takes at most, if its longest response takes `longest_s`.
+
+    The paper's proposition 2 for α = 0 and α ≥ 1; between them ours, its synchronous bound over 1 + α.
+    """
+    synchronous = (generation_s + longest_s + training_s) / (1 + alpha)
+    overlapped = max(generation_s + longest_s / (1 + alpha), training_s)
     return overlapped if alpha >= 1 else max(synchronous, overlapped)
+
+
+def step_by_rates(m: Measured, alpha: float, rollout: int, training: int) -> float:
+    """Seconds that a step takes at least, with `rollout` and `training` devices."""
+    return least_step_s(m.decoding_s / rollout, m.training_s / training, alpha)
+
+
+def step_by_proposition_2(m: Measured, alpha: float, rollout: float, training: float) -> float:
+    """Seconds that a step takes at most, with `rollout` and `training` devices."""
+    return most_step_s(m.decoding_s / rollout, m.training_s / training, m.response_max_s, alpha)
 
 
 def tail_share(m: Measured) -> float:
