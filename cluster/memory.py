@@ -261,14 +261,19 @@ OWN_GPU_UTILIZATION = 0.9
 """Share of a GPU that an engine takes for itself where no trainer rank is on it."""
 
 
+def can_split(shape: ModelShape, tp: int) -> bool:
+    """Whether an engine can split the model's heads over `tp` GPUs."""
+    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
+    return not queries % tp and (not keys % tp or not tp % keys)
+
+
 def check_tp(shape: ModelShape, tp: int) -> None:
     """Raise ValueError unless an engine can split the model's heads over `tp` GPUs."""
-    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
-    if queries % tp or (keys % tp and tp % keys):
-        fitting = [n for n in range(1, queries + 1) if not queries % n and (not keys % n or not n % keys)]
+    if not can_split(shape, tp):
+        queries, keys = shape.num_attention_heads, shape.num_key_value_heads
         raise ValueError(
             f"--rollout-tp {tp} does not divide {queries} attention heads and {keys} key-value heads evenly; "
-            f"use one of {fitting}"
+            f"use one of {[n for n in range(1, queries + 1) if can_split(shape, n)]}"
         )
 
 
