@@ -1,0 +1,226 @@
+"""What to run on which of unequal GPUs: `python scripts/plan.py CLUSTER.toml --model NAME_OR_FOLDER`.
+
+    python scripts/plan.py scripts/plan/hex_24_h20_8_h800.toml --model Qwen/Qwen3-8B-Base --groups-per-step 64 \
+        --max-prompt-tokens 512 --max-response-tokens 8192 --lengths lognormal:2000,0.9
+
+Options of train_async.py go into the plan and the commands. CLUSTER.toml lists [[machines]] with `gpu` (a name in
+cluster/gpu_sheets.toml), the `gpus` of each, `count` of them and `price_per_hour` of a GPU; any number of the sheet may
+be overridden, `mfu` and `hbm_efficiency` by what was measured. [links] has `same_kind` and `across_kinds` in GB/s, and
+`update_factor`. cluster/planner.py explains the arithmetic.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import NormalDist
+
+from cluster import planner
+from cluster.planner import Cluster, Job, Lengths, Plan, Pool
+from cluster.shape import read_shape
+from config import Config, flag, nearest
+from job.command_line import read_options
+from scripts.runs import load
+
+SHEETS = Path(planner.__file__).with_name("gpu_sheets.toml")
+ASSUMED_LINK = 1.25
+"""GB/s between machines where nothing is said: Ethernet of 10 Gbit/s."""
+QUANTILES = 2000
+RENDEZVOUS, LISTEN = "HOST0:29500", "HOST0:29600"
+"""HOST0: a name of the first machine that trains, to be filled in."""
+WIDTH = 60
+
+
+def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
+    """The cluster of a file, and what had to be assumed. Raises ValueError, in one line, for a mistake in it."""
+    try:
+        file = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    sheets, pools, links = tomllib.loads(SHEETS.read_text(encoding="utf-8")), [], file.get("links", {})
+    if not isinstance(file.get("machines"), list):
+        raise ValueError(f"{path} lists no [[machines]]; give gpu, gpus, count and price_per_hour of each kind")
+    for machines in file["machines"]:
+        gpu = machines.get("gpu")
+        if gpu not in sheets:
+            raise ValueError(f"{path}: gpu {gpu!r} is none of {', '.join(sheets)}{nearest(str(gpu), sheets)}")
+        sheet = {name: value for name, value in sheets[gpu].items() if name != "source"}
+        taken = sum(pool.gpu == gpu for pool in pools)
+        name = f"{gpu} ({taken + 1})" if taken else gpu
+        numbers = {"count": 1, "price_per_hour": 0.0} | sheet | machines
+        pools.append(_checked(Pool, f"{path}: {gpu}", {**numbers, "name": name}))
+    missing = [name for name in ("same_kind", "across_kinds") if name not in links]
+    notes = [f"[links] {name} is missing; {ASSUMED_LINK} GB/s assumed, Ethernet of 10 Gbit/s" for name in missing]
+    numbers = dict.fromkeys(missing, ASSUMED_LINK) | links | {"pools": tuple(pools)}
+    return _checked(Cluster, f"{path}: [links]", numbers), notes
+
+
+def _checked(kind: type, where: str, values: dict):
+    """A record of `kind`. Raises ValueError, in one line, for a field that it has not, or lacks, or a wrong number."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in [name for name, of in fields.items() if of.default is dataclasses.MISSING and name not in values]:
+        raise ValueError(f"{where}: {name} is missing")
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(f"{where}: {name} is none of {', '.join(fields)}{nearest(name, fields)}")
+        if fields[name].type not in (int, float):
+            continue
+        whole, least = fields[name].type is int, "at least 0" if name == "price_per_hour" else "above 0"
+        is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf or (value == 0 and least == "above 0"):
+            raise ValueError(f"{where}: {name} must be a {'whole ' * whole}number {least}, got {value!r}")
+    return kind(**values)
+
+
+def read_lengths(law: str | None, workload: str | None, config: Config, prompt_tokens: float | None) -> Lengths:
+    """Lengths by a law, of a run's responses, or, where none is given, lognormal around a quarter of the limit."""
+    prompt, longest = prompt_tokens or config.max_prompt_tokens, config.max_response_tokens
+    if workload:
+        responses = load(workload).events["trajectory"]
+        if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
+            raise ValueError(f"{workload}/events.jsonl has no response; give a run that has trained, or --lengths")
+        return Lengths.of(prompt, tokens[tokens > 0].astype(float).clip(upper=longest))
+    name, _, numbers = (law or f"lognormal:{longest / 4:g},0.8").partition(":")
+    try:
+        median, sigma = map(float, numbers.split(","))
+    except ValueError:
+        median = sigma = -1.0
+    if name != "lognormal" or not 0 < median < math.inf or not 0 <= sigma < 10:
+        raise ValueError(f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}")
+    normals = (NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES))
+    return Lengths.of(prompt, (min(longest, max(1.0, median * math.exp(sigma * z))) for z in normals))
+
+
+def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
+    """GPUs by kind."""
+    return {gpu: sum(n for pool, n in parts if pool.gpu == gpu) for gpu in dict.fromkeys(p.gpu for p, _ in parts)}
+
+
+def planned_config(plan: Plan) -> Config:
+    """The options with which the trainer runs. Raises ValueError for what does not go together."""
+    joins = any(not site.trains for site, _, _ in plan.engines)
+    here = sum(count for site, _, count in plan.engines if site.trains) // plan.training.machines
+    chosen = {"rollout_tp": plan.engines[0][1].tp, "listen": LISTEN if joins else None, "num_rollout_workers": here}
+    if plan.colocate:
+        chosen |= {"colocate": plan.colocate, "num_rollout_workers": None}
+    return dataclasses.replace(plan.training.config(plan.job), **chosen).checked()
+
+
+def options_of(config: Config) -> list[str]:
+    """The options that make a config, as the command line has them."""
+    words = []
+    for field in dataclasses.fields(Config):
+        if (value := getattr(config, field.name)) != field.default:
+            is_off = isinstance(value, bool) and not value
+            words.append(f"--{'no-' * is_off}{flag(field.name)}")
+            words += value if isinstance(value, tuple) else [] if isinstance(value, bool) else [str(value)]
+    return words
+
+
+def commands(plan: Plan) -> list[dict[str, str]]:
+    """The command of every machine, those that have the same together."""
+    t, config = plan.training, planned_config(plan)
+    torchrun = ["torchrun", "--nproc-per-node", str(t.gpus)]
+    if t.machines > 1:
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", RENDEZVOUS, "--rdzv-id", "plan"]
+        torchrun += ["--nnodes", str(t.machines), *rendezvous]
+    visible = "CUDA_VISIBLE_DEVICES=0 " * (plan.colocate is not None and t.pool.gpus > 1)
+    lines = [(t.pool, t.machines, visible + shlex.join([*torchrun, "train_async.py", *options_of(config)]))]
+    for site in dict.fromkeys(site for site, _, _ in plan.engines if not site.trains):
+        each, left = site.gpus // config.rollout_tp, sum(count for of, _, count in plan.engines if of is site)
+        for machines, gpus in ((left // each, each * config.rollout_tp), (1, left % each * config.rollout_tp)):
+            visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} " * (gpus < site.gpus)
+            if machines and gpus:
+                lines.append((site.pool, machines, f"{visible}python rollout.py --join {LISTEN} --key swarm.key"))
+    return [{"machines": f"{count} × {pool.name}", "command": command} for pool, count, command in lines]
+
+
+def numbers(plan: Plan, planning_s: float) -> dict:
+    """The plan for machines."""
+    tokens_per_s, per_s = plan.job.tokens / plan.step_s, plan.cost_per_hour / 3600
+    ways = sorted({"nccl" if site.trains else "pull" for site, _, _ in plan.engines})
+    return {
+        "train": kinds([(plan.training.pool, plan.training.ranks)]), "rollout": kinds(plan.sampling_gpus),
+        "step_s": plan.step_s, "most_step_s": plan.most_step_s, "generation_s": plan.generation_s,
+        "training_s": plan.training_s, "update_s": plan.update_s, "tokens_per_s": tokens_per_s,
+        "transport": "ipc" if plan.colocate else " and ".join(ways), "max_staleness": plan.job.config.max_staleness,
+        "cost_per_hour": plan.cost_per_hour, "cost_per_step": per_s * plan.step_s,
+        "cost_per_million_tokens": per_s / tokens_per_s * 1e6, "planning_s": planning_s, "commands": commands(plan),
+    }  # fmt: skip
+
+
+def picture(plan: Plan, found: dict) -> Iterator[str]:
+    """The plan for people."""
+    t, step_s = plan.training, plan.step_s
+    saved = f", --save-memory {' '.join(t.save_memory)}" if t.save_memory else ""
+    yield f"train    {t.machines} × {t.gpus} {t.pool.name}: {t.ranks // t.shards} × {t.shards} shards{saved}"
+    for _, e, count in plan.engines:
+        share = e.rate * count / plan.rate
+        yield (
+            f"sample   {count} × {e.tp} {e.pool.name}: {e.requests} requests at a time, {e.rate:.0f} tokens/s each; "
+            f"{share:.0%} of the work, {share * plan.job.responses:.0f} responses a step"
+        )
+    for name, update_s, seconds in (("train", 0.0, plan.training_s), ("sample", plan.update_s, plan.generation_s)):
+        bar = "░" * round(WIDTH * update_s / step_s) + "█" * round(WIDTH * seconds / step_s)
+        waits = f"waits {max(0.0, 1 - (update_s + seconds) / step_s):.0%}"
+        yield f"  {name:7}|{bar:{WIDTH}}| {seconds:.1f} s, {waits}"
+    yield f"  ░ weights by {found['transport']}: {plan.update_s:.1f} s"
+    yield f"step     {step_s:.1f} s by the rates, {plan.most_step_s:.1f} at most; {found['tokens_per_s']:.0f} tokens/s"
+    yield f"stale    {plan.job.config.async_ratio:g} steps if all places are taken, {found['max_staleness']} at most"
+    costs = [found[f"cost_per_{what}"] for what in ("hour", "step", "million_tokens")]
+    yield "cost     {:.2f} an hour, {:.3g} a step, {:.3g} per million trained tokens".format(*costs)
+
+
+def why_worse(plan: Plan, best: Plan) -> str:
+    """Why another plan comes after the best."""
+    t, why = plan.training, f"training takes {plan.training_s:.1f} s"
+    if plan.training_s < plan.generation_s + plan.update_s:
+        why = f"sampling takes {plan.generation_s:.1f} s and weights {plan.update_s:.1f} s"
+    who = f"{t.machines} × {t.gpus} {t.pool.name} train{' and sample' * (plan.colocate is not None)}"
+    times = f"{plan.step_s:.1f} s a step ({plan.step_s / best.step_s:.2f}×)"
+    return f"{who}: {times}, {plan.cost_per_hour:.2f} an hour; {why}"
+
+
+def main(args: list[str] | None = None) -> None:
+    """Read the command line and print the plan."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("cluster", type=Path, help="cluster.toml: machines and links")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--workload", metavar="runs/NAME", help="take the lengths of responses from a run")
+    source.add_argument("--lengths", metavar="lognormal:MEDIAN,SIGMA", help="of responses, cut at the longest allowed")
+    parser.add_argument("--prompt-tokens", type=float, help="mean length of prompts; default: the longest allowed")
+    parser.add_argument("--tokens-per-s", type=float, help="the cheapest plan with this rate, instead of the fastest")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given, options = parser.parse_known_args(args)
+    try:
+        config = read_options(options).checked()
+        for name in ("prompt_tokens", "tokens_per_s"):
+            if (value := getattr(given, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+        if config.model == "tiny":
+            raise ValueError("--model is missing: a name on the hub, or a folder with at least a config.json")
+        cluster, notes = read_cluster(given.cluster)
+        lengths = read_lengths(given.lengths, given.workload, config, given.prompt_tokens)
+        job, start = Job(config, read_shape(config.model), lengths), time.perf_counter()
+        best, *others = planner.plan(job, cluster, given.tokens_per_s)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {str(error).splitlines()[0]}")
+    found = numbers(best, time.perf_counter() - start)
+    if given.json:
+        print(json.dumps(found | {"notes": notes, "next": [why_worse(other, best) for other in others]}, indent=1))
+        return
+    print(*(f"note: {note}" for note in notes), *picture(best, found), sep="\n")
+    print("next     " + "\n         ".join(why_worse(other, best) for other in others) if others else "no other plan")
+    for line in found["commands"]:
+        print(f"\n# {line['machines']}\n{line['command']}")
+    print(f"\nplanned in {found['planning_s']:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
