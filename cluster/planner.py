@@ -249,7 +249,8 @@ def engines(job: Job, pool: Pool, tp: int, room: float | None = None) -> list[En
     `room` is what a GPU has for the engine, bytes; by default it is the engine's own.
     """
     if room is None:
-        room = min(memory.OWN_GPU_UTILIZATION * pool.memory_gib * memory.GIB, memory.available_bytes(pool.device))
+        share = job.config.gpu_memory_utilization or memory.OWN_GPU_UTILIZATION
+        room = min(share * pool.device.total_bytes, memory.available_bytes(pool.device))
     kv = room - memory.total(memory.engine_items(job.config, job.shape, tp))
     cache = kv / memory.kv_bytes_per_token(job.shape, tp)  # tokens
     if cache < job.config.max_sequence_tokens:
@@ -276,7 +277,7 @@ def choose_engines(
     rates = copies * [engine.rate for _, engine in sites]
     rows, limits = [copies * [engine.requests for _, engine in sites]], [requests]
     for site, size in itertools.product(dict.fromkeys(site for site, _ in sites), TPS):
-        rows.append([engine.tp * (of is site and engine.tp >= size) for of, engine in sites])
+        rows.append([engine.tp * (of == site and engine.tp >= size) for of, engine in sites])
         limits.append((1 if site.trains else site.machines) * (site.gpus // size * size))
     cost = -rates
     if least_rate is not None:  # the last part prefers few GPUs among those that cost the same
@@ -336,7 +337,7 @@ class Plan:
 
     @property
     def cost_per_hour(self) -> float:
-        """Price of the GPUs in use."""
+        """Price of the GPUs in use; those that stay idle cost nothing."""
         used = [(self.training.pool, self.training.ranks), *self.sampling_gpus]
         return sum(pool.price_per_hour * gpus for pool, gpus in used)
 
@@ -459,6 +460,4 @@ def _refusal(job: Job, cluster: Cluster) -> str:
         texts.append(f"{pool.name} has {memory.available_bytes(pool.device) / memory.GIB:.1f} GiB")
         for who, items in {f"one of {ranks} trainer ranks": t.items(job), f"a GPU of a tp {tp} engine": engine}.items():
             texts.append(f"{who} needs {memory.total(items) / memory.GIB:.1f} = {' + '.join(map(str, items))}")
-    return (
-        f"the model fits on no GPUs to train and to sample: {'; '.join(texts)}; take more, larger ones, or less tokens"
-    )
+    return f"the model fits on no GPUs to train and to sample: {'; '.join(texts)}; take more GPUs, or larger ones"

@@ -107,8 +107,7 @@ def planned_config(plan: Plan) -> Config:
     joins = any(not site.trains for site, _, _ in plan.engines)
     here = sum(count for site, _, count in plan.engines if site.trains) // plan.training.machines
     chosen = {"rollout_tp": plan.engines[0][1].tp, "listen": LISTEN if joins else None, "num_rollout_workers": here}
-    if plan.colocate:
-        chosen |= {"colocate": plan.colocate, "num_rollout_workers": None}
+    chosen |= {"colocate": plan.colocate, "num_rollout_workers": None} if plan.colocate else {"colocate": "share"}
     return dataclasses.replace(plan.training.config(plan.job), **chosen).checked()
 
 
@@ -206,12 +205,14 @@ def main(args: list[str] | None = None) -> None:
         if config.model == "tiny":
             raise ValueError("--model is missing: a name on the hub, or a folder with at least a config.json")
         cluster, notes = read_cluster(given.cluster)
+        if (given.prompt_tokens or 0) > config.max_prompt_tokens:
+            raise ValueError(f"--prompt-tokens {given.prompt_tokens:g} is above --max-prompt-tokens")
         lengths = read_lengths(given.lengths, given.workload, config, given.prompt_tokens)
         job, start = Job(config, read_shape(config.model), lengths), time.perf_counter()
         best, *others = planner.plan(job, cluster, given.tokens_per_s)
+        found = numbers(best, time.perf_counter() - start)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {str(error).splitlines()[0]}")
-    found = numbers(best, time.perf_counter() - start)
     if given.json:
         print(json.dumps(found | {"notes": notes, "next": [why_worse(other, best) for other in others]}, indent=1))
         return

@@ -20,6 +20,9 @@ EXAMPLES = sorted((Path(script.__file__).parent / "plan").glob("*.toml"))
 MACHINES = (
     '[[machines]]\ngpu = "H800"\ngpus = 4\nprice_per_hour = 5.0\n[[machines]]\ngpu = "H20"\ngpus = 8\ncount = 2\n'
 )
+JOINING = '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = 2\n[[machines]]\ngpu = "H20"\ngpus = 8\n'
+JOINING += "price_per_hour = 1\nmfu = 0.1\n[links]\nacross_kinds = 50\n"
+"""One H800 trains, H20 that compute badly join."""
 LINKS = "[links]\nsame_kind = 5\nacross_kinds = 1.5\n"
 KEYS = {
     "train", "rollout", "step_s", "generation_s", "training_s", "update_s", "tokens_per_s", "cost_per_million_tokens",
@@ -84,13 +87,18 @@ def test_the_examples_make_plans_whose_commands_a_run_accepts(example, model, ca
     assert config.model == model and config.groups_per_step == 16
     assert all("rollout.py --join HOST0:" in other["command"] for other in others)
     assert bool(others) == (config.listen is not None)
-    assert found["planning_s"] < 2
+    assert 0 < found["planning_s"] < 20, "a tenth of a second where nothing else runs"
+
+
+def test_sleeping_is_for_one_gpu_and_dropped_where_each_side_has_its_own(tmp_path, model, capsys):
+    options = (*JOB, "--async-ratio", 0, "--colocate", "sleep")
+    found = planned(capsys, write(tmp_path, MACHINES + LINKS), "--model", model, *options)
+    assert found["transport"] != "ipc"
+    assert trainer_config(found["commands"][0]["command"]).colocate == "share"
 
 
 def test_gpus_that_stay_idle_are_hidden_from_a_machine_that_joins(tmp_path, model, capsys):
-    text = '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = 2\n[[machines]]\ngpu = "H20"\ngpus = 8\n'
-    text += "price_per_hour = 1\nmfu = 0.1\n[links]\nacross_kinds = 50\n"
-    given = (write(tmp_path, text), "--model", model, *JOB)
+    given = (write(tmp_path, JOINING), "--model", model, *JOB)
     wanted = 0.85 * planned(capsys, *given)["tokens_per_s"]
     found = planned(capsys, *given, "--tokens-per-s", wanted)
     assert found["tokens_per_s"] >= wanted * (1 - 1e-6)
@@ -161,6 +169,9 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, model):
     assert "--lengths takes lognormal:MEDIAN,SIGMA" in refusal(path, "--model", model, "--lengths", "normal:3")
     assert "--model is missing" in refusal(path)
     assert "--tokens-per-s must be above 0, got -1.0" in refusal(path, "--model", model, "--tokens-per-s", -1)
+    assert "is above --max-prompt-tokens" in refusal(path, "--model", model, "--prompt-tokens", 41)
+    clash = refusal(write(tmp_path, JOINING), "--model", model, *JOB, "--scheduling", "batch")
+    assert "--listen" in clash and "--scheduling batch" in clash
     assert "did you mean --async-ratio" in refusal(path, "--model", model, "--async-rato", 1)
     assert "no plan has 1e+12 tokens/s" in refusal(path, "--model", model, *JOB, "--tokens-per-s", 1e12)
 
