@@ -302,6 +302,24 @@ def test_all_engines_of_a_run_have_one_tp_unless_each_may_have_its_own():
     assert own.step_s < same.step_s
 
 
+def test_engines_of_two_gpus_leave_the_third_of_each_machine_idle():
+    threes = pool("threes", 2, 3)
+    engine = make_engine(job(), threes, 2, 1)
+    joined, training = planner.Site(threes, 2, 3, False), planner.Site(threes, 2, 3, True)
+    assert planner.choose_engines([(joined, engine)], 100) == [(joined, engine, 2)], "6 GPUs, and not 3 engines"
+    assert planner.choose_engines([(training, engine)], 100) == [(training, engine, 2)]
+    assert planner.choose_engines([(joined, engine)], 1) == [(joined, engine, 1)], "one request"
+    assert planner.choose_engines([(training, engine)], 1) is None, "both machines have the same engines"
+
+
+def test_no_rate_is_enough_where_training_alone_takes_longer():
+    best = plan(job(async_ratio=4.0), cluster(pool()))[0]
+    assert best.least_rate(best.training_s * 0.99) == math.inf
+    assert best.least_rate(best.update_s) == math.inf
+    seconds = 2 * max(best.step_s, best.update_s)
+    assert best.least_rate(seconds) == pytest.approx(best.job.tokens / (seconds - best.update_s))
+
+
 def test_without_prices_the_fewest_gpus_are_the_cheapest():
     c = cluster(pool(count=4, gpus=4, price_per_hour=0.0))
     wanted = job().tokens / plan(job(), c)[0].step_s / 8
