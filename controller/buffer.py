@@ -97,8 +97,9 @@ class SampleBuffer:
             self._may_have_batch = True
 
     def min_version(self, group_id: int) -> int:
-        """Version that further members of a resident group need at least, as that of the first is counted on."""
-        return self._residents[group_id].version
+        """Version that further members of a running group need at least, as that of the first is counted on; else 0."""
+        resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
+        return 0 if resident is None or resident.group is not None else resident.version
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Take in a trajectory that finished. Returns its group if this is the last member it needs.
@@ -243,7 +244,8 @@ class SampleBuffer:
 
     def is_running(self, group_id: int) -> bool:
         """Whether the group holds a place and waits for members."""
-        return group_id in self._residents and self._residents[group_id].group is None
+        resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
+        return resident is not None and resident.group is None
 
     def ledger(self) -> dict[str, int]:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""

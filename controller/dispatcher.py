@@ -51,7 +51,8 @@ class Dispatcher:
                 self._abort(group.group_id)
 
     def _on_failed_group(self, trajectory: Trajectory) -> None:
-        self._failed_in_a_row += 1
+        if not self.workers[trajectory.worker].is_remote:  # a machine that fails and fails is shut out
+            self._failed_in_a_row += 1
         if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.bounds.max_outstanding):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
@@ -114,7 +115,9 @@ class Dispatcher:
         for worker in filter(lambda worker: worker.is_remote, self.workers):
             for ticket in filter(functools.partial(self.is_awaited, worker), list(worker.running.values())):
                 is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
-                lease_s = SLOW * self._mean_s if is_urgent and self._mean_s else self.config.swarm.lease_s
+                lease_s = self.config.swarm.lease_s
+                if is_urgent and self._mean_s:
+                    lease_s = min(lease_s, SLOW * self._mean_s)
                 if now > worker.given_at[ticket.ticket_id] + lease_s and self._can_take(ticket, worker):
                     worker.lapsed.add(ticket.ticket_id)
                     worker.process.send(Abort([ticket.ticket_id]))
@@ -159,7 +162,7 @@ class Dispatcher:
     def min_version(self, ticket: Ticket) -> int:
         """Version a worker needs before it may start this ticket: with several workers one has newer weights before
         another, and the first to start a member of a group sets the version for the other members."""
-        if ticket.is_evaluation or not self.buffer.is_running(ticket.group_id):
+        if ticket.is_evaluation:
             return ticket.min_version
         return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
 

@@ -106,9 +106,9 @@ class Hub:
                 ready = dict(poller.poll(1000 * BEAT_S / 2))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                self._do_all()
-                if self._socket in ready:
+                if self._socket in ready:  # first, as who cannot be sent anything any more may have said why
                     self._receive_some(receive)
+                self._do_all()
                 if time.monotonic() > beaten_at + BEAT_S:
                     beaten_at = time.monotonic()
                     beat()

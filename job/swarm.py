@@ -184,10 +184,8 @@ class Swarm:
 
     def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
         """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
-        self.controller, self.weights = (
-            controller,
-            PullTransport(specs, self._writer, num_kept=max(KEPT, self.config.swarm.refresh_lag + 2)),
-        )
+        num_kept = max(KEPT, self.config.swarm.refresh_lag + 2)
+        self.controller, self.weights = controller, PullTransport(specs, self._writer, num_kept)
         self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
         return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
@@ -352,7 +350,8 @@ class Swarm:
                 self._check(worker, trajectories)
                 newest = self.controller.announcements.newest.version
                 message = Finished([machine.take(t, worker.index, newest) for t in trajectories], None)
-                self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
+                if self.config.swarm.verify_share:
+                    self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
         # Its clock is not this machine's, so it keeps no time ledger here.
         self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
 

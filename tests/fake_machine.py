@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import zmq
 from fake_worker import run_fake_worker, trajectory
@@ -52,10 +52,6 @@ from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec
 
 PROBE = ((2, 3, 5),)
-MODEL = {
-    "model_type": "qwen3", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
-}  # fmt: skip
 
 
 def wait_until(condition, timeout_s=20.0):
@@ -85,6 +81,7 @@ class Run:
 
     def step_if_ready(self):
         """The same, unless that would have to wait."""
+        self.controller.take_report()  # raises what ended the swarm's thread
         if (groups := self.controller.take_batch_if_ready()) is not None:
             self._train(groups)
 
@@ -123,7 +120,8 @@ def running(
     **options,
 ):
     """A run that listens, with its first weights published, if it `publishes` them."""
-    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0}
+    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0,
+        "runs_dir": str(tmp_path.parent)}  # fmt: skip
     config = Config(**{**defaults, "num_rollout_workers": num_own, **options})
     prompts = PromptSource(
         train_problem=lambda index: Problem(f"p{index}", answers(index)),
@@ -132,7 +130,7 @@ def running(
     )
     events, model = [], tmp_path / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "config.json").write_text("{}")
     record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
     placement = Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm")
     workers = Workers(config, placement, "fine", tmp_path, run_fake_worker)
@@ -142,10 +140,13 @@ def running(
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
     try:
         controller.launch()
+        patch = pytest.MonkeyPatch()
+        patch.setattr("job.swarm.read_shape", lambda path: SimpleNamespace(vocab_size=16))
         controller.connect(swarm.start(controller, ShmTransport(specs) if num_own else None, specs))
         run = Run(controller, swarm, tmp_path / "swarm.key", events, num_floats)
         if publishes:
             run.publish()
+        patch.undo()
         yield run
     finally:
         swarm.stop()

@@ -124,7 +124,7 @@ def answer(ticket, version, spec, member=None):
 def trajectory(ticket, version, spec, finish_reason, member=None):
     member = ticket.member if member is None else member
     reward = float("nan") if finish_reason != "stop" else member % 2 if ticket.answer == "vary" else 1.0
-    start = len(ticket.prompt_tokens)
+    start, now = len(ticket.prompt_tokens), time.time()
     mask = np.arange(start + 2) >= start
     return Trajectory(
         ticket_id=ticket.ticket_id,
@@ -138,7 +138,8 @@ def trajectory(ticket, version, spec, finish_reason, member=None):
         finish_reason=finish_reason,
         failure="ValueError: no good" if finish_reason == "failed" else "",
         num_turns=1,
-        started_at=time.time(),
-        ended_at=time.time(),
+        started_at=now - 0.01,
+        ended_at=now,
         worker=spec.placement.worker,
+        turns=((now - 0.01, now, now),),
     )

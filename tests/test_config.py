@@ -137,7 +137,8 @@ def test_switches_need_no_value():
 
 
 def test_a_run_may_do_without_rollout_workers_where_machines_join():
-    parse_config(["--listen", "h:1", "--num-rollout-workers", "0", "--rollout-tp", "2"])
+    config = parse_config(["--listen", "h:1", "--num-rollout-workers", "0", "--rollout-tp", "2"])
+    assert (config.listen, config.num_rollout_workers, config.rollout_tp) == ("h:1", 0, 2)
 
 
 def test_an_option_may_be_written_with_underscores_and_unset():

@@ -6,7 +6,7 @@ import os
 
 import psutil
 import pytest
-from real_job import assert_ledger_balances, assert_nothing_is_left, join_machine, start_nodes
+from real_job import assert_ledger_balances, assert_nothing_is_left, start_nodes
 
 from controller.tickets import IDS_PER_NODE
 
@@ -30,22 +30,6 @@ def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
         assert {event["group"] // IDS_PER_NODE for event in trajectories if event["group"] >= 0} == {node}
     sampled = sum(event["tokens"] for events in of_nodes for event in events if event["group"] >= 0)
     assert metrics[-1]["tokens/generated"] <= sampled
-
-
-@pytest.mark.slow
-def test_two_nodes_without_workers_of_their_own_get_one_of_two_machines_each(tmp_path):
-    jobs = start_nodes(tmp_path, 2, steps=4, async_ratio=1, eval_every=4, listen="127.0.0.1:0", num_rollout_workers=0)
-    jobs[0].wait_until(lambda: any("--join " in job.output() for job in jobs))
-    (first,) = (job for job in jobs if "--join " in job.output())
-    machines = [join_machine(first)]
-    first.wait_until(lambda: "joined" in machines[0].output())
-    machines.append(join_machine(first))
-    assert [job.wait() for job in jobs] == [0, 0], "".join(job.output()[-3000:] for job in jobs)
-    assert [machine.wait(timeout_s=30) for machine in machines] == [0, 0]
-    assert_ledger_balances(first.metrics())
-    assert first.metrics()[-1]["swarm/machines"] == first.metrics()[-1]["swarm/workers"] == 2
-    for folder in (".", "node_1"):
-        assert read_trajectories(first.run_path / folder / "events.jsonl"), "each node sampled by a machine of its own"
 
 
 def read_trajectories(path):

@@ -1,6 +1,6 @@
 """A simulated swarm for the real Controller: machines of unequal speed that join, fetch weights, and leave.
 
-Stands where controller/swarm.py and the far end do. A machine that joins fetches all weights; later it fetches what has
+Stands where job/swarm.py and the far end do. A machine that joins fetches all weights; later it fetches what has
 changed since those that it has, if the run still keeps these, and samples on meanwhile. k versions change
 1 − (1 − delta_share)^k of the weights: what one step changes is taken to be independent of other steps. Machines that
 are there at the start have version 0. Joins are a Poisson process, a stay is exponential, and a machine that ends

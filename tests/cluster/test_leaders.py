@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from cluster.leaders import Leaders
@@ -43,7 +44,7 @@ def test_a_wait_that_takes_too_long_names_the_option_and_dumps_stacks():
 
 
 def test_a_signal_is_acted_on_while_a_leader_waits():
-    one, _ = two_leaders(30)
+    one, two = two_leaders(30)
 
     def interrupt(number, frame):
         raise InterruptedError("stopped")
@@ -57,3 +58,4 @@ def test_a_signal_is_acted_on_while_a_leader_waits():
         assert time.monotonic() - start < 5
     finally:
         signal.signal(signal.SIGALRM, before)
+        two._gather_tensors(torch.tensor([0]))  # what one began; else gloo waits for its timeout when both go

@@ -7,7 +7,7 @@ import pytest
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from controller.workers import WorkerDied
-from data.messages import Fetch, JoinAgain, Leave, Piece, Pull, Refused, Tickets, Update, Welcome
+from data.messages import Fetch, JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Tickets, Update, Welcome
 
 
 def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_path, capsys):
@@ -32,7 +32,7 @@ def test_a_machine_gets_the_options_and_the_files_of_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"protocol": 99}, "its protocol is 99, the run's 1"),
+        ({"protocol": 99}, "its protocol is 99, the run's "),
         ({"code": "f" * 64}, "its code is ffffffffffff, the run's"),
     ],
 )
@@ -124,7 +124,9 @@ def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_pa
         slow.held, kept = [], slow.held  # it does not even abort
         with FakeMachine(run, "fast") as fast:
             run.step()
-            assert {t.ticket_id for t in fast.had if t.attempt}
+            lapsed = {(ticket.group_id, ticket.member): ticket.seed for _, ticket in kept}
+            again = {(t.group_id, t.member): t.seed for t in fast.had if (t.group_id, t.member) in lapsed}
+            assert again and again.items() <= lapsed.items(), "the same responses are asked for, by the same seeds"
             slow.held = kept
             before = len(run.taken)
             slow.finish()
@@ -218,3 +220,24 @@ def test_a_run_with_workers_of_its_own_goes_on_when_the_machines_have_gone(tmp_p
         for _ in range(2):
             assert {t.worker for group in run.step() for t in group.trajectories} <= {0, 1}
         assert {t.worker for group in run.step() for t in group.trajectories} == {0}
+
+
+def test_what_machines_sent_is_kept_for_verification_only_where_there_is_any(tmp_path):
+    for share in (0, 1):
+        folder = tmp_path / str(share)
+        folder.mkdir()
+        with running(folder, swarm_args=(f"verify_share={share}",)) as run, FakeMachine(run):
+            run.step()
+            assert bool(run.swarm.take_answered()) == bool(share)
+
+
+def test_machines_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
+    with running(tmp_path) as run:
+        run.swarm.meet([(run.address, 1), ("elsewhere:1", 0)])
+        sent_to = []
+        for num_joined in ([0, 0], [0, 1], [0, 3]):  # of two that have as many the first
+            run.swarm.note_workers(num_joined)
+            with FakeMachine(run) as machine:
+                wait_until(lambda: machine.saw(Welcome) or machine.saw(JoinAt))
+                sent_to += [message.address for message in machine.saw(JoinAt)] or ["here"]
+        assert sent_to == ["elsewhere:1", "here", "here"]

@@ -66,10 +66,7 @@ def liar(run, holds=True, **options):
     with machine:
         wait_until(lambda: run.workers_of(machine.name))
         if holds:
-            run.honest.holds = lambda ticket: True
             wait_until(lambda: run.step_if_ready() or machine.held)
-            run.honest.holds = lambda ticket: False
-            run.honest.finish()
         yield machine
 
 
@@ -187,7 +184,7 @@ def test_trajectories_that_nobody_asked_for_shut_a_machine_out(run, capsys, chan
 
 
 def test_a_ticket_of_another_machine_cannot_be_answered(run, capsys):
-    with liar(run) as machine, liar(run) as thief:
+    with liar(run) as machine, liar(run, holds=False) as thief:
         index, ticket = machine.held[0]
         thief.send(b"0", Finished(thief.made(index, ticket), None))
         is_shut_out(run, thief, "which it has not", capsys)
@@ -299,13 +296,12 @@ def test_a_flood_of_pulls_shuts_a_machine_out(run, capsys):
 
 def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
     with liar(run, holds=False) as machine:
-        pieces, machine._act = len(machine.saw(Piece)), lambda *_: None
+        machine._act = lambda *_: None
         for pull in (Pull(10**9, None, 0), Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63)):
             machine.send(b"-", pull)
-            time.sleep(0.05)
+            time.sleep(0.5)  # a pull while it pulls is another attack
         machine.send(b"-", Pull(run.version, None, 10**15))
-        wait_until(lambda: len(machine.saw(Piece)) > pieces)
-        assert machine.saw(Piece)[-1].data == b""
+        wait_until(lambda: b"" in [piece.data for piece in machine.saw(Piece)])
         goes_on(run)
     assert not [line for line in printed_of(capsys, machine.name) if "cannot be reached" not in line]
 
@@ -318,6 +314,7 @@ def test_machines_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_ru
             machine.changes = lambda t: dataclasses.replace(
                 t, finish_reason="failed", reward=float("nan"), failure="x\n" * 400
             )
+            machine.finish()  # what it has had already
             wait_until(lambda: run.step_if_ready() or machine.saw(Refused))
     run.honest.holds = lambda ticket: False
     run.honest.finish()
@@ -344,7 +341,8 @@ def test_another_key_brings_nothing_through(run, capsys):
     goes_on(run)
     assert not dealer.poll(200)
     plain.destroy()
-    assert not capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "stranger" not in printed and "plain" not in printed
 
 
 def test_a_hundred_clients_that_say_nothing_change_nothing(run, capsys):
