@@ -25,7 +25,7 @@ only a few splits differ: all get a bound, and are solved, by MILP, as long as t
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,12 +38,12 @@ from cluster.gpus import Gpu
 from cluster.shape import ModelShape
 from config import Config
 
-DECODE_OVERHEAD_S, LINK_LATENCY_S = 0.003, 10e-6
-"""The host's part of a decode step (c), and the latency of a message within a machine (a)."""
+LINK_LATENCY_S = 10e-6
+"""Latency of a message within a machine (a)."""
 HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
 """A rank's share of host memory, for copies and AdamW; what AdamW reads and writes of float32 per weight."""
 TPS = (1, 2, 4, 8)
-"""Each divides the next: else engines of several sizes need not fit a machine although their GPUs' number does."""
+"""GPUs of an engine; all engines of a run have as many, as a machine that joins takes the run's options."""
 SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
 GAP = 1e-4
 """How far from the best a MILP's answer may be, relative."""
@@ -64,6 +64,12 @@ class Pool:
     gb_per_s: float
     mfu: float = 0.4
     hbm_efficiency: float = 0.7
+    host_s: float = 0.003
+    """The host's part of a decode step (c)."""
+    trained_tokens_per_s: float = 0.0
+    """That a GPU was measured to train, prompts and AdamW not counted; 0 if it was not. It takes the place of mfu."""
+    sampled_tokens_per_s: float = 0.0
+    """That a GPU of an engine was measured to sample; 0 if it was not. It takes the place of hbm_efficiency."""
 
     @property
     def flops_per_s(self) -> float:
@@ -117,8 +123,6 @@ class Job:
     config: Config
     shape: ModelShape
     lengths: Lengths
-    one_tp: bool = True
-    """Whether all engines have the same tp, as a machine that joins takes the run's."""
 
     @property
     def responses(self) -> int:
@@ -129,6 +133,17 @@ class Job:
     def tokens(self) -> float:
         """Sampled for a step."""
         return self.responses * self.lengths.response
+
+    @property
+    def read_tokens(self) -> float:
+        """That the trainer reads in a pass over a step's batch."""
+        prompts = self.config.groups_per_step * (1 if self.config.share_prefix else self.config.group_size)
+        return prompts * self.lengths.prompt + self.tokens
+
+    @property
+    def extra_passes(self) -> int:
+        """Without gradient: the reference, and proximal log-probs."""
+        return (self.config.kl_coef > 0) + (self.config.minibatches > 1 and self.config.proximal == "recompute")
 
     @property
     def requests(self) -> int:
@@ -169,31 +184,34 @@ class Training:
         return [*resident, *memory.step_items(config, job.shape, self.ranks, self.shards)]
 
 
+def compute_s(job: Job, t: Training) -> float:
+    """Seconds that the GPUs that train compute for a step (F/(ranks·C))."""
+    config, shape, lengths = job.config, job.shape, job.lengths
+    squares = shape.num_layers * shape.num_attention_heads * shape.head_dim * job.responses * lengths.square
+    in_layers = shape.num_layers * shape.layer_parameters
+    used = in_layers * job.read_tokens + shape.vocab_size * shape.hidden_size * job.tokens
+    # A backward pass costs two, one with adapters; what was not kept for it is computed again.
+    passes = job.extra_passes + 1 + ("activations" in t.save_memory) + (1 if config.lora_rank else 2)
+    return passes * 2 * (used + squares) / (t.ranks * t.pool.flops_per_s)
+
+
 def training_s(job: Job, cluster: Cluster, t: Training) -> float:
     """Seconds that the trainer needs for a step (t)."""
-    config, shape, lengths, pool = job.config, job.shape, job.lengths, t.pool
-    prompts = config.groups_per_step * (1 if config.share_prefix else config.group_size)
-    sampled, trained = job.tokens, memory.trained_parameters(config, shape)
-    tokens, weights = prompts * lengths.prompt + sampled, 2 * shape.num_parameters
-    # Passes without gradient: the reference, and proximal log-probs. A backward pass costs two, one with adapters.
-    extra = (config.kl_coef > 0) + (config.minibatches > 1 and config.proximal == "recompute")
-    passes = extra + 1 + ("activations" in t.save_memory) + (1 if config.lora_rank else 2)
-    squares = shape.num_layers * shape.num_attention_heads * shape.head_dim * job.responses * lengths.square
-    used = shape.num_layers * shape.layer_parameters * tokens + shape.vocab_size * shape.hidden_size * sampled
-    compute_s = passes * 2 * (used + squares) / (t.ranks * pool.flops_per_s)
+    config, pool = job.config, t.pool
+    weights, trained = 2 * job.shape.num_parameters, memory.trained_parameters(config, job.shape)
     # Rings; those through the same shard of all replicas share a machine's link.
     across = min(pool.gb_per_s, cluster.same_kind)
     shard_link = pool.gb_per_s if t.shards <= t.gpus else across
     replica_link = pool.gb_per_s if t.machines == 1 else min(across, cluster.same_kind / min(t.gpus, t.shards))
-    shard_s = (weights * (extra + 2) + 4 * trained) * (1 - 1 / t.shards) / (shard_link * 1e9)
+    shard_s = (weights * (job.extra_passes + 2) + 4 * trained) * (1 - 1 / t.shards) / (shard_link * 1e9)
     replica_s = 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks) / (replica_link * 1e9)
-    count = config.minibatches * math.ceil(tokens / (t.ranks * config.minibatches * t.microbatch))
+    count = config.minibatches * math.ceil(job.read_tokens / (t.ranks * config.minibatches * t.microbatch))
     adamw_s = config.minibatches * ADAMW_BYTES * trained / t.shards / pool.hbm_bytes_per_s
     if "optimizer" in t.save_memory:  # for each pass shards come from the host, float32, and gradients go there
-        moved = 12 * count * shape.num_parameters + config.minibatches * ADAMW_BYTES * trained
+        moved = 12 * count * job.shape.num_parameters + config.minibatches * ADAMW_BYTES * trained
         adamw_s = moved / t.shards / HOST_BYTES_PER_S
     publish_s = weights * (1 - 1 / t.shards) / (shard_link * 1e9)
-    return max(compute_s, count * (shard_s + replica_s)) + adamw_s + publish_s
+    return max(compute_s(job, t), count * (shard_s + replica_s)) + adamw_s + publish_s
 
 
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
@@ -220,26 +238,37 @@ class Engine:
 
     pool: Pool
     tp: int
-    requests: int
+    requests: float
     decode_s: float
     """A decode step (d)."""
     rate: float
     """Tokens/s of all requests (h)."""
 
 
-def make_engine(job: Job, pool: Pool, tp: int, requests: int) -> Engine:
+def exchange_s(job: Job, pool: Pool, tp: int, tokens: float) -> float:
+    """Seconds in which an engine's GPUs exchange what they computed of so many tokens."""
+    bytes_s = tokens * job.shape.hidden_size * 2 / (tp * pool.gb_per_s * 1e9)
+    return (tp - 1) * (LINK_LATENCY_S + bytes_s) * 4 * job.shape.num_layers
+
+
+def prefill_s(job: Job, pool: Pool, tp: int) -> float:
+    """Seconds of a prompt's prefill (p)."""
+    flops = 2 * job.shape.num_parameters * job.lengths.prompt
+    return flops / (tp * pool.flops_per_s) + exchange_s(job, pool, tp, job.lengths.prompt)
+
+
+def decode_parts_s(job: Job, pool: Pool, tp: int, requests: float) -> tuple[float, float]:
+    """Seconds of a decode step in which memory is read, and of all else in it; both together are d."""
+    weights = 2 * job.shape.num_parameters
+    read = weights / tp + requests * job.lengths.context * memory.kv_bytes_per_token(job.shape, tp)
+    others_s = pool.host_s + exchange_s(job, pool, tp, requests) + weights * requests / (tp * pool.flops_per_s)
+    return read / pool.hbm_bytes_per_s, others_s
+
+
+def make_engine(job: Job, pool: Pool, tp: int, requests: float) -> Engine:
     """An engine with its rate."""
-    shape, lengths, computed = job.shape, job.lengths, tp * pool.flops_per_s
-
-    def exchange_s(tokens: float) -> float:
-        bytes_s = tokens * shape.hidden_size * 2 / (tp * pool.gb_per_s * 1e9)
-        return (tp - 1) * (LINK_LATENCY_S + bytes_s) * 4 * shape.num_layers
-
-    prefill_s = 2 * shape.num_parameters * lengths.prompt / computed + exchange_s(lengths.prompt)
-    read = 2 * shape.num_parameters / tp + requests * lengths.context * memory.kv_bytes_per_token(shape, tp)
-    decode_s = DECODE_OVERHEAD_S + read / pool.hbm_bytes_per_s + exchange_s(requests)
-    decode_s += 2 * shape.num_parameters * requests / computed
-    rate = requests * lengths.response / (lengths.response * decode_s + requests * prefill_s)
+    decode_s, response = sum(decode_parts_s(job, pool, tp, requests)), job.lengths.response
+    rate = requests * response / (response * decode_s + requests * prefill_s(job, pool, tp))
     return Engine(pool, tp, requests, decode_s, rate)
 
 
@@ -259,6 +288,30 @@ def engines(job: Job, pool: Pool, tp: int, room: float | None = None) -> list[En
     return [make_engine(job, pool, tp, b) for b in sorted({most, *(1 << i for i in range(20) if 1 << i < most)})]
 
 
+def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
+    """The pool with the mfu and hbm_efficiency of its measured rates, if it has any; none is left.
+
+    They are of the job, with its save_memory and rollout_tp, and of an engine with so many requests, as many as fit if
+    not given. Raises ValueError for a rate that no efficiency gives.
+    """
+    mfu, efficiency, tp = pool.mfu, pool.hbm_efficiency, job.config.rollout_tp
+    if pool.trained_tokens_per_s:
+        t = Training(pool, 1, 1, 1, job.config.save_memory, 1, False)
+        mfu *= compute_s(job, t) * pool.trained_tokens_per_s / job.tokens
+    pool = replace(pool, mfu=mfu, trained_tokens_per_s=0.0)
+    if rate := tp * pool.sampled_tokens_per_s:
+        b = requests or max((e.requests for e in engines(job, pool, tp)), default=1)
+        read_s, others_s = decode_parts_s(job, pool, tp, b)
+        left_s = b / rate - b * prefill_s(job, pool, tp) / job.lengths.response - others_s
+        if left_s <= 0:
+            raise ValueError(
+                f"{pool.name} is said to sample {pool.sampled_tokens_per_s:g} tokens/s per GPU; with {b:.3g} requests "
+                f"at a time all but memory takes {others_s:.3g} s of the {b / rate:.3g} s of a step; lower host_s"
+            )
+        efficiency *= read_s / left_s
+    return replace(pool, hbm_efficiency=efficiency, sampled_tokens_per_s=0.0)
+
+
 @dataclass(frozen=True)
 class Site:
     """GPUs that may sample: `gpus` on each of `machines`. Where these train, all of them have the same engines."""
@@ -270,25 +323,23 @@ class Site:
 
 
 def choose_engines(
-    sites: list[tuple[Site, Engine]], requests: int, least_rate: float | None = None
+    options: list[tuple[Site, Engine]], requests: int, least_rate: float | None = None
 ) -> list[tuple[Site, Engine, int]] | None:
-    """How many of each engine give the highest rate, or at the lowest price `least_rate`; None if none do."""
-    copies = np.array([site.machines if site.trains else 1 for site, _ in sites])
-    rates = copies * [engine.rate for _, engine in sites]
-    rows, limits = [copies * [engine.requests for _, engine in sites]], [requests]
-    for site, size in itertools.product(dict.fromkeys(site for site, _ in sites), TPS):
-        rows.append([engine.tp * (of == site and engine.tp >= size) for of, engine in sites])
-        limits.append((1 if site.trains else site.machines) * (site.gpus // size * size))
+    """How many engines on each site give the highest rate, or at the lowest price `least_rate`; None if none do."""
+    copies = np.array([site.machines if site.trains else 1 for site, _ in options])
+    rates = copies * [engine.rate for _, engine in options]
+    rows, limits = [copies * [engine.requests for _, engine in options]], [requests]
+    most = [site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options]
     cost = -rates
     if least_rate is not None:  # the last part prefers few GPUs among those that cost the same
-        cost = copies * [engine.tp * (engine.pool.price_per_hour + 1e-3) for _, engine in sites]
+        cost = copies * [engine.tp * (engine.pool.price_per_hour + 1e-3) for _, engine in options]
         rows, limits = [*rows, -rates], [*limits, -least_rate]
     constraints = LinearConstraint(np.array(rows), ub=limits)
-    found = milp(cost, constraints=constraints, integrality=1, bounds=Bounds(0), options={"mip_rel_gap": GAP})
+    found = milp(cost, constraints=constraints, integrality=1, bounds=Bounds(0, most), options={"mip_rel_gap": GAP})
     if found.x is None or not found.x.round().any():
         return None
     counts = (found.x.round() * copies).astype(int).tolist()
-    return [(site, engine, count) for (site, engine), count in zip(sites, counts, strict=True) if count]
+    return [(site, engine, count) for (site, engine), count in zip(options, counts, strict=True) if count]
 
 
 # Both
@@ -357,9 +408,27 @@ class Plan:
         return pool.price_per_hour * ranks + least * cheapest if least <= self.rate else math.inf
 
     def solved(self, least_rate: float | None) -> "Plan | None":
-        """The plan with engines that have the highest rate, or at the lowest price `least_rate`."""
-        chosen = choose_engines(list(self.options), self.job.requests, least_rate)
-        return chosen and replace(self, engines=tuple(chosen), rate=sum(e.rate * count for _, e, count in chosen))
+        """The plan with engines that have the highest rate, or at the lowest price `least_rate`.
+
+        The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit: for
+        each number the best engines are sought.
+        """
+        found = []
+        for level in {engine.requests for _, engine in self.options}:  # of each engine the last that has no more
+            options = list({site: e for site, e in self.options if e.requests <= level}.items())
+            if chosen := choose_engines(options, self.job.requests, least_rate):
+                found.append(self.sampled_by(chosen))
+        return min(found, key=lambda plan: plan.cost_per_hour if least_rate else -plan.rate, default=None)
+
+    def sampled_by(self, chosen: list[tuple[Site, Engine, int]]) -> "Plan":
+        """The plan with so many of these engines, to which all requests go in equal numbers, as far as they fit."""
+        most = {site: engine.requests for site, engine in self.options}  # the last of each has the most
+        left, waiting, sampling = self.job.requests, sum(count for _, _, count in chosen), []
+        for site, engine, count in sorted(chosen, key=lambda choice: most[choice[0]]):
+            requests = min(most[site], left / waiting)
+            left, waiting = left - count * requests, waiting - count
+            sampling.append((site, make_engine(self.job, engine.pool, engine.tp, requests), count))
+        return replace(self, engines=tuple(sampling), rate=sum(e.rate * count for _, e, count in sampling))
 
 
 def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
@@ -381,15 +450,15 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
                 here = [Site(pool, machines, pool.gpus - gpus, True)] * stages
                 ways = ((training_s(job, cluster, t), t) for t in trainings(job, pool, machines, gpus, stages))
                 seconds, t = min(ways, key=lambda way: way[0], default=(math.inf, None))
-                for (sites, link), sizes in itertools.product(reach, [[tp] for tp in tps] if job.one_tp else [tps]):
-                    options = [(s, e) for s in [*here, *sites] for tp in sizes if tp <= s.gpus for e in can[s.pool][tp]]
+                for (sites, link), tp in itertools.product(reach, tps):
+                    options = [(s, e) for s in [*here, *sites] if tp <= s.gpus for e in can[s.pool][tp]]
                     if t is None or not options:
                         continue
                     update_s = max(stages * update / pool.gb_per_s, cluster.update_factor * update / link)
                     yield Plan(job, t, seconds, update_s, _most_rate(options, job.requests), tuple(options))
 
 
-def _most_rate(options: list[tuple[Site, Engine]], requests: int) -> float:
+def _most_rate(options: Collection[tuple[Site, Engine]], requests: int) -> float:
     """Tokens/s that no choice of engines exceeds: by the best for each GPU, and by the best for each request."""
     best: dict[Site, float] = {}
     for site, engine in options:
@@ -428,6 +497,7 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int
 
     Raises ValueError, with the arithmetic, if there is none.
     """
+    cluster = replace(cluster, pools=tuple(calibrated(job, pool) for pool in cluster.pools))
     limit_s = tokens_per_s and job.tokens / tokens_per_s
     bounds = sorted(((split.bound(limit_s), split) for split in splits(job, cluster)), key=lambda pair: pair[0])
     if not bounds:

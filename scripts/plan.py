@@ -5,8 +5,9 @@
 
 Options of train_async.py go into the plan and the commands. CLUSTER.toml lists [[machines]] with `gpu` (a name in
 cluster/gpu_sheets.toml), the `gpus` of each, `count` of them and `price_per_hour` of a GPU; any number of the sheet may
-be overridden, `mfu` and `hbm_efficiency` by what was measured. [links] has `same_kind` and `across_kinds` in GB/s, and
-`update_factor`. cluster/planner.py explains the arithmetic.
+be overridden. What a bench has measured for the job, `trained_tokens_per_s` and `sampled_tokens_per_s` of a GPU, takes
+the place of the sheet's `mfu` and `hbm_efficiency`; --workload takes both of a run. [links] has `same_kind` and
+`across_kinds` in GB/s, and `update_factor`. docs/planner.md explains the arithmetic.
 """
 
 import argparse
@@ -16,85 +17,21 @@ import math
 import shlex
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import NormalDist
 
 from cluster import planner
-from cluster.planner import Cluster, Job, Lengths, Plan, Pool
+from cluster.planner import Job, Plan, Pool
 from cluster.shape import read_shape
-from config import Config, flag, nearest
+from config import Config, flag
 from job.command_line import read_options
+from scripts.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
 from scripts.runs import load
 
-SHEETS = Path(planner.__file__).with_name("gpu_sheets.toml")
-ASSUMED_LINK = 1.25
-"""GB/s between machines where nothing is said: Ethernet of 10 Gbit/s."""
-QUANTILES = 2000
-RENDEZVOUS, LISTEN = "HOST0:29500", "HOST0:29600"
+RENDEZVOUS, LISTEN, JOIN = "HOST0:29500", "0.0.0.0:29600", "HOST0:29600"
 """HOST0: a name of the first machine that trains, to be filled in."""
+RUN_NAME = "plan"
 WIDTH = 60
-
-
-def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
-    """The cluster of a file, and what had to be assumed. Raises ValueError, in one line, for a mistake in it."""
-    try:
-        file = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    sheets, pools, links = tomllib.loads(SHEETS.read_text(encoding="utf-8")), [], file.get("links", {})
-    if not isinstance(file.get("machines"), list):
-        raise ValueError(f"{path} lists no [[machines]]; give gpu, gpus, count and price_per_hour of each kind")
-    for machines in file["machines"]:
-        gpu = machines.get("gpu")
-        if gpu not in sheets:
-            raise ValueError(f"{path}: gpu {gpu!r} is none of {', '.join(sheets)}{nearest(str(gpu), sheets)}")
-        sheet = {name: value for name, value in sheets[gpu].items() if name != "source"}
-        taken = sum(pool.gpu == gpu for pool in pools)
-        name = f"{gpu} ({taken + 1})" if taken else gpu
-        numbers = {"count": 1, "price_per_hour": 0.0} | sheet | machines
-        pools.append(_checked(Pool, f"{path}: {gpu}", {**numbers, "name": name}))
-    missing = [name for name in ("same_kind", "across_kinds") if name not in links]
-    notes = [f"[links] {name} is missing; {ASSUMED_LINK} GB/s assumed, Ethernet of 10 Gbit/s" for name in missing]
-    numbers = dict.fromkeys(missing, ASSUMED_LINK) | links | {"pools": tuple(pools)}
-    return _checked(Cluster, f"{path}: [links]", numbers), notes
-
-
-def _checked(kind: type, where: str, values: dict):
-    """A record of `kind`. Raises ValueError, in one line, for a field that it has not, or lacks, or a wrong number."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name in [name for name, of in fields.items() if of.default is dataclasses.MISSING and name not in values]:
-        raise ValueError(f"{where}: {name} is missing")
-    for name, value in values.items():
-        if name not in fields:
-            raise ValueError(f"{where}: {name} is none of {', '.join(fields)}{nearest(name, fields)}")
-        if fields[name].type not in (int, float):
-            continue
-        whole, least = fields[name].type is int, "at least 0" if name == "price_per_hour" else "above 0"
-        is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf or (value == 0 and least == "above 0"):
-            raise ValueError(f"{where}: {name} must be a {'whole ' * whole}number {least}, got {value!r}")
-    return kind(**values)
-
-
-def read_lengths(law: str | None, workload: str | None, config: Config, prompt_tokens: float | None) -> Lengths:
-    """Lengths by a law, of a run's responses, or, where none is given, lognormal around a quarter of the limit."""
-    prompt, longest = prompt_tokens or config.max_prompt_tokens, config.max_response_tokens
-    if workload:
-        responses = load(workload).events["trajectory"]
-        if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
-            raise ValueError(f"{workload}/events.jsonl has no response; give a run that has trained, or --lengths")
-        return Lengths.of(prompt, tokens[tokens > 0].astype(float).clip(upper=longest))
-    name, _, numbers = (law or f"lognormal:{longest / 4:g},0.8").partition(":")
-    try:
-        median, sigma = map(float, numbers.split(","))
-    except ValueError:
-        median = sigma = -1.0
-    if name != "lognormal" or not 0 < median < math.inf or not 0 <= sigma < 10:
-        raise ValueError(f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}")
-    normals = (NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES))
-    return Lengths.of(prompt, (min(longest, max(1.0, median * math.exp(sigma * z))) for z in normals))
 
 
 def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
@@ -108,6 +45,7 @@ def planned_config(plan: Plan) -> Config:
     here = sum(count for site, _, count in plan.engines if site.trains) // plan.training.machines
     chosen = {"rollout_tp": plan.engines[0][1].tp, "listen": LISTEN if joins else None, "num_rollout_workers": here}
     chosen |= {"colocate": plan.colocate, "num_rollout_workers": None} if plan.colocate else {"colocate": "share"}
+    chosen["run_name"] = plan.job.config.run_name or RUN_NAME
     return dataclasses.replace(plan.training.config(plan.job), **chosen).checked()
 
 
@@ -136,7 +74,7 @@ def commands(plan: Plan) -> list[dict[str, str]]:
         for machines, gpus in ((left // each, each * config.rollout_tp), (1, left % each * config.rollout_tp)):
             visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} " * (gpus < site.gpus)
             if machines and gpus:
-                lines.append((site.pool, machines, f"{visible}python rollout.py --join {LISTEN} --key swarm.key"))
+                lines.append((site.pool, machines, f"{visible}python rollout.py --join {JOIN} --key swarm.key"))
     return [{"machines": f"{count} × {pool.name}", "command": command} for pool, count, command in lines]
 
 
@@ -162,8 +100,8 @@ def picture(plan: Plan, found: dict) -> Iterator[str]:
     for _, e, count in plan.engines:
         share = e.rate * count / plan.rate
         yield (
-            f"sample   {count} × {e.tp} {e.pool.name}: {e.requests} requests at a time, {e.rate:.0f} tokens/s each; "
-            f"{share:.0%} of the work, {share * plan.job.responses:.0f} responses a step"
+            f"sample   {count} × {e.tp} {e.pool.name}: {e.requests:.0f} requests at a time, {e.rate:.0f} tokens/s each"
+            f"; {share:.0%} of the work, {share * plan.job.responses:.0f} responses a step"
         )
     for name, update_s, seconds in (("train", 0.0, plan.training_s), ("sample", plan.update_s, plan.generation_s)):
         bar = "░" * round(WIDTH * update_s / step_s) + "█" * round(WIDTH * seconds / step_s)
@@ -191,7 +129,7 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("cluster", type=Path, help="cluster.toml: machines and links")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--workload", metavar="runs/NAME", help="take the lengths of responses from a run")
+    source.add_argument("--workload", metavar="runs/NAME", help="take lengths and rates from a run")
     source.add_argument("--lengths", metavar="lognormal:MEDIAN,SIGMA", help="of responses, cut at the longest allowed")
     parser.add_argument("--prompt-tokens", type=float, help="mean length of prompts; default: the longest allowed")
     parser.add_argument("--tokens-per-s", type=float, help="the cheapest plan with this rate, instead of the fastest")
@@ -207,7 +145,11 @@ def main(args: list[str] | None = None) -> None:
         cluster, notes = read_cluster(given.cluster)
         if (given.prompt_tokens or 0) > config.max_prompt_tokens:
             raise ValueError(f"--prompt-tokens {given.prompt_tokens:g} is above --max-prompt-tokens")
-        lengths = read_lengths(given.lengths, given.workload, config, given.prompt_tokens)
+        lengths = read_lengths(given.lengths, config, given.prompt_tokens)
+        if given.workload:
+            run = load(given.workload)
+            lengths, (cluster, note) = lengths_of(run, config, given.prompt_tokens), with_rates(cluster, run)
+            notes.append(note)
         job, start = Job(config, read_shape(config.model), lengths), time.perf_counter()
         best, *others = planner.plan(job, cluster, given.tokens_per_s)
         found = numbers(best, time.perf_counter() - start)
@@ -219,7 +161,8 @@ def main(args: list[str] | None = None) -> None:
     print(*(f"note: {note}" for note in notes), *picture(best, found), sep="\n")
     print("next     " + "\n         ".join(why_worse(other, best) for other in others) if others else "no other plan")
     for line in found["commands"]:
-        print(f"\n# {line['machines']}\n{line['command']}")
+        key = f"; swarm.key is HOST0's runs/{RUN_NAME}/swarm.key (docs/swarm.md)" * ("--key" in line["command"])
+        print(f"\n# {line['machines']}{key}\n{line['command']}")
     print(f"\nplanned in {found['planning_s']:.2f} s")
 
 

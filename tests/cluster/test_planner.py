@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+from collections import Counter
 
 import pytest
 
@@ -37,43 +38,28 @@ def pool(name="fast", count=1, gpus=2, **changes) -> Pool:
     return Pool(name, name, count, gpus, **{**sheet, **changes})
 
 
-def job(model=SMALL, one_tp=True, **options) -> Job:
-    return Job(dataclasses.replace(CONFIG, **options), model, LENGTHS, one_tp)
+def job(model=SMALL, **options) -> Job:
+    return Job(dataclasses.replace(CONFIG, **options), model, LENGTHS)
 
 
 def cluster(*pools, same_kind=5.0, across_kinds=1.5) -> Cluster:
     return Cluster(pools, same_kind, across_kinds)
 
 
-# Brute force: every trainer, every set of other machines, every way to fill each machine with engines
+# Brute force: every trainer, every set of other machines, every number of engines on each
 
 
-def fillings(options, gpus):
-    """{(requests, GPUs of each price): highest rate} of a machine, from nothing to full."""
-    reached = {(0, 0): 0.0}
-    frontier = [(0, 0, 0.0, 0)]
-    while frontier:
-        requests, used, rate, first = frontier.pop()
-        for index, engine in enumerate(options[first:], start=first):
-            if used + engine.tp <= gpus:
-                new = (requests + engine.requests, used + engine.tp, rate + engine.rate)
-                reached[new[:2]] = max(reached.get(new[:2], 0.0), new[2])
-                frontier.append((*new, index))
-    return {(requests, used): rate for (requests, used), rate in reached.items()}
-
-
-def priced(filling, price, times):
-    return {(b * times, used * times * price): rate * times for (b, used), rate in filling.items()}
-
-
-def joined(one, other, requests):
-    """The same of two machines together."""
-    both = {}
-    for ((b1, c1), r1), ((b2, c2), r2) in itertools.product(one.items(), other.items()):
-        if b1 + b2 <= requests:
-            key = b1 + b2, round(c1 + c2, 6)
-            both[key] = max(both.get(key, 0.0), r1 + r2)
-    return both
+def rate_of(j, tp, numbers):
+    """Tokens/s of so many engines on each pool, if each request goes to who has the fewest and room for it."""
+    most = {pool: max((e.requests for e in engines(j, pool, tp)), default=0) for pool in numbers}
+    if not all(most.values()):
+        return 0.0
+    low, high = 0.0, float(max(most.values()))
+    for _ in range(60):
+        level = (low + high) / 2
+        taken = sum(count * min(level, most[pool]) for pool, count in numbers.items())
+        low, high = (level, high) if taken <= j.requests else (low, level)
+    return sum(count * make_engine(j, pool, tp, min(low, most[pool])).rate for pool, count in numbers.items())
 
 
 def seconds_of_step(j, generation_s, train_s):
@@ -84,7 +70,6 @@ def seconds_of_step(j, generation_s, train_s):
 def outcomes(j, c):
     """(seconds of a step, price per hour) of every plan there is, but for GPUs that both sides share."""
     tps = [tp for tp in (1, 2, 4, 8) if memory.can_split(j.shape, tp)]
-    sizes = [(tp,) for tp in tps] if j.one_tp else [tuple(tps)]
     weights = 2 * j.shape.num_parameters / 1e9
     for p in c.pools:
         for machines, gpus, stages in itertools.product(range(1, p.count + 1), range(1, p.gpus + 1), (False, True)):
@@ -95,25 +80,22 @@ def outcomes(j, c):
                 continue
             others = [(q, q.count - machines * (q is p)) for q in c.pools]
             others = [(q, count) for q, count in others if count]
-            for size, num in itertools.product(sizes, range(len(others) + 1)):
+            for tp, num in itertools.product(tps, range(len(others) + 1)):
                 for chosen in itertools.combinations(others, num):
-                    here = {(0, 0): 0.0}
                     update_s = weights / p.gb_per_s if stages else 0.0
-                    if stages:
-                        filled = fillings([e for tp in size for e in engines(j, p, tp)], p.gpus - gpus)
-                        here = priced(filled, p.price_per_hour, machines)
-                    for q, count in chosen:
+                    for q, _ in chosen:
                         link = c.same_kind if q.gpu == p.gpu else c.across_kinds
                         update_s = max(update_s, 5 * weights / link)
-                        filled = priced(
-                            fillings([e for tp in size for e in engines(j, q, tp)], q.gpus), q.price_per_hour, 1
-                        )
-                        for _ in range(count):
-                            here = joined(here, filled, j.requests)
-                    for (requests, price), rate in here.items():
-                        if 0 < requests <= j.requests:
+                    numbers = [range(count * (q.gpus // tp) + 1) for q, count in chosen]
+                    here = range(0, machines * ((p.gpus - gpus) // tp) * stages + 1, machines)
+                    for mine, *theirs in itertools.product(here, *numbers):
+                        way = Counter({p: mine})
+                        for (q, _), count in zip(chosen, theirs, strict=True):
+                            way[q] += count
+                        if 0 < way.total() <= j.requests and (rate := rate_of(j, tp, +way)):
+                            used = sum(q.price_per_hour * tp * count for q, count in way.items())
                             step_s = seconds_of_step(j, j.tokens / rate + update_s, train_s)
-                            yield step_s, price + machines * gpus * p.price_per_hour
+                            yield step_s, used + machines * gpus * p.price_per_hour
 
 
 def shared_outcomes(j, c):
@@ -143,7 +125,7 @@ def random_case(seed):
         pools.append(pool(f"kind{kind}", count, gpus, **sheet))
     c = cluster(*pools, same_kind=rng.choice([1.25, 5.0, 50.0]), across_kinds=rng.choice([0.1, 1.25, 10.0]))
     options = {"async_ratio": rng.choice([0.0, 0.5, 1.0, 2.0]), "max_running_requests": rng.choice([2, 4, 8])}
-    return job(rng.choice([SMALL, SMALL, LARGE]), rng.random() < 0.7, **options), c
+    return job(rng.choice([SMALL, SMALL, LARGE]), **options), c
 
 
 def check_against_brute_force(seed):
@@ -292,14 +274,12 @@ def test_one_gpu_trains_and_samples_in_turns():
     assert synchronous.colocate == "sleep", "where both do not fit at the same time"
 
 
-def test_all_engines_of_a_run_have_one_tp_unless_each_may_have_its_own():
+def test_all_engines_of_a_run_have_one_tp():
     small, large = pool("small", 1, 8, memory_gib=13.0), pool("large", 4, 1)
     c = cluster(pool("trains", 1, 1, tflops=1e5, memory_gib=300.0), small, large, across_kinds=50.0)
-    options = {"model": LARGE, "max_running_requests": 256, "async_ratio": 8.0}
-    same, own = (plan(job(one_tp=one_tp, **options), c)[0] for one_tp in (True, False))
-    assert len({engine.tp for _, engine, _ in same.engines}) == 1
-    assert {engine.pool.name for _, engine, _ in own.engines} == {"large", "small"}, "which a GPU is too small for"
-    assert own.step_s < same.step_s
+    best = plan(job(LARGE, max_running_requests=256, async_ratio=8.0), c)[0]
+    assert len({engine.tp for _, engine, _ in best.engines}) == 1
+    assert len({engine.pool.name for _, engine, _ in best.engines}) == 1, "of the small ones two would be needed"
 
 
 def test_engines_of_two_gpus_leave_the_third_of_each_machine_idle():
@@ -310,6 +290,18 @@ def test_engines_of_two_gpus_leave_the_third_of_each_machine_idle():
     assert planner.choose_engines([(training, engine)], 100) == [(training, engine, 2)]
     assert planner.choose_engines([(joined, engine)], 1) == [(joined, engine, 1)], "one request"
     assert planner.choose_engines([(training, engine)], 1) is None, "both machines have the same engines"
+
+
+def test_requests_are_shared_evenly_by_engines_as_far_as_they_fit():
+    roomy, narrow = pool("roomy", 1, 4), pool("narrow", 1, 4, memory_gib=6.1)
+    sites = [planner.Site(p, 1, 4, False) for p in (roomy, narrow)]
+    j = job(max_running_requests=64)
+    options = tuple((site, engine) for site in sites for engine in engines(j, site.pool, 1))
+    training = Training(roomy, 1, 1, 1, (), 4112, False)
+    chosen = [(site, make_engine(j, site.pool, 1, 1), count) for site, count in zip(sites, (2, 1), strict=True)]
+    shared = planner.Plan(j, training, 1.0, 0.0, 1.0, options).sampled_by(chosen)
+    assert {engine.pool.name: engine.requests for _, engine, _ in shared.engines} == {"narrow": 3, "roomy": 29 / 2}
+    assert shared.rate == sum(engine.rate * count for _, engine, count in shared.engines)
 
 
 def test_no_rate_is_enough_where_training_alone_takes_longer():

@@ -2,19 +2,29 @@
 
 import dataclasses
 import json
+import random
 import shlex
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from cluster import memory
 from cluster.cluster import check_shares
-from cluster.planner import Pool
+from cluster.placement import place, plan_memory
+from cluster.planner import Job, Pool, Training, compute_s, make_engine
+from cluster.shape import read_shape
 from config import Config
+from data.messages import SampledTokens
 from job.command_line import parse_config
+from records.metrics import RolloutReport, rollout_metrics, time_metrics
+from records.run_directory import RunDirectory
 from scripts import plan as script
-from scripts.plan import main, options_of, read_cluster, read_lengths
+from scripts.plan import main, options_of
+from scripts.plan_inputs import SHEETS, lengths_of, read_cluster, read_lengths, with_rates
 from scripts.qwen3_shapes import qwen3_config
+from scripts.runs import load
 
 EXAMPLES = sorted((Path(script.__file__).parent / "plan").glob("*.toml"))
 MACHINES = (
@@ -73,6 +83,44 @@ def test_the_plan_for_machines_has_all_that_is_promised(tmp_path, model, capsys)
     )
     assert found["step_s"] >= max(found["training_s"], found["generation_s"] + found["update_s"]) * (1 - 1e-9)
     assert 1 <= len(found["next"]) <= 3
+
+
+def check_that_it_fits(command, pool, config, shape, machines, ranks):
+    """What a node of the run, or a machine that joins it, checks before it starts; no step of it may be doubtful."""
+    words = shlex.split(command)
+    visible = words[0].removeprefix("CUDA_VISIBLE_DEVICES=").split(",") if "=" in words[0] else range(pool.gpus)
+    gpus = [pool.device] * len(visible)
+    if "--join" in words:
+        config = dataclasses.replace(config, num_rollout_workers=None, weight_sync="auto")
+        assert sum(worker.num_gpus for worker in place(config, len(gpus), 64, 0).workers) == len(gpus)
+        return memory.check_engine(config, shape, pool.device)
+    placement = place(config, len(gpus), 64, ranks // machines)
+    placement, arithmetic = plan_memory(config, placement, shape, gpus, ranks, ranks // config.replicas)
+    assert "warning" not in arithmetic
+    assert len(placement.workers) == (1 if config.num_rollout_workers is None else config.num_rollout_workers)
+
+
+@pytest.mark.parametrize("size", ["0.6b", "4b", "8b"])
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, size, tmp_path, capsys):
+    rng, folder = random.Random(seed), tmp_path / "model"
+    qwen3_config(size).save_pretrained(folder)
+    kinds = rng.sample(["H200", "H20", "A100 40GB", "L40S", "RTX 4090", "H800"], rng.choice([1, 2, 3]))
+    machines = [(kind, rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 4, 8])) for kind in kinds]
+    text = "".join(f'[[machines]]\ngpu = "{gpu}"\ncount = {n}\ngpus = {gpus}\n' for gpu, n, gpus in machines)
+    path, alpha = write(tmp_path, text + LINKS), rng.choice([0, 0.5, 1, 4])
+    try:
+        found = planned(capsys, path, "--model", folder, *JOB, "--async-ratio", alpha)
+    except SystemExit as refused:
+        assert "fits on no GPUs" in refused.code or "does not go with" in refused.code
+        return
+    config, pools = trainer_config(found["commands"][0]["command"]), read_cluster(path)[0].pools
+    words = shlex.split(found["commands"][0]["command"])
+    nodes, ranks = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1, sum(found["train"].values())
+    assert config == config.checked()
+    for line in found["commands"]:
+        (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
+        check_that_it_fits(line["command"], pool, config, read_shape(str(folder)), nodes, ranks)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -183,21 +231,75 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic(tmp_path):
     assert "L4 has 21.6 GiB" in said and "parameters × 2 B / 1 GPUs" in said
 
 
-def test_the_lengths_of_a_run_are_those_of_its_responses(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text("{}")
-    (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    events = [{"event": "trajectory", "time": 1.0, "tokens": tokens} for tokens in (10, 30, 0)]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    lengths = read_lengths(None, str(run), Config(), 20.0)
-    assert (lengths.prompt, lengths.response, lengths.longest) == (20, 20, 30)
+SIZES = {"groups_per_step": 2, "group_size": 2, "max_prompt_tokens": 128, "max_response_tokens": 2048}
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    """A run on one H100 that trained and one that sampled, of 8 steps, as records/ writes it."""
+    config = Config(model=model, runs_dir=str(tmp_path), run_name="run", **SIZES)
+    directory = RunDirectory(config, num_ranks=1)
+    spent, decoding = Counter({"wait": 5 * 10**8, "forward_backward": 10**9, "optimizer": 5 * 10**8}), 15 * 10**8
+    for step in range(1, 9):
+        for member in range(4):
+            fields = {
+                "tokens": 50,
+                "worker": 1,
+                "started_at": 2.0 * step - 2,
+                "ended_at": 2.0 * step - 1 + 0.25 * member,
+            }
+            directory.record("trajectory", **fields)
+        report = RolloutReport([], SampledTokens(new=200), Counter(), Counter({"tokens_generated": 200 * step}), 0, [])
+        times = time_metrics(spent, {"decoding": decoding, "gated": 5 * 10**8})
+        sampled = rollout_metrics(report, 200 * (step - 1), times["time/step_s"])
+        directory.log_metrics({"step": step, "tokens/trained": 200.0, "tokens/forward": 600.0, **sampled, **times})
+    directory.close()
+    info = json.loads((directory.path / "run.json").read_text())
+    info["hardware"]["gpus"] = ["NVIDIA H100 80GB HBM3"] * 2
+    (directory.path / "run.json").write_text(json.dumps(info))
+    return directory.path
+
+
+def test_the_lengths_of_a_run_are_those_of_its_prompts_and_responses(run):
+    lengths = lengths_of(load(run), Config(max_prompt_tokens=500, max_response_tokens=2048), None)
+    assert (lengths.prompt, lengths.response, lengths.longest) == (100, 50, 50)
+    assert lengths_of(load(run), Config(max_response_tokens=40), 20.0).longest == 40
+
+
+def test_a_runs_rates_are_those_of_the_planner_for_the_same_gpu_and_job(run, tmp_path):
+    path = write(tmp_path, '[[machines]]\ngpu = "H100 SXM"\ngpus = 2\n[[machines]]\ngpu = "H20"\ngpus = 1\n')
+    cluster, note = with_rates(read_cluster(path)[0], load(run))
+    measured, other = cluster.pools
+    assert (other.mfu, other.hbm_efficiency) == (0.4, 0.7) and "H100 SXM has mfu" in note
+    config = Config(**SIZES)
+    job = Job(config, read_shape(load(run).info["config"]["model"]), lengths_of(load(run), config, None))
+    training = Training(measured, 1, 1, 1, (), 1, False)
+    assert compute_s(job, training) == pytest.approx(1.0), "for 200 tokens, and 0.5 s of AdamW"
+    requests = 4 * (1 + 1.25 + 1.5 + 1.75) / 4 / 1.5
+    assert make_engine(job, measured, 1, requests).rate == pytest.approx(200 / 1.5), "while it decoded"
+
+
+def test_a_run_on_what_the_cluster_has_not_gives_its_lengths_alone(run, model, tmp_path, capsys):
+    main([str(write(tmp_path, MACHINES + LINKS)), "--model", model, *JOB, "--workload", str(run)])
+    assert "note: " in (out := capsys.readouterr().out) and "ran on NVIDIA H100 80GB HBM3: its lengths are taken" in out
+    (run / "events.jsonl").write_text("")
+    said = refusal(write(tmp_path, MACHINES + LINKS), "--model", model, *JOB, "--workload", run)
+    assert "has no response; give a run that has trained, or --lengths" in said
+    assert "does not exist" in refusal(write(tmp_path, MACHINES), "--model", model, "--workload", tmp_path / "none")
+
+
+def test_rates_of_a_bench_take_the_place_of_efficiencies(tmp_path, model, capsys):
+    text = '[[machines]]\ngpu = "H20"\ngpus = 8\ntrained_tokens_per_s = 5000\nsampled_tokens_per_s = {}\n' + LINKS
+    slow, fast = (planned(capsys, write(tmp_path, text.format(rate)), "--model", model, *JOB) for rate in (200, 800))
+    assert fast["tokens_per_s"] > 1.5 * slow["tokens_per_s"]
+    said = refusal(write(tmp_path, text.format(10**9)), "--model", model, *JOB)
+    assert "H20 is said to sample 1e+09 tokens/s per GPU" in said and "lower host_s" in said
 
 
 def test_lognormal_lengths_are_cut_at_the_longest_allowed():
-    lengths = read_lengths("lognormal:100,1", None, Config(max_response_tokens=5000), None)
+    lengths = read_lengths("lognormal:100,1", Config(max_response_tokens=5000), None)
     assert lengths.response == pytest.approx(100 * 2.718281828**0.5, rel=0.01) and lengths.prompt == 40
-    assert read_lengths("lognormal:100,1", None, Config(max_response_tokens=120), None).longest == 120
+    assert read_lengths("lognormal:100,1", Config(max_response_tokens=120), None).longest == 120
 
 
 def test_the_options_of_a_config_make_it_again():
@@ -207,8 +309,8 @@ def test_the_options_of_a_config_make_it_again():
 
 
 def test_every_data_sheet_is_whole_and_has_a_source():
-    for name, sheet in tomllib.loads(script.SHEETS.read_text()).items():
-        assert set(sheet) == {"tflops", "hbm_gb_per_s", "memory_gib", "gb_per_s", "source"}, name
-        numbers = {key: value for key, value in sheet.items() if key != "source"}
+    for name, sheet in tomllib.loads(SHEETS.read_text()).items():
+        assert set(sheet) == {"called", "tflops", "hbm_gb_per_s", "memory_gib", "gb_per_s", "source"}, name
+        numbers = {key: value for key, value in sheet.items() if key not in ("called", "source")}
         assert all(value > 0 for value in numbers.values()) and len(sheet["source"]) > 10
         assert Pool(name, name, 1, 1, 0.0, **numbers).device.total_bytes > 2**30
