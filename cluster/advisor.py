@@ -49,9 +49,13 @@ class Measured:
 # Arithmetic
 
 
-def least_step_s(generation_s: float, training_s: float, alpha: float) -> float:
-    """Seconds that a step takes at least, if its samples take `generation_s` and the trainer `training_s`."""
-    return max(generation_s, training_s, (generation_s + training_s) / (1 + alpha))
+def least_step_s(generation_s: float, training_s: float, alpha: float, tail_s: float = 0.0) -> float:
+    """Seconds that a step takes at least, if its samples take `generation_s` and the trainer `training_s`.
+
+    With `tail_s`, how much longer the longest response of a batch takes than the mean: about how long. The batch holds
+    its places until that one has ended.
+    """
+    return max(generation_s, training_s, (generation_s + tail_s + training_s) / (1 + alpha))
 
 
 def most_step_s(generation_s: float, training_s: float, longest_s: float, alpha: float) -> float:

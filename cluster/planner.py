@@ -6,7 +6,7 @@ those of other machines join the run, and pull the weights. One GPU may do both 
 
 Seconds of a step; g of generation, u of the weight update, t of training, α the async_ratio:
 
-    step    at least least_step_s(g + u, t, α), at most most_step_s(g + u, t, L, α), L the longest response
+    step    about least_step_s(g + u, t, α, tail), at most most_step_s(g + u, t, L·d, α); tail is (L − R)·d with b = 1
     t       max(F/(ranks·C), micro-batches·(gathers, reductions / slowest link of the group)) + AdamW + publication
     F       2 FLOPs per weight, token and pass, a backward pass being two, and attention's half squares
     C, m    FLOP/s and bytes/s that a GPU reaches: those of its data sheet × mfu, × hbm_efficiency
@@ -15,9 +15,9 @@ Seconds of a step; g of generation, u of the weight update, t of training, α th
     d       decoding a token of each: c + 2·W/(tp·m) + 2·W·b/(tp·C) + b·K·context/m + (tp − 1)·(a + b·H·2/(tp·β))·4·l
     u       2·W/β of the slowest link, × update_factor between machines
 
-W weights, H hidden size, l layers, P and R mean tokens of prompt and response, K bytes of KV cache per token and GPU,
-β bytes/s of a link one way, a its latency, c the host's part. p and d are HexGen's (arXiv 2502.07903, table 1), but for
-W instead of 12·H²·l, c, and the KV cache, whose reading HexGen leaves out.
+W weights, H hidden size, l layers, P and R mean tokens of prompt and response, L tokens of a step's longest response, K
+bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency, c the host's part. p and d are HexGen's
+(arXiv 2502.07903, table 1), but for W instead of 12·H²·l, c, and the KV cache, whose reading HexGen leaves out.
 
 The paper alternates a search for t and one for g with a bisection of the GPUs. Here GPUs of a kind are alike, so that
 only a few splits differ: all get a bound, and are solved, by MILP, as long as their bound is below what was found.
@@ -99,7 +99,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens, means but for the longest response; `square` is that of prompt and response together."""
+    """Mean tokens; `square` is that of prompt and response together, `longest` the longest response of a step."""
 
     prompt: float
     response: float
@@ -109,11 +109,12 @@ class Lengths:
     longest: float
 
     @classmethod
-    def of(cls, prompt: float, responses: Iterable[float]) -> "Lengths":
-        """What a prompt of this length and responses of these make."""
-        r = np.fromiter(responses, float)
+    def of(cls, prompt: float, responses: Iterable[float], num: int) -> "Lengths":
+        """What a prompt of this length and `num` responses in a step make, whose lengths are as likely as these."""
+        r = np.sort(np.fromiter(responses, float))
         context = prompt + (r**2).mean() / (2 * r.mean())
-        return cls(prompt, float(r.mean()), float(((prompt + r) ** 2).mean()), float(context), float(r.max()))
+        longest = r @ np.diff((np.arange(len(r) + 1) / len(r)) ** num)
+        return cls(prompt, float(r.mean()), float(((prompt + r) ** 2).mean()), float(context), float(longest))
 
 
 @dataclass(frozen=True)
@@ -361,6 +362,13 @@ class Plan:
     """How trainer and engine share their GPU, if they do; they then take turns whatever α is."""
 
     @property
+    def tail_s(self) -> float:
+        """Seconds for which the longest response of a step decodes on when one of mean length has ended."""
+        used = [(e.pool, e.tp) for _, e, _ in self.engines] or [(e.pool, e.tp) for _, e in self.options]
+        decode_s = min(make_engine(self.job, *engine, 1).decode_s for engine in set(used))
+        return (self.job.lengths.longest - self.job.lengths.response) * decode_s
+
+    @property
     def alpha(self) -> float:
         """The async_ratio that the hardware lets count."""
         return 0.0 if self.colocate else self.job.config.async_ratio
@@ -372,8 +380,8 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, at least."""
-        return least_step_s(self.generation_s + self.update_s, self.training_s, self.alpha)
+        """Seconds of a step, about."""
+        return least_step_s(self.generation_s + self.update_s, self.training_s, self.alpha, self.tail_s)
 
     @property
     def most_step_s(self) -> float:
@@ -394,7 +402,7 @@ class Plan:
 
     def least_rate(self, step_s: float) -> float:
         """Tokens/s that the engines need for a step of so many seconds; infinite if none are enough."""
-        generation_s = min(step_s, step_s * (1 + self.alpha) - self.training_s) - self.update_s
+        generation_s = min(step_s, step_s * (1 + self.alpha) - self.training_s - self.tail_s) - self.update_s
         if generation_s <= 0 or self.training_s > step_s:
             return math.inf
         return self.job.tokens / generation_s

@@ -73,7 +73,8 @@ def lengths_of(run: Run, config: Config, prompt_tokens: float | None) -> Lengths
         prompts = run.info["config"]["groups_per_step"] * run.info["config"]["group_size"]
         prompt_tokens = (run.metrics["tokens/forward"] - run.metrics["tokens/trained"]).mean() / prompts
     clipped = tokens[tokens > 0].astype(float).clip(upper=config.max_response_tokens)
-    return Lengths.of(min(prompt_tokens or math.inf, config.max_prompt_tokens), clipped)
+    prompt = min(prompt_tokens or math.inf, config.max_prompt_tokens)
+    return Lengths.of(prompt, clipped, config.groups_per_step * config.group_size)
 
 
 def with_rates(cluster: Cluster, run: Run) -> tuple[Cluster, str]:
@@ -115,4 +116,5 @@ def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -
     if name != "lognormal" or not 0 < median < math.inf or not 0 <= sigma < 10:
         raise ValueError(f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}")
     normals = (NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES))
-    return Lengths.of(prompt, (min(longest, max(1.0, median * math.exp(sigma * z))) for z in normals))
+    responses = (min(longest, max(1.0, median * math.exp(sigma * z))) for z in normals)
+    return Lengths.of(prompt, responses, config.groups_per_step * config.group_size)

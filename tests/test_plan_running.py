@@ -156,7 +156,7 @@ def measure_all(config: Config, folder: Path) -> tuple[dict[str, list[dict]], di
         rig.await_workers(1)
         alone["fast"] = measured(rig, 0.0)
         events = [e for e in read(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory"]
-        lengths = Lengths.of(config.max_prompt_tokens / 2, [e["tokens"] for e in events])
+        lengths = Lengths.of(config.max_prompt_tokens / 2, [e["tokens"] for e in events], 16 * 8)
         return alone, together, Job(config, read_shape(rig.node.model_path), lengths)
 
 

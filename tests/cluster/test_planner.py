@@ -13,7 +13,7 @@ from cluster.planner import Cluster, Job, Lengths, Pool, Training, engines, make
 from cluster.shape import ModelShape
 from config import Config
 
-LENGTHS = Lengths.of(100, [200, 400, 900])
+LENGTHS = Lengths.of(100, [200, 400, 900], 32)
 CONFIG = Config(
     max_prompt_tokens=128,
     max_response_tokens=900,
@@ -62,9 +62,10 @@ def rate_of(j, tp, numbers):
     return sum(count * make_engine(j, pool, tp, min(low, most[pool])).rate for pool, count in numbers.items())
 
 
-def seconds_of_step(j, generation_s, train_s):
-    alpha = j.config.async_ratio
-    return max(generation_s, train_s, (generation_s + train_s) / (1 + alpha))
+def seconds_of_step(j, generation_s, train_s, alone):
+    """`alone` are the engines that sample, with one request each."""
+    alpha, tail_s = j.config.async_ratio, (j.lengths.longest - 500) * min(engine.decode_s for engine in alone)
+    return max(generation_s, train_s, (generation_s + train_s + tail_s) / (1 + alpha))
 
 
 def outcomes(j, c):
@@ -94,7 +95,8 @@ def outcomes(j, c):
                             way[q] += count
                         if 0 < way.total() <= j.requests and (rate := rate_of(j, tp, +way)):
                             used = sum(q.price_per_hour * tp * count for q, count in way.items())
-                            step_s = seconds_of_step(j, j.tokens / rate + update_s, train_s)
+                            alone = [make_engine(j, q, tp, 1) for q in +way]
+                            step_s = seconds_of_step(j, j.tokens / rate + update_s, train_s, alone)
                             yield step_s, used + machines * gpus * p.price_per_hour
 
 
@@ -102,8 +104,9 @@ def shared_outcomes(j, c):
     """Of one GPU that both sides share, as the planner has them."""
     for p in c.pools:
         for found in planner._shared(j, c, p):
-            generation_s = j.tokens / found.options[0][1].rate
-            yield generation_s + found.update_s + found.training_s, p.price_per_hour
+            generation_s, tail_s = j.tokens / found.options[0][1].rate, make_engine(j, p, 1, 1).decode_s
+            tail_s *= j.lengths.longest - 500
+            yield generation_s + found.update_s + found.training_s + tail_s, p.price_per_hour
 
 
 def random_case(seed):
@@ -258,7 +261,7 @@ def test_the_faster_computer_trains_and_the_cheaper_reader_samples():
 
 def test_gpus_that_would_only_wait_stay_idle():
     trains, samples = pool("trains", 1, 1, tflops=20.0), pool("samples", 1, 8, tflops=2.0)
-    best = plan(job(), cluster(trains, samples, across_kinds=50.0))[0]
+    best = plan(job(async_ratio=4.0), cluster(trains, samples, across_kinds=50.0))[0]
     assert best.training.pool == trains and best.training_s == pytest.approx(best.step_s, rel=1e-3)
     assert 2 <= sum(gpus for _, gpus in best.sampling_gpus) <= 6, "of 8"
     all_of_them = best.solved(None)
@@ -269,7 +272,7 @@ def test_gpus_that_would_only_wait_stay_idle():
 def test_one_gpu_trains_and_samples_in_turns():
     (best,) = plan(job(), cluster(pool(count=1, gpus=1)))
     assert best.colocate == "share" and best.cost_per_hour == 2.0
-    assert best.step_s == pytest.approx(best.generation_s + best.update_s + best.training_s)
+    assert best.step_s == pytest.approx(best.generation_s + best.tail_s + best.update_s + best.training_s)
     synchronous = plan(job(async_ratio=0.0), cluster(pool(count=1, gpus=1, memory_gib=20.0)))[0]
     assert synchronous.colocate == "sleep", "where both do not fit at the same time"
 
@@ -341,7 +344,7 @@ def test_a_rate_that_no_plan_reaches_is_refused_with_the_best():
 
 
 def test_lengths_are_means_of_what_was_given():
-    lengths = Lengths.of(10, [1, 3])
-    assert (lengths.prompt, lengths.response, lengths.longest) == (10, 2, 3)
+    lengths = Lengths.of(10, [3, 1], 2)
+    assert (lengths.prompt, lengths.response, lengths.longest) == (10, 2, 2.5), "of two one is 3 in three cases of four"
     assert lengths.square == (11**2 + 13**2) / 2
     assert lengths.context == 10 + (1 + 9) / 2 / (2 * 2)

@@ -43,7 +43,7 @@ def job(shape, **options) -> Job:
     sizes = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": LAW.longest, "groups_per_step": 16}
     normal = statistics.NormalDist()
     drawn = (LAW.median * 2.718281828 ** (LAW.sigma * normal.inv_cdf((i + 0.5) / 4000)) for i in range(4000))
-    lengths = Lengths.of(PROMPT_TOKENS, (min(max(1.0, n), LAW.longest) for n in drawn))
+    lengths = Lengths.of(PROMPT_TOKENS, (min(max(1.0, n), LAW.longest) for n in drawn), 16 * 8)
     return Job(Config(**sizes, **options).checked(), shape, lengths)
 
 
