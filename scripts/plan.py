@@ -108,7 +108,7 @@ def picture(plan: Plan, found: dict) -> Iterator[str]:
         waits = f"waits {max(0.0, 1 - (update_s + seconds) / step_s):.0%}"
         yield f"  {name:7}|{bar:{WIDTH}}| {seconds:.1f} s, {waits}"
     yield f"  ░ weights by {found['transport']}: {plan.update_s:.1f} s"
-    yield f"step     {step_s:.1f} s by the rates, {plan.most_step_s:.1f} at most; {found['tokens_per_s']:.0f} tokens/s"
+    yield f"step     {step_s:.1f} s about, {plan.most_step_s:.1f} at most; {found['tokens_per_s']:.0f} tokens/s"
     yield f"stale    {plan.job.config.async_ratio:g} steps if all places are taken, {found['max_staleness']} at most"
     costs = [found[f"cost_per_{what}"] for what in ("hour", "step", "million_tokens")]
     yield "cost     {:.2f} an hour, {:.3g} a step, {:.3g} per million trained tokens".format(*costs)

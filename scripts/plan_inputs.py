@@ -81,12 +81,11 @@ def with_rates(cluster: Cluster, run: Run) -> tuple[Cluster, str]:
     """The cluster with mfu and hbm_efficiency of the run's GPUs as the run has measured them, and what was done."""
     gpus, sheets = run.info["hardware"]["gpus"], tomllib.loads(SHEETS.read_text(encoding="utf-8"))
     measured = [pool for pool in cluster.pools if sheets[pool.gpu]["called"] in gpus]
-    if not measured or "worker_time/decoding" not in run.metrics:
-        where = ", ".join(dict.fromkeys(gpus)) or "a CPU"
-        return (
-            cluster,
-            f"{run.path} ran on {where}: its lengths are taken, its rates say nothing of this cluster",
-        )
+    where = ", ".join(dict.fromkeys(gpus)) or "a CPU"
+    if run.info["config"].get("listen"):
+        where, measured = "machines that joined it, too", []
+    if not measured:
+        return cluster, f"{run.path} ran on {where}: its lengths are taken, its rates say nothing of this cluster"
     known = {field.name for field in dataclasses.fields(Config)}
     config = Config.from_dict({name: value for name, value in run.info["config"].items() if name in known})
     job = Job(config, read_shape(config.model), lengths_of(run, config, None))
