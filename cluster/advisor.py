@@ -18,10 +18,6 @@ at once, and its share of one sample takes the place of μ_gen. E·N·μ_train i
 
 from dataclasses import dataclass
 
-ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
-NEAR = 1.1
-"""A step within this factor of the best is as good: the rest is within the arithmetic's error, and costs staleness."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -89,30 +85,3 @@ def expected_step(m: Measured, alpha: float, rollout: int, training: int) -> flo
     """Seconds per step, as far between both predictions as the measured step is."""
     low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
     return low + tail_share(m) * (high - low)
-
-
-def training_share_by_rates(m: Measured) -> float:
-    """Share of the devices with which training is as fast as decoding: t / (g + t)."""
-    return m.training_s / (m.decoding_s + m.training_s)
-
-
-def training_share_by_proposition_2(m: Measured, alpha: float) -> float:
-    """The paper's β* = t / (g + D·L/(α+1) + t), at which training takes all the time that the bound allows it."""
-    devices = m.rollout_devices + m.training_devices
-    return m.training_s / (m.decoding_s + devices * m.response_max_s / (alpha + 1) + m.training_s)
-
-
-def best_split(m: Measured, alpha: float) -> tuple[int, int]:
-    """Devices for rollout and for training with the least expected step; the present ones where nothing is better."""
-    now = (m.rollout_devices, m.training_devices)
-    if m.is_shared and m.unit == "GPU":
-        return now
-    total = sum(now)
-    splits = [now, *((total - training, training) for training in range(1, total))]
-    return min(splits, key=lambda split: expected_step(m, alpha, *split))
-
-
-def best_alpha(m: Measured) -> float:
-    """The least α that is NEAR as good as any, each with its best split."""
-    seconds = {alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}}
-    return min(alpha for alpha, s in seconds.items() if s <= NEAR * min(seconds.values()))

@@ -12,24 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.advisor import (
-    ALPHAS,
-    Measured,
-    best_alpha,
-    best_split,
-    expected_step,
-    step_by_proposition_2,
-    step_by_rates,
-    tail_share,
-    training_share_by_proposition_2,
-    training_share_by_rates,
-)
+from cluster.advisor import Measured, expected_step, step_by_proposition_2, step_by_rates, tail_share
 from cluster.placement import Placement
 from data.records import Group
 
 FIRST_STEPS = 20
 """Steps after which advice is given; the first quarter of them is not looked at, as everything is still filling."""
 MIN_STEPS = 8
+ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
+NEAR = 1.1
+"""A step within this factor of the best is as good: the rest is within the arithmetic's error, and costs staleness."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +90,36 @@ def _devices(placement: Placement) -> tuple[int, int, str, bool]:
         return sum(worker.num_gpus for worker in placement.workers), len(placement.trainer_gpus), "GPU", shared
     training = placement.trainer_threads * len(placement.trainer_gpus)
     return sum(worker.cpu_threads for worker in placement.workers), training, "CPU core", True
+
+
+# Devices and α
+
+
+def training_share_by_rates(m: Measured) -> float:
+    """Share of the devices with which training is as fast as decoding: t / (g + t)."""
+    return m.training_s / (m.decoding_s + m.training_s)
+
+
+def training_share_by_proposition_2(m: Measured, alpha: float) -> float:
+    """The paper's β* = t / (g + D·L/(α+1) + t), at which training takes all the time that the bound allows it."""
+    devices = m.rollout_devices + m.training_devices
+    return m.training_s / (m.decoding_s + devices * m.response_max_s / (alpha + 1) + m.training_s)
+
+
+def best_split(m: Measured, alpha: float) -> tuple[int, int]:
+    """Devices for rollout and for training with the least expected step; the present ones where nothing is better."""
+    now = (m.rollout_devices, m.training_devices)
+    if m.is_shared and m.unit == "GPU":
+        return now
+    total = sum(now)
+    splits = [now, *((total - training, training) for training in range(1, total))]
+    return min(splits, key=lambda split: expected_step(m, alpha, *split))
+
+
+def best_alpha(m: Measured) -> float:
+    """The least α that is NEAR as good as any, each with its best split."""
+    seconds = {alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}}
+    return min(alpha for alpha, s in seconds.items() if s <= NEAR * min(seconds.values()))
 
 
 # Machines

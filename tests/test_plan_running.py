@@ -56,12 +56,11 @@ class JoinedRig(Rig):
         super().publish()
         self.node.swarm.take_answered()
 
-    def turn(self, train_s: float) -> int:
-        """One step of a trainer that takes so long. Returns the tokens that it trained on."""
-        groups = self.controller.take_batch()
+    def turn(self, train_s: float) -> None:
+        """One step of a trainer that takes so long."""
+        self.controller.take_batch()
         time.sleep(train_s)
         self.publish()
-        return sum(t.num_generated for group in groups for t in group.trajectories)
 
     def await_workers(self, count: int) -> None:
         """Wait until so many machines sample."""
@@ -76,6 +75,7 @@ def held(name: str):
     """A cgroup, not yet held to anything; whoever is in it has ended before."""
     group = CGROUPS / f"plan_running_{name}"
     group.mkdir()
+    (group / "cpu.shares").write_text("100000")  # its share is its own, whatever else runs here
     try:
         yield group
     finally:
@@ -99,20 +99,21 @@ def machine(name: str, core: int, address: str, folder: Path):
 
 
 def measured(rig: JoinedRig, train_s: float) -> list[dict]:
-    """Of each repeat: seconds of a step, tokens/s, the share of the machine that joined first, and its broadcasts."""
+    """Of each repeat: seconds of a step and of an update, tokens/s, and the share of the machine that joined first."""
     found = []
     for _ in range(3):
         rig.turn(train_s)  # batches that were ready before
     for _ in range(REPEATS):
         first, start, since = rig.version, time.monotonic(), time.time()
-        tokens = sum(rig.turn(train_s) for _ in range(STEPS))
+        for _ in range(STEPS):
+            rig.turn(train_s)
         seconds = time.monotonic() - start
         events = read(rig.node.run.path / "events.jsonl")
         done = [e for e in events if e["event"] == "trajectory" and since < e["time"] < since + seconds]
         of_first = sum(e["tokens"] for e in done if e["worker"] == 0) / sum(e["tokens"] for e in done)
         update_s = statistics.median(rig.update_seconds(first))
-        rates = {"tokens_per_s": sum(e["tokens"] for e in done) / seconds, "tokens": tokens / STEPS}
-        found.append({"step_s": seconds / STEPS, "share": of_first, "update_s": update_s, **rates})
+        rate = sum(e["tokens"] for e in done) / (seconds - STEPS * update_s)  # between updates
+        found.append({"step_s": seconds / STEPS, "share": of_first, "update_s": update_s, "tokens_per_s": rate})
     return found
 
 

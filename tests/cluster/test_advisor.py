@@ -8,14 +8,10 @@ import pytest
 
 from cluster.advisor import (
     Measured,
-    best_alpha,
-    best_split,
     expected_step,
     step_by_proposition_2,
     step_by_rates,
     tail_share,
-    training_share_by_proposition_2,
-    training_share_by_rates,
 )
 from cluster.placement import Placement, WorkerPlacement
 from job.advice import (
@@ -23,10 +19,14 @@ from job.advice import (
     StepTimes,
     advise,
     advise_on_machines,
+    best_alpha,
+    best_split,
     machines_that_suffice,
     measure,
     measure_machines,
     rate_that_suffices,
+    training_share_by_proposition_2,
+    training_share_by_rates,
 )
 
 
