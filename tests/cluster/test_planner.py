@@ -307,6 +307,23 @@ def test_requests_are_shared_evenly_by_engines_as_far_as_they_fit():
     assert shared.rate == sum(engine.rate * count for _, engine, count in shared.engines)
 
 
+def test_a_batch_keeps_its_places_until_its_longest_response_has_ended():
+    training, roomy = Training(pool(), 1, 1, 1, (), 4112, False), pool(count=1, gpus=4)
+    site = planner.Site(roomy, 1, 4, False)
+    engine = make_engine(job(), roomy, 1, 8)
+    steps = {}
+    for alpha in (0.0, 1.0, 8.0):
+        j = job(async_ratio=alpha)
+        p = planner.Plan(j, training, 1.0, 0.5, 1.0, ((site, engine),)).sampled_by([(site, engine, 4)])
+        steps[alpha] = p.step_s
+        tail_s = (LENGTHS.longest - 500) * make_engine(j, roomy, 1, 1).decode_s
+        assert p.tail_s == pytest.approx(tail_s) and 399 < LENGTHS.longest - 500 <= 400
+        held_s = (j.tokens / p.rate + 0.5 + 1.0 + tail_s) / (1 + alpha)
+        assert p.step_s == pytest.approx(max(j.tokens / p.rate + 0.5, 1.0, held_s))
+        assert p.step_s <= p.most_step_s
+    assert steps[0.0] > steps[1.0] >= steps[8.0]
+
+
 def test_no_rate_is_enough_where_training_alone_takes_longer():
     best = plan(job(async_ratio=4.0), cluster(pool()))[0]
     assert best.least_rate(best.training_s * 0.99) == math.inf

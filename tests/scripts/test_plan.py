@@ -282,6 +282,11 @@ def test_a_runs_rates_are_those_of_the_planner_for_the_same_gpu_and_job(run, tmp
 def test_a_run_on_what_the_cluster_has_not_gives_its_lengths_alone(run, model, tmp_path, capsys):
     main([str(write(tmp_path, MACHINES + LINKS)), "--model", model, *JOB, "--workload", str(run)])
     assert "note: " in (out := capsys.readouterr().out) and "ran on NVIDIA H100 80GB HBM3: its lengths are taken" in out
+    info = json.loads((run / "run.json").read_text())
+    info["config"]["listen"] = "0.0.0.0:29600"
+    (run / "run.json").write_text(json.dumps(info))
+    _, note = with_rates(read_cluster(write(tmp_path, MACHINES.replace("H800", "H100 SXM")))[0], load(run))
+    assert "ran on machines that joined it, too" in note
     (run / "events.jsonl").write_text("")
     said = refusal(write(tmp_path, MACHINES + LINKS), "--model", model, *JOB, "--workload", run)
     assert "has no response; give a run that has trained, or --lengths" in said
