@@ -1,9 +1,10 @@
 """The trainer's side of publishing: which version, and when."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data.records import Group
@@ -31,7 +32,7 @@ class Publisher:
 
             self._verifier = Verifier(self.config, node.cluster, node.tokenizer)
             node.on_end.callback(self._verifier.close)
-        self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
+        self._snapshots = collections.deque(self._resumed_snapshots())
 
     def verify(self, step: int) -> None:
         """Check a share of what joined machines sampled, with the weights that the step begins with; collective."""
@@ -72,6 +73,17 @@ class Publisher:
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         controller.publish(Announcement(version, step, staged, self.node.probe.tokens, evaluate))
+
+    @property
+    def delayed(self) -> dict[int, list[tuple[str, Tensor]]]:
+        """Full weights of the versions that are held back, by version, without the newest; copies, none is changed."""
+        return dict(list(self._snapshots)[:-1])
+
+    def _resumed_snapshots(self) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
+        for version in self.node.resumed.delayed if self.node.resumed else ():
+            path, is_needed = self.node.resumed.delayed_path(version), self.node.controller is not None
+            weights = load_file(path) if is_needed else {}
+            yield version, [(spec.name, weights[spec.name]) for spec in self.policy.sent_specs() if is_needed]
 
     def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
