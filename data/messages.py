@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from data.records import Ticket, Trajectory
+from data.records import Partial, Ticket, Trajectory
 
 HoldReason = Literal["weights", "version", "bound", "evaluation", "round"]
 
@@ -83,6 +83,11 @@ class Abort:
 @dataclass(frozen=True)
 class Suspend:
     """Stop sampling until the next update; what is running goes on then."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Say at once how far your responses are (`InFlight`), and sample on."""
 
 
 @dataclass(frozen=True)
@@ -175,94 +180,16 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class InFlight:
+    """How far the responses are that have not ended."""
+
+    partials: list[Partial]
+    lost: dict[int, int]
+    """Ticket -> tokens of what nobody can go on from: responses of several turns, or of a group by one request."""
+
+
+@dataclass(frozen=True)
 class Stopped:
     """The last word of a worker that was told to stop."""
 
     activity: ActivityReport
-
-
-# A machine of the swarm and the run that it samples for, beside the messages of its engines; job/swarm.py
-
-PROTOCOL = 1
-"""Number of this page; a machine that has another is refused."""
-
-
-@dataclass(frozen=True)
-class Join:
-    """Machine: I would sample for this run."""
-
-    protocol: int
-    code: str
-    """Digest of the source files."""
-    device: str
-    """`cpu` or `cuda`."""
-    host: str
-    """Name of the machine, for people."""
-    unix_time: float
-    """Its clock, seconds: times that it says are moved by as much as that is off."""
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """Run: sample with these options and this model, whose weights are to be pulled."""
-
-    options: dict
-    model_files: dict[str, bytes]
-    """Files of the model's folder, by name: its configuration and its tokenizer."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Run: you cannot sample here; the machine ends."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class JoinAt:
-    """Run: join another of my nodes, which samples less."""
-
-    address: str
-
-
-@dataclass(frozen=True)
-class JoinAgain:
-    """Run: this connection has not joined, or was given up; what the machine has of the run's tickets is void."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """Either: I am there."""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Machine: I leave. Run: it has ended."""
-
-
-@dataclass(frozen=True)
-class Pull:
-    """Machine: send a piece of the way from `base`, or from nothing, to `version`."""
-
-    version: int
-    base: int | None
-    offset: int
-    """Bytes of it that are there."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Run: a piece of the way to a version."""
-
-    version: int
-    is_delta: bool
-    num_bytes: int
-    """Of the whole way."""
-    offset: int
-    data: bytes
-
-
-TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
-FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
-TO_MACHINE = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
-FROM_MACHINE = (Join, Beat, Leave, Pull)
