@@ -346,7 +346,7 @@ def _ranges(name: str, value: float) -> Mistakes:
     elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s", "join_timeout_s"):
         yield value <= 0, "above 0"
     elif not isinstance(value, bool):
-        low = int(name not in _AT_LEAST_0)
+        low = int(name not in _AT_LEAST_0)  # 1 for all others
         yield value < low, f"at least {low}"
 
 

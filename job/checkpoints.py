@@ -57,8 +57,10 @@ class Saving:
     state: StagedState
     delayed: dict[int, list]
     """Full weights of versions that publish_delay holds back, on leaders."""
+    rollout: bytes
+    """The state of the controller, on leaders."""
     node: dict[str, Any] | None
-    """On leaders: what is in the manifest of this node, and `controller`, its state as bytes."""
+    """What the manifest says of this node, on leaders."""
     began: float = field(default_factory=time.monotonic)
     thread: threading.Thread | None = None
     took_s: float | None = None
@@ -122,7 +124,7 @@ class Checkpoints:
             self._saving.thread.join(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:
-        """Have the run stop after the step that is running; a second signal, or that of a lost node, ends it at once."""
+        """Have the run stop after the running step; a second signal, or that of a lost node, ends it at once."""
         if self._asked_by or (self.node.watch is not None and self.node.watch.reason is not None):
             self._handlers[number](number, frame)
         self._asked_by = number
@@ -165,16 +167,17 @@ class Checkpoints:
             self.policy.save(str(self.node.run.checkpoint_path(step)) if self.node.cluster.is_first else "")
             return
         self.finish()
-        cut = self._cut_node() if self.node.cluster.is_leader else None
         state = self._stager.stage(self.policy.state())
-        self._saving = Saving(step, state, publisher.delayed, cut)
+        self._saving = Saving(step, state, publisher.delayed, *self._cut_node())
         self._saving.thread = threading.Thread(target=self._write, args=(self._saving,), name="save", daemon=True)
         self._saving.thread.start()
 
-    def _cut_node(self) -> dict[str, Any]:
-        """What this node's leader knows."""
-        state = self.node.controller.cut()
-        return {"controller": encode(state), "records": self.node.run.sizes(), "probe": self.node.probe.tokens}
+    def _cut_node(self) -> tuple[bytes, dict[str, Any] | None]:
+        """What this node's leader knows: its rollout, and what the manifest says of it."""
+        if not self.node.cluster.is_leader:
+            return b"", None
+        state = self.node.controller.cut(self.node.run.sizes)
+        return encode(state), {"records": state.records, "probe": self.node.probe.tokens}
 
     def finish(self) -> None:
         """Wait until what was saved last is on disk. Raises OSError if it could not be written."""
@@ -238,7 +241,7 @@ class Checkpoints:
         written = list(part.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
         if cluster.is_leader:
             written.append(part / f"node_{cluster.node}.msgpack")
-            written[-1].write_bytes(saving.node["controller"])
+            written[-1].write_bytes(saving.rollout)
             self.node.run.flush()
         if cluster.is_first:
             self._writer.write(*read_full_weights(str(part), self._frozen), str(partial))
@@ -247,10 +250,7 @@ class Checkpoints:
             written += [*part.glob("delayed_*"), *(p for p in partial.rglob("*") if p.is_file() and p.parent != part)]
         for file in written:
             flush(file)
-        return {
-            "files": {str(file.relative_to(partial)): measured(file) for file in written},
-            "node": saving.node and {k: saving.node[k] for k in ("records", "probe")},
-        }
+        return {"files": {str(file.relative_to(partial)): measured(file) for file in written}, "node": saving.node}
 
     def _end(self, partial: Path, final: Path, saving: Saving, found: list[dict]) -> None:
         """Write the manifest, give the checkpoint its name, and delete what is not to be kept."""

@@ -26,6 +26,7 @@ from cluster.processes import dump_trainer_stacks, exit_with_parent, ignore_sign
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
+from controller.state import ControllerState
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data.models import load_tokenizer, resolve_model
@@ -56,6 +57,8 @@ class Node:
     watch: NodeWatch | None = None
     resumed: Checkpoint | None = None
     """What the run goes on from; None for a new one."""
+    restored: ControllerState | None = None
+    """What the controller goes on from."""
     run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
@@ -177,11 +180,11 @@ def start_rollout(start: Start) -> Node:
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
     tickets = _make_tickets(config, cluster, model_path)
-    resumed = start.resumed.controller_of(model_path, cluster, config) if start.resumed else None
+    restored = start.resumed.controller_of(model_path, cluster, config) if start.resumed else None
     run = _open_records(start, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
     workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
-    controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes, resumed)
+    controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes, restored)
     start.on_end.callback(controller.stop)
     start.dump_stacks_by(workers.dump_stacks)
     swarm = None
@@ -197,7 +200,8 @@ def start_rollout(start: Start) -> Node:
     if any(worker.shared_with_rank is not None for worker in start.placement.workers):
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         controller.wait_until_ready()
-    return start.make_node(model_path, run=run, tokenizer=tokenizer, controller=controller, swarm=swarm)
+    of_leader = {"run": run, "tokenizer": tokenizer, "controller": controller, "swarm": swarm, "restored": restored}
+    return start.make_node(model_path, **of_leader)
 
 
 def _fit_memory(start: Start, model_path: str) -> Placement:

@@ -67,8 +67,9 @@ class Publisher:
 
     def _announce(self, version: int, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights to where workers read them, when there is room, and have the workers load them."""
-        controller, is_evaluated = self.node.controller, self.config.eval_every > 0
-        evaluate = controller.withdraw() or (is_evaluated and is_due(step, self.config.eval_every, self.config.steps))
+        controller, is_resumed = self.node.controller, step and step == self.node.first_version
+        is_due_now = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
+        evaluate = controller.withdraw() or (self.node.restored.evaluates if is_resumed else is_due_now)
         staged = controller.stage(version, parameters)
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes

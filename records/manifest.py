@@ -73,6 +73,5 @@ def step_of(path: Path) -> int:
 
 def checkpoints_in(folder: Path) -> Iterator[Path]:
     """The checkpoints in a folder that a run might go on from, oldest first, whole or not."""
-    return (
-        path for path in sorted(folder.glob("step_*"), key=step_of) if step_of(path) >= 0 and (path / PART).exists()
-    )
+    found = sorted(folder.glob(f"step_*/{PART}"), key=lambda part: step_of(part.parent))
+    return (part.parent for part in found if step_of(part.parent) >= 0)

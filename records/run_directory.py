@@ -1,6 +1,6 @@
 """The directory of a run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
 
-run.json        command, config, git commit and uncommitted changes, package versions, hardware; `resumed`: how it went on
+run.json        command, config, git commit and uncommitted changes, package versions, hardware; how it was resumed
 metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
@@ -192,9 +192,8 @@ def _write_provenance(path: Path, made: dict, resumed: dict | None) -> dict:
     """Write run.json and return it; that of a run that goes on keeps how it began, and lists how it went on."""
     made |= {"wandb_id": secrets.token_hex(4)}
     if resumed is not None and path.exists():
-        start = {"step": resumed["step"]} | {
-            k: v for k, v in made.items() if k not in ("packages", "hardware", "config")
-        }
+        of_start = ("command", "world_size", "git_commit", "git_diff", "started_at")
+        start = {"step": resumed["step"]} | {name: made[name] for name in of_start}
         made = {"wandb_id": made["wandb_id"]} | json.loads(path.read_text()) | {"config": made["config"]}
         made["resumed"] = [*made.get("resumed", []), start]
     partial = path.with_suffix(".tmp")

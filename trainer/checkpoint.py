@@ -171,9 +171,8 @@ def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup)
     wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith("random.")}
     for name, tensor in wanted.items():
         if saved.get(name) != tuple(tensor.shape):
-            raise ValueError(
-                f"{folder} has {name} of {saved.get(name)}, the model's is {tuple(tensor.shape)}: it is of another model"
-            )
+            found = f"{name} of {saved.get(name)}, the model's is {tuple(tensor.shape)}"
+            raise ValueError(f"{folder} has {found}: it is of another model")
     try:
         dcp.load(wanted, storage_reader=reader, process_group=group)
     except CheckpointException as error:
