@@ -7,6 +7,7 @@ and any number of ranks reads them. They are written from copies, in the backgro
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trainer import lora
 
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as one process reads all shards
 BYTES_BESIDE_WEIGHTS = 32e6
 """Room for tokenizer, config and what else is small."""
 SHARD_FILE_BYTES = 1 << 30
