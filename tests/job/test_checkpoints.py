@@ -134,7 +134,7 @@ def test_what_is_written_is_what_was_there_at_the_cut_and_training_goes_on_meanw
     train(policy, [1])
     at_the_cut = weights(policy)
     checkpoints.save_if_due(1, PUBLISHER)
-    assert names(folder_of(checkpoints)) == ["step_1.tmp"] or not folder_of(checkpoints).exists()
+    assert not (folder_of(checkpoints) / "step_1").exists()
     train(policy, [2, 3])
     may_write.set()
     checkpoints.finish()
