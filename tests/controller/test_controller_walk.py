@@ -115,13 +115,13 @@ class Walk:
                 return self._check_end()
             events = [*self._events_of_workers()]
             if self.trainer == "waiting" and not events and [*self.controller.workers]:
-                assert self.take(), f"nothing can happen any more: {self.controller.describe()}"
+                assert self.take(), f"nothing can happen any more: {self.controller.dispatcher.describe()}"
             else:
                 events += self._events_of_trainer()
-                assert events, f"nothing can happen any more: {self.trainer}, {self.controller.describe()}"
+                assert events, f"nothing can happen any more: {self.trainer}, {self.controller.dispatcher.describe()}"
                 self._choose(events)()
             self.oracle.check()
-        raise AssertionError(f"no end after {MAX_EVENTS} events: {self.controller.describe()}")
+        raise AssertionError(f"no end after {MAX_EVENTS} events: {self.controller.dispatcher.describe()}")
 
     def _choose(self, events):
         """Events of the same kind and worker are as fast as each other; of the others some are far slower in a walk."""
@@ -215,7 +215,7 @@ class Walk:
         deadlock."""
         batch = self.controller.take_batch_if_ready()
         if batch is None:
-            assert self.controller._can_get_batch(), f"no batch can come: {self.controller.describe()}"
+            assert self.controller._can_get_batch(), f"no batch can come: {self.controller.dispatcher.describe()}"
             return False
         self.oracle.consume(batch)
         self.version, self.trainer = self.version + 1, "training"
