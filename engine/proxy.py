@@ -87,8 +87,8 @@ class LLMProxy:
         max_tokens: int | None = None,
         prefix: Completion | None = None,
     ) -> Completion:
-        """Sample one response, or what follows a `prefix` of it, of at most `max_tokens` tokens (max_response_tokens) in
-        all, through any updates."""
+        """Sample one response, or what follows a `prefix` of it, through any updates: at most `max_tokens` tokens
+        (max_response_tokens) in all."""
         if prefix is not None and prefix.finish_reason != "aborted":
             return prefix
         max_tokens = max_tokens or self.config.max_response_tokens
