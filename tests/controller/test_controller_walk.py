@@ -30,6 +30,7 @@ from weights.transport import Announcement, Staged, TwoBuffers
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10
 MAX_EVENTS = 30_000
+RARE = {"die": 0.01, "cut": 0.05, "crash": 0.02}
 
 
 def draw_options(rng):
@@ -105,7 +106,7 @@ class Walk:
         self.weights = {}
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
-        self.cuts_left, self.crashes_left, self.saved = rng.choice([0, 1, 4]), rng.choice([1, 3]), None
+        self.cuts_left, self.crashes_left, self.saved = rng.choice([0, 3, 12]), rng.choice([1, 4]), None
         self._begin(Oracle(config, num_eval_problems), None)
 
     def _begin(self, oracle, state):
@@ -153,8 +154,8 @@ class Walk:
         for kind, _ in events:
             if kind not in self.weights:
                 self.weights[kind] = self.rng.choice([0.03, 0.3, 1.0, 1.0])
-        rare = [0.01 if kind[0] == "die" else self.weights[kind] for kind, _ in events]
-        return self.rng.choices([event for _, event in events], rare)[0]
+        weights = [RARE.get(kind[0], self.weights[kind]) for kind, _ in events]
+        return self.rng.choices([event for _, event in events], weights)[0]
 
     def events_of_workers(self):
         for worker in list(self.controller.workers):
