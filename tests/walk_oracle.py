@@ -176,6 +176,7 @@ class Oracle:
         """A response goes on from what there was of it; under `restart`, as long as that is of the same weights."""
         prefix = self.prefixes.get(trajectory.ticket_id, [])
         versions = trajectory.policy_versions[trajectory.loss_mask].tolist()
+        assert versions == sorted(versions)
         if self.config.on_update != "restart" and trajectory.finish_reason != "aborted":
             assert versions[: len(prefix)] == prefix
         assert self.config.on_update != "restart" or len(set(versions)) < 2 or self.config.is_multi_turn
