@@ -135,6 +135,13 @@ def dump_trainer_stacks() -> None:
     dump_stacks(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 
+def has_lost_a_rank(num_ranks: int) -> bool:
+    """Whether fewer than torchrun's `num_ranks` ranks of this node are alive; it then ends the others by SIGTERM."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    return sum(map(_has_not_ended, psutil.Process(os.getppid()).children())) < num_ranks
+
+
 def _handles_sigusr1(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/status") as status:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from cluster.processes import Interrupted
+from cluster.processes import Interrupted, has_lost_a_rank
 from controller.state import ControllerState
 from data.plain import encode
 from job.node import Node, is_due
@@ -124,11 +124,12 @@ class Checkpoints:
             self._saving.thread.join(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:
-        """Have the run stop after the running step; a second signal, or that of a lost node, ends it at once."""
-        if self._asked_by or (self.node.watch is not None and self.node.watch.reason is not None):
+        """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""
+        cluster, watch = self.node.cluster, self.node.watch
+        if self._asked_by or watch.reason is not None or has_lost_a_rank(len(cluster.local_ranks)):
             self._handlers[number](number, frame)
         self._asked_by = number
-        if self.node.cluster.is_leader:
+        if cluster.is_leader:
             name = signal.Signals(number).name
             print(f"{name}: saves and ends after this step; a second signal ends the run at once", flush=True)
 

@@ -122,6 +122,8 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_gone_on_from(tmp_pa
     assert (found.path, found.step) == (older, 9)
     said = capsys.readouterr().out
     assert said.startswith(f"warning: skipped checkpoint {newer}: ") and name in said and said.count("\n") == 1
+    (newer.parent / "step_12.tmp").mkdir()
+    (newer.parent / "step_3.old-77").mkdir()
     set_aside(found)
     assert [path.name.partition(".torn-")[0] for path in sorted(newer.parent.iterdir())] == ["step_10", "step_9"]
     assert list(checkpoints_in(newer.parent)) == [older], "its step may be saved again"
@@ -232,5 +234,5 @@ def test_weights_and_biases_go_on_in_the_same_run(tmp_path):
     run = RunDirectory(config, resumed=go_on)
     run.log_metrics({"step": 2})
     run.close()
-    ids = {re.search(r"-(\w+)$", path.name)[1] for path in (run.path / "wandb").glob("offline-run-*")}
+    ids = {re.match(r"offline-run-\w+-(\w+)", path.name)[1] for path in (run.path / "wandb").glob("offline-run-*")}
     assert ids == {json.loads((run.path / "run.json").read_text())["wandb_id"]}
