@@ -7,14 +7,13 @@ and any number of ranks reads them. They are written from copies, in the backgro
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -22,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trainer import lora
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as one process reads all shards
 BYTES_BESIDE_WEIGHTS = 32e6
 """Room for tokenizer, config and what else is small."""
 SHARD_FILE_BYTES = 1 << 30
@@ -205,12 +203,15 @@ def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, T
 
     `base` are the frozen weights, into which adapters are merged; without them all is trained.
     """
-    reader = dcp.HuggingFaceStorageReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
-    names = [name for name in saved if name.startswith("weights.")]
-    read = {name: torch.empty(saved[name].size) for name in names}
-    dcp.load(read, storage_reader=reader, no_dist=True)
-    weights = {name.removeprefix("weights."): tensor for name, tensor in read.items()}
+    written = dcp.HuggingFaceStorageReader(folder).read_metadata()
+    weights, files = {}, {}
+    for index, chunk in written.storage_data.items():
+        if index.fqn.startswith("weights."):
+            if chunk.relative_path not in files:
+                files[chunk.relative_path] = safe_open(chunk.relative_path, framework="pt")
+            name, part = index.fqn.removeprefix("weights."), files[chunk.relative_path].get_tensor(index.fqn)
+            whole = weights.setdefault(name, torch.empty(written.state_dict_metadata[index.fqn].size))
+            whole[tuple(slice(at, at + size) for at, size in zip(index.offset, chunk.shape, strict=True))] = part
     if not base:
         return weights, {}
     return {name: lora.merge(name, weight, weights) for name, weight in base.items()}, weights

@@ -107,6 +107,7 @@ def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
         checkpoints.save_if_due(step, PUBLISHER)
     checkpoints.finish()
     assert names(folder_of(checkpoints)) == ["step_2", "step_4", "step_5"], "every second, and the last"
+    node.run.close()
     found = newest_checkpoint(node.run.path)
     assert (found.step, found.probes, found.skipped) == (5, [[[1, 2, 3]]], [])
     assert found.records[0]["metrics"] == (node.run.path / "metrics.jsonl").stat().st_size
@@ -148,6 +149,7 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
     held = {v: [(spec.name, torch.full(spec.shape, float(v))) for spec in policy.sent_specs()] for v in (1, 2)}
     checkpoints.save_if_due(3, SimpleNamespace(delayed=held))
     checkpoints.finish()
+    checkpoints.node.run.close()
     node = make_node(tmp_path, model, resumed=newest_checkpoint(checkpoints.node.run.path), publish_delay=3, steps=9)
     node.controller = SimpleNamespace(connect=lambda transport: None)
     node.placement, node.swarm = SimpleNamespace(transport="none"), None
