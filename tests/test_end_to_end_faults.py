@@ -10,7 +10,7 @@ import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, start_job
 from tiny_policy import save_unservable_model
 
-from job.resume import newest_checkpoint
+from records.manifest import newest_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
 

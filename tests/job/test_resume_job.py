@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from real_job import ROOT, Job, assert_ledger_balances
 
-from job.resume import newest_checkpoint
 from records.batches import weights_sha256
+from records.manifest import newest_checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 OPTIONS = {
@@ -112,7 +112,7 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
     kill(job)
     job = go_on(job, "--stop-after-s=1", "--steps=40")
-    assert job.wait(60) == 75 and "stopped by --stop-after-s 1 is nearly over" in job.output()
+    assert job.wait(60) == 75 and "stopped by --stop-after-s 1, which is nearly over" in job.output()
     assert newest_checkpoint(job.run_path).step == job.num_steps() > num_steps
     job = go_on(job, "--stop-after-s=0")
     assert job.wait(60) == 0, job.output()[-3000:]
