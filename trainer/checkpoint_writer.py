@@ -94,8 +94,8 @@ class CheckpointWriter:
         if self._thread.is_alive():
             faulthandler.dump_traceback(all_threads=True)
             raise TimeoutError(
-                f"checkpoint {self.folder}/step_{saving.step} is not written after {limit_s:g} s more: look at that disk; "
-                "if a checkpoint only takes that long, raise --timeout-s, of which this is twice"
+                f"checkpoint {self.folder}/step_{saving.step} is not written after {limit_s:g} s more: look at that "
+                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice"
             )
         if saving.error is not None:
             raise saving.error
