@@ -195,3 +195,15 @@ def assert_ledger_balances(metrics: list[dict]) -> None:
             dropped = sum(line[f"ledger/{unit}_dropped_{reason}"] for reason in DROP_REASONS)
             parts = line[f"ledger/{unit}_consumed"] + dropped + line[f"ledger/{unit}_resident"]
             assert line[f"ledger/{unit}_{source}"] == parts
+
+
+OF_TIME = (
+    "time/", "trainer_time/", "worker_time/", "rollout/", "eval/", "mismatch/", "tokens/generated",
+    "ledger/tokens_generated", "ledger/tokens_resident",
+)  # fmt: skip
+"""Metrics that depend on when something happened: times, rates, and what has come in until the line is written."""
+
+
+def without_times(line: dict) -> dict:
+    """What two runs of the same responses have in common, of a line of metrics."""
+    return {name: value for name, value in line.items() if not name.startswith(OF_TIME)}

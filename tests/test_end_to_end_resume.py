@@ -6,13 +6,11 @@ import signal
 
 import numpy as np
 import pytest
-from real_job import Job, assert_ledger_balances, resume_job, start_job
+from real_job import Job, assert_ledger_balances, resume_job, start_job, without_times
 
 from records.batches import weights_sha256
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
-OF_TIME = ("time/", "trainer_time/", "worker_time/", "rollout/", "eval/", "mismatch/")
-"""Metrics that depend on when something happened: times, rates, and what comes when it is ready."""
 
 
 def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:
@@ -26,10 +24,6 @@ def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:
     job.process.wait()
     written = (job.run_path / "metrics.jsonl").read_text()
     return [json.loads(line) for line in written[: written.rindex("\n")].splitlines()]
-
-
-def without_times(line: dict) -> dict:
-    return {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
 
 
 def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_path):

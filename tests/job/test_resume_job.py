@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_job import ROOT, Job, assert_ledger_balances
+from real_job import ROOT, Job, assert_ledger_balances, without_times
 
 from records.batches import weights_sha256
 from records.manifest import newest_checkpoint
@@ -19,9 +19,6 @@ OPTIONS = {
     "groups-per-step": 4, "group-size": 4, "max-response-tokens": 24, "eval-every": 4, "eval-problems": 8,
     "save-every": 4, "timeout-s": 60, "run-name": "run",
 }  # fmt: skip
-OF_TIME = ("time/", "trainer_time/", "worker_time/", "rollout/", "eval/", "tokens/generated", "ledger/tokens_generated")
-OF_TIME += ("ledger/tokens_resident",)
-"""Metrics that depend on when something happened: times, rates, and what has come in until the line is written."""
 
 
 def start(folder: Path, *arguments: str, environment: dict[str, str] | None = None, **options) -> Job:
@@ -59,10 +56,6 @@ def kill(job: Job) -> int:
 
 def has_saved(job: Job, num_checkpoints: int) -> bool:
     return len(list((job.run_path / "checkpoints").glob("step_*/config.json"))) >= num_checkpoints
-
-
-def without_times(line: dict) -> dict:
-    return {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
 
 
 def evaluations(job: Job) -> dict[int, float]:
