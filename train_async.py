@@ -46,6 +46,7 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
 def train_on(node: "Node", log: "StepLog") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
+    from job.guards import keep_what_fails
     from job.publisher import Publisher
     from trainer import batch
     from trainer.policy import load_policy
@@ -59,7 +60,8 @@ def train_on(node: "Node", log: "StepLog") -> None:
         groups = node.take_batch(step)
         publisher.verify(step)
         updates = batch.deal(groups, step, policy, node.cluster)
-        stats = policy.train_step(updates, policy_version=step - 1)
+        with keep_what_fails(node, policy, step, groups):
+            stats = policy.train_step(updates, policy_version=step - 1)
         publisher.publish(step, groups)
         log.write(step, groups, stats)
         node.save_if_due(step, policy)
