@@ -7,7 +7,6 @@ nothing waits for a batch, unless a baseline asks for a barrier.
 
 import argparse
 import asyncio
-import faulthandler
 import functools
 import os
 import re
@@ -23,7 +22,14 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from cluster.placement import WorkerSpec
-from cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
+from cluster.processes import (
+    end_what_is_stopped,
+    exit_with_parent,
+    freeze_garbage,
+    keep_freed_memory,
+    without_torchrun,
+    write_stacks_to,
+)
 from data.messages import (
     Abort,
     Asleep,
@@ -259,11 +265,12 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
     `start(spec, connection)` is awaited and gives the worker, whose `serve()` is awaited then.
     """
+    end_what_is_stopped(spec.config.timeout_s / 2)  # before it loses the terminal, and knows no agent any more
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.setsid()  # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    write_stacks_to(Path(spec.log_path).with_name("stacks.txt"))
     exit_with_parent()
     keep_freed_memory()
     setproctitle(f"rollout {spec.placement.worker}")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from cluster.processes import dump_stacks
 from controller.announcements import Announcements
 from controller.workers import Workers
 
@@ -50,6 +51,4 @@ class Changes(threading.Condition):
             self._raise_with_stacks(str(error))
 
     def _raise_with_stacks(self, what: str) -> NoReturn:
-        self.workers.dump_stacks()
-        logs = "stacks of the workers are in their logs, worker_*.log"
-        raise RuntimeError(f"{what}; {logs}; state: {self.describe()}") from None
+        raise RuntimeError(f"{what}; {dump_stacks()}; state: {self.describe()}") from None

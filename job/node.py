@@ -3,7 +3,6 @@
 Each of several nodes has all of this for itself: its share of the prompts, and workers that only it talks to.
 """
 
-import faulthandler
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
-from cluster.processes import dump_trainer_stacks, exit_with_parent, keep_freed_memory
+from cluster.processes import end_what_is_stopped, exit_with_parent, keep_freed_memory, write_stacks_to
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
@@ -103,17 +102,11 @@ class Start:
     """What a rollout worker's process runs: `worker_main(spec, connection)`."""
     on_end: ExitStack
     """Takes down what was started, last first."""
-    watch: NodeWatch
 
     def make_node(self, model_path: str, **of_leader) -> Node:
         """The node; `of_leader` are the fields that only a leader has."""
         fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock
         return Node(*fields, Probe(self.config), on_end=self.on_end, **of_leader)
-
-    def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
-        """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""
-        for waiting in filter(None, (self.watch, self.cluster.leaders)):
-            waiting.dump_stacks = dump_stacks
 
 
 @contextmanager
@@ -126,7 +119,8 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     """
     config.checked()
     hyperparameters(config.algo, config.algo_args)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    write_stacks_to()
+    end_what_is_stopped(config.timeout_s / 2)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
     keep_freed_memory()
@@ -138,10 +132,10 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     try:
         rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
-        start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch)
-        start.dump_stacks_by(dump_trainer_stacks)
+        start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end)
         node = (lead or start_rollout)(start) if cluster.is_leader else None
-        model_path = cluster.broadcast_on_node(node and node.model_path)
+        model_path, stacks = cluster.broadcast_on_node(node and (node.model_path, node.run.path / "stacks.txt"))
+        write_stacks_to(stacks)
         yield node or start.make_node(model_path)
         watch.finish()
     except Exception as error:
@@ -175,10 +169,10 @@ def start_rollout(start: Start) -> Node:
     tickets = _make_tickets(config, cluster, model_path)
     run = _open_records(config, cluster, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
+    write_stacks_to(run.path / "stacks.txt")
     workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
     controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes)
     start.on_end.callback(controller.stop)
-    start.dump_stacks_by(workers.dump_stacks)
     swarm = _listen(start, model_path, run) if config.listen is not None else None
     controller.launch()
     # From here on transformers is imported, for seconds, in which the workers import vLLM.
