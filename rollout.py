@@ -5,11 +5,9 @@ at the same time and independently: each is generated, stepped or scored as soon
 nothing waits for a batch, unless a baseline asks for a barrier.
 """
 
-import argparse
 import asyncio
 import functools
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -17,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from setproctitle import setproctitle
 
@@ -289,39 +286,9 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
 def main() -> None:
     """Sample for a run elsewhere: `python rollout.py --join HOST:PORT --key FILE`."""
-    from engine.join import JoinedMachine
+    from engine.join import main
 
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)")
-    parser.add_argument("--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run")
-    given = parser.parse_args()
-    if not re.fullmatch(r"[^:/\s]+:\d{1,5}", given.join):
-        sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
-        try:
-            machine = JoinedMachine(given.join, given.key, run_worker, Path(folder))
-            try:
-                print(f"left: {machine.serve()}")
-            finally:
-                _ignore_signals()
-                machine.close()
-        except KeyboardInterrupt:
-            print("left: stopped here")
-        except (ValueError, RuntimeError, OSError) as error:
-            sys.exit(f"error: {error}")
-
-
-def _interrupt(number: int, frame) -> None:
-    _ignore_signals()
-    raise KeyboardInterrupt
-
-
-def _ignore_signals() -> None:
-    """Let the way down not be interrupted: engines would be left behind."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    main(run_worker)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
+def ignore_signals() -> None:
+    """Let the way down not be interrupted again: processes would be left behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def freeze_garbage() -> None:
     """Take what is alive now out of garbage collection, and collect the rest less often.
 

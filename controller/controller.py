@@ -80,7 +80,7 @@ class Controller:
     def end_leases(self) -> None:
         """Issue again the tickets that machines which have joined have had for too long."""
         with self._changed:
-            for ticket in list(self.dispatcher.end_leases()):
+            for ticket in list(self.dispatcher.leases.end()):
                 self._issue_again(ticket, self.tickets.elsewhere(ticket))
             self._fill()
 

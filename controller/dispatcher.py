@@ -4,23 +4,19 @@
 queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, in rounds.
 """
 
-import functools
-import time
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 
 from config import Config
 from controller.buffer import SampleBuffer
+from controller.leases import Leases
 from controller.ledger import DropReason
 from controller.tickets import TicketQueue, TicketSource
 from controller.workers import Worker, Workers
 from data.messages import Abort, Hold, HoldReason, Proceed, Tickets
 from data.records import Group, Ticket, Trajectory
 
-SLOW = 4.0
-"""Times the mean duration of a trajectory after which a machine that holds a batch back is too slow for it."""
 MIN_FAILED_IN_A_ROW = 20
 """Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
 
@@ -32,9 +28,10 @@ class Dispatcher:
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
         self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.min_version)
+        options = config.swarm.lease_s, config.max_running_requests
+        self.leases = Leases(*options, workers, buffer, self.min_version)
         self._at_barrier: set[int] = set()
         self._failed_in_a_row = 0
-        self._mean_s = 0.0  # of a trajectory, the newest counting most
 
     # Groups
 
@@ -91,47 +88,16 @@ class Dispatcher:
             if running:
                 worker.process.send(Abort(running))
 
-    # Trajectories that machines send which have joined
-
     def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
         in_time = {i: worker.take_back(i) for i in {trajectory.ticket_id for trajectory in trajectories}}
+        awaited = [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
+        for trajectory in awaited:
+            self.leases.note(worker, trajectory)
         for trajectory in trajectories:
             if not in_time[trajectory.ticket_id] and not trajectory.is_evaluation:
                 self.buffer.count_discarded(trajectory.num_generated, "late")
-        awaited = [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
-        for trajectory in awaited:
-            took_s = trajectory.ended_at - trajectory.started_at
-            self._mean_s += (took_s - self._mean_s) * (0.02 if self._mean_s else 1)
-            if worker.is_remote and trajectory.num_generated:
-                token_s = took_s / trajectory.num_generated
-                worker.token_s += (token_s - worker.token_s) * (0.1 if worker.token_s else 1)
         return awaited
-
-    def end_leases(self) -> Iterator[Ticket]:
-        """Take from machines that have joined, and yield, the tickets which another worker may start and they have had
-        for `lease_s`, or, where the next batch waits for them, for much longer than a trajectory takes."""
-        holding_back, now = self.buffer.holding_back(), time.monotonic()
-        for worker in filter(lambda worker: worker.is_remote, self.workers):
-            for ticket in filter(functools.partial(self.is_awaited, worker), list(worker.running.values())):
-                is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
-                lease_s = self.config.swarm.lease_s
-                if is_urgent and self._mean_s:
-                    lease_s = min(lease_s, SLOW * self._mean_s)
-                if now > worker.given_at[ticket.ticket_id] + lease_s and self._can_take(ticket, worker):
-                    worker.lapsed.add(ticket.ticket_id)
-                    worker.process.send(Abort([ticket.ticket_id]))
-                    yield ticket
-
-    def is_awaited(self, worker: Worker, ticket: Ticket) -> bool:
-        """Whether a worker's trajectory of a ticket is waited for: it was not told to abort it."""
-        is_running = ticket.is_evaluation or self.buffer.is_running(ticket.group_id)
-        return is_running and ticket.ticket_id not in worker.lapsed
-
-    def _can_take(self, ticket: Ticket, other: Worker) -> bool:
-        """Whether a worker that has a free slot may start a ticket which another has."""
-        version, most = self.min_version(ticket), self.config.max_running_requests - ticket.num_members
-        return any(w is not other and w.num_running <= most and w.can_start(version) for w in self.workers)
 
     def shut_out(self, worker: int) -> None:
         """Drop the groups that have a trajectory of a worker, which is not believed."""

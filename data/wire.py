@@ -1,19 +1,130 @@
-"""Messages as bytes: msgpack of the records of data/messages.py, and of nothing else.
+"""What a machine of the swarm and the run that it samples for say to each other, and all messages as bytes.
 
-No pickle, which would run what a stranger sends. A message is its kind, the name of a class that may come from that
-side, and its fields; arrays are dtype, shape and bytes, of the dtypes that records have. All else is a ValueError.
+Engines of a machine say and hear what data/messages.py has; here is what the machine itself does. As bytes a message is
+its kind, the name of a class that may come from that side, and the msgpack of its fields; arrays are dtype, shape and
+bytes, of the dtypes that records have. No pickle, which would run what a stranger sends. All else is a ValueError.
 """
 
 import json
 import math
 import struct
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from zmq.utils import z85
 
+from data.messages import (
+    Abort,
+    Connect,
+    Fetch,
+    Fetched,
+    Finished,
+    Hold,
+    Probed,
+    Ready,
+    Suspend,
+    Tickets,
+    Update,
+    Updated,
+)
+
+PROTOCOL = 1
+"""Number of this page and of data/messages.py; a machine that has another is refused."""
+BEAT_S, SILENCE_S = 2.0, 15.0
+"""Between two signs of life; without one for so long, the other side is taken for gone."""
+JOIN_S = 60.0
+"""Time that a run has to answer a machine."""
+MACHINE = b"-"
+"""In place of an engine's number: of the machine itself."""
 DTYPES = ("<i8", "|b1", "<f4", "<i4")
 """Of the arrays in records; bytes of any other are refused."""
+
+# Messages
+
+
+@dataclass(frozen=True)
+class Join:
+    """Machine: I would sample for this run."""
+
+    protocol: int
+    code: str
+    """Digest of the source files."""
+    device: str
+    """`cpu` or `cuda`."""
+    host: str
+    """Name of the machine, for people."""
+    unix_time: float
+    """Its clock, seconds: times that it says are moved by as much as that is off."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Run: sample with these options and this model, whose weights are to be pulled."""
+
+    options: dict
+    model_files: dict[str, bytes]
+    """Files of the model's folder, by name: its configuration and its tokenizer."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Run: you cannot sample here; the machine ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class JoinAt:
+    """Run: join another of my nodes, which samples less."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class JoinAgain:
+    """Run: this connection has not joined, or was given up; what the machine has of the run's tickets is void."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Either: I am there."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Machine: I leave. Run: it has ended."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Machine: send a piece of the way from `base`, or from nothing, to `version`."""
+
+    version: int
+    base: int | None
+    offset: int
+    """Bytes of it that are there."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Run: a piece of the way to a version."""
+
+    version: int
+    is_delta: bool
+    num_bytes: int
+    """Of the whole way."""
+    offset: int
+    data: bytes
+
+
+TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
+FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
+TO_MACHINE = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
+FROM_MACHINE = (Join, Beat, Leave, Pull)
+
+
+# As bytes
 
 
 class Codec:
@@ -57,14 +168,6 @@ def _array(kind: type, value: object) -> np.ndarray:
             if is_whole and (dtype != "|b1" or not data.translate(None, b"\0\1")):  # numpy sums what another byte says
                 return np.frombuffer(data, dtype).reshape(shape)
     raise ValueError("an array is dtype, shape and as many bytes as these have")
-
-
-BEAT_S, SILENCE_S = 2.0, 15.0
-"""Between two signs of life; without one for so long, the other side is taken for gone."""
-JOIN_S = 60.0
-"""Time that a run has to answer a machine."""
-MACHINE = b"-"
-"""In place of an engine's number: of the machine itself."""
 
 
 def read_key(path: str) -> tuple[bytes, bytes, bytes]:

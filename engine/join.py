@@ -9,11 +9,16 @@ When the run is out of reach, or has given this machine up, the machine joins ag
 that it has; what it had of the run's tickets is void.
 """
 
+import argparse
 import contextlib
 import functools
 import os
 import queue
+import re
+import signal
 import socket
+import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,33 +31,30 @@ from zmq.utils.monitor import recv_monitor_message
 from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
 from cluster.placement import WorkerSpec, available_cores, place
+from cluster.processes import ignore_signals
 from cluster.worker_process import WorkerProcess
 from config import Config
-from data.messages import (
+from data.messages import Abort, Connect, Fetch, Fetched, Finished, Ready, Stop, Tickets, Update, Updated
+from data.wire import (
+    BEAT_S,
+    JOIN_S,
+    MACHINE,
     PROTOCOL,
+    SILENCE_S,
     TO_ENGINE,
     TO_MACHINE,
-    Abort,
     Beat,
-    Connect,
-    Fetch,
-    Fetched,
-    Finished,
+    Codec,
     Join,
     JoinAgain,
     JoinAt,
     Leave,
     Piece,
     Pull,
-    Ready,
     Refused,
-    Stop,
-    Tickets,
-    Update,
-    Updated,
     Welcome,
+    read_key,
 )
-from data.wire import BEAT_S, JOIN_S, MACHINE, SILENCE_S, Codec, read_key
 from weights.puller import Puller
 from weights.shm import ShmTransport
 from weights.transport import Staged
@@ -327,3 +329,32 @@ class JoinedMachine:
             engine.process.stop(max(0.0, deadline - time.monotonic()) if engine.is_up else 0.0)
         self._threads.shutdown()
         self._context.destroy()
+
+
+def main(worker_main: Callable) -> None:
+    """Read the command line of `rollout.py --join` and serve that run; engines run `worker_main(spec, connection)`."""
+    parser = argparse.ArgumentParser(description="Sample for a run elsewhere.")
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)")
+    parser.add_argument("--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run")
+    given = parser.parse_args()
+    if not re.fullmatch(r"[^:/\s]+:\d{1,5}", given.join):
+        sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
+        try:
+            machine = JoinedMachine(given.join, given.key, worker_main, Path(folder))
+            try:
+                print(f"left: {machine.serve()}")
+            finally:
+                ignore_signals()
+                machine.close()
+        except KeyboardInterrupt:
+            print("left: stopped here")
+        except (ValueError, RuntimeError, OSError) as error:
+            sys.exit(f"error: {error}")
+
+
+def _interrupt(number: int, frame) -> None:
+    ignore_signals()
+    raise KeyboardInterrupt

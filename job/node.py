@@ -5,7 +5,6 @@ Each of several nodes has all of this for itself: its share of the prompts, and 
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,13 @@ from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
-from cluster.processes import end_what_is_stopped, exit_with_parent, keep_freed_memory, write_stacks_to
+from cluster.processes import (
+    end_what_is_stopped,
+    exit_with_parent,
+    ignore_signals,
+    keep_freed_memory,
+    write_stacks_to,
+)
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
@@ -139,10 +144,10 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         yield node or start.make_node(model_path)
         watch.finish()
     except Exception as error:
-        _ignore_signals()
+        ignore_signals()
         raise watch.explain(error) from error.__cause__
     finally:
-        _ignore_signals()
+        ignore_signals()
         on_end.close()
 
 
@@ -173,7 +178,11 @@ def start_rollout(start: Start) -> Node:
     workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
     controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes)
     start.on_end.callback(controller.stop)
-    swarm = _listen(start, model_path, run) if config.listen is not None else None
+    swarm = None
+    if config.listen is not None:
+        from job.swarm import listen  # and with it what only a swarm needs
+
+        swarm = listen(start, model_path, run)
     controller.launch()
     # From here on transformers is imported, for seconds, in which the workers import vLLM.
     _check_window(config, model_path)
@@ -208,26 +217,6 @@ def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirec
     return run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
 
 
-def _listen(start: Start, model_path: str, run: RunDirectory) -> "Swarm":
-    """Have machines join that sample for this node from elsewhere."""
-    from job.hub import make_key  # and with it what only a swarm needs
-    from job.swarm import Swarm
-
-    config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
-    keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
-    host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
-    address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
-    swarm = Swarm(config, model_path, address, keys, run)
-    start.on_end.callback(swarm.stop)
-    is_named = is_local or (cluster.is_first and host not in ("0.0.0.0", "*"))
-    where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
-    nodes = cluster.gather((where, len(start.placement.workers)))
-    if cluster.is_first:
-        swarm.meet(nodes)
-        print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
-    return swarm
-
-
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
     """The node's own share of the prompts; on the first also the held-out ones."""
     task = load_task(config.task, config.seed, config.data_path)
@@ -249,8 +238,3 @@ def _check_window(config: Config, model_path: str) -> None:
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
             f"{config.max_sequence_tokens} tokens, {config.model} has positions for {window}; lower one of the two"
         )
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)

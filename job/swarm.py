@@ -9,11 +9,13 @@ What comes is checked before anybody acts on it: a machine that says what no hon
 
 import functools
 import itertools
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,36 +25,35 @@ from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
 from controller.workers import Disbelieved, Worker
-from data.messages import (
+from data.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
+from data.models import model_files
+from data.records import Ticket, Trajectory
+from data.wire import (
     FROM_ENGINE,
     FROM_MACHINE,
+    MACHINE,
     PROTOCOL,
+    SILENCE_S,
     Beat,
-    Fetch,
-    Fetched,
-    Finished,
+    Codec,
     Join,
     JoinAgain,
     JoinAt,
     Leave,
     Piece,
-    Probed,
     Pull,
-    Ready,
     Refused,
-    Update,
-    Updated,
     Welcome,
 )
-from data.models import model_files
-from data.records import Ticket, Trajectory
-from data.wire import MACHINE, SILENCE_S, Codec
-from job.hub import Hub
+from job.hub import Hub, make_key
 from job.trust import mistake_in
 from records.run_directory import RunDirectory
 from weights.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport
+
+if TYPE_CHECKING:
+    from job.node import Start
 
 MAX_ENGINES = 256
 """Of one machine."""
@@ -360,7 +361,7 @@ class Swarm:
             ticket = worker.running.get(trajectory.ticket_id)
             if ticket is None or counts[ticket.ticket_id] != ticket.num_members or max(members.values()) > 1:
                 raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
-            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
+            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.leases.is_awaited(worker, ticket):
                 raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
             asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
             if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
@@ -421,3 +422,20 @@ def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
     metrics = {f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")}
     metrics["tokens_per_s"] = counts["tokens"] / seconds
     return metrics | ({"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {})
+
+
+def listen(start: "Start", model_path: str, run: RunDirectory) -> Swarm:
+    """Have machines join that sample for this node from elsewhere."""
+    config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
+    keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
+    host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
+    address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
+    swarm = Swarm(config, model_path, address, keys, run)
+    start.on_end.callback(swarm.stop)
+    is_named = is_local or (cluster.is_first and host not in ("0.0.0.0", "*"))
+    where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
+    nodes = cluster.gather((where, len(start.placement.workers)))
+    if cluster.is_first:
+        swarm.meet(nodes)
+        print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
+    return swarm

@@ -21,30 +21,33 @@ from controller.controller import Controller
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data.messages import (
-    PROTOCOL,
-    TO_ENGINE,
-    TO_MACHINE,
     Abort,
-    Beat,
     Connect,
     Fetch,
     Fetched,
     Finished,
-    Join,
-    JoinAgain,
-    Leave,
-    Piece,
     Probed,
     Ready,
-    Refused,
     SampledTokens,
     Tickets,
     Update,
     Updated,
-    Welcome,
 )
 from data.tasks import Problem
-from data.wire import Codec, read_key
+from data.wire import (
+    PROTOCOL,
+    TO_ENGINE,
+    TO_MACHINE,
+    Beat,
+    Codec,
+    Join,
+    JoinAgain,
+    Leave,
+    Piece,
+    Refused,
+    Welcome,
+    read_key,
+)
 from job.hub import make_key
 from job.swarm import Swarm
 from weights.puller import Puller

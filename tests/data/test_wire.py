@@ -7,21 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from data.messages import (
-    FROM_ENGINE,
-    FROM_MACHINE,
-    TO_ENGINE,
-    TO_MACHINE,
-    ActivityReport,
-    Finished,
-    Join,
-    Piece,
-    Probed,
-    Tickets,
-    Update,
-)
+from data.messages import ActivityReport, Finished, Probed, Tickets, Update
 from data.records import Ticket, Trajectory
-from data.wire import Codec, read_key
+from data.wire import FROM_ENGINE, FROM_MACHINE, TO_ENGINE, TO_MACHINE, Codec, Join, Piece, read_key
 
 
 def trajectory(**changed):

@@ -15,7 +15,7 @@ import pytest
 from fake_machine import FakeMachine, running, wait_until
 from fake_worker import run_fake_worker
 
-from data.messages import Leave
+from data.wire import Leave
 from engine.join import JoinedMachine
 from job.hub import make_key
 

@@ -7,7 +7,8 @@ import pytest
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from controller.workers import WorkerDied
-from data.messages import Fetch, JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Tickets, Update, Welcome
+from data.messages import Fetch, Tickets, Update
+from data.wire import JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Welcome
 
 
 def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_path, capsys):

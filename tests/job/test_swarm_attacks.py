@@ -11,25 +11,8 @@ import pytest
 import zmq
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
-from data.messages import (
-    Beat,
-    Fetched,
-    Finished,
-    Join,
-    JoinAgain,
-    Leave,
-    Piece,
-    Probed,
-    Pull,
-    Ready,
-    Refused,
-    SampledTokens,
-    Tickets,
-    Update,
-    Updated,
-    Welcome,
-)
-from data.wire import Codec, read_key
+from data.messages import Fetched, Finished, Probed, Ready, SampledTokens, Tickets, Update, Updated
+from data.wire import Beat, Codec, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
 from job.hub import MAX_MESSAGE_BYTES
 
 pack = msgspec.msgpack.encode

@@ -10,7 +10,7 @@ import torch
 import zstandard
 
 import weights.pull
-from data.messages import Piece
+from data.wire import Piece
 from weights.delta import BLOCK_WORDS, apply_delta, digest_of, encode_delta
 from weights.pull import KEPT, MAX_READ, LocalAndPulled, PullTransport
 from weights.puller import Puller
