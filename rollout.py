@@ -8,13 +8,13 @@ nothing waits for a batch, unless a baseline asks for a barrier.
 import asyncio
 import functools
 import os
-import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from setproctitle import setproctitle
 

@@ -30,6 +30,13 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
+class Interrupted(Exception):
+    """Somebody asked the run to stop: what to say, and its exit status."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 def exit_with_parent(poll_s: float = 1.0) -> None:
     """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death.
 

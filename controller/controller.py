@@ -16,10 +16,23 @@ from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
 from controller.evaluation import Evaluations, evaluation_metrics
 from controller.journal import Journal
+from controller.state import ControllerState, goes_on, restore_state, take_state
 from controller.tickets import TicketSource
 from controller.waiting import Changes
 from controller.workers import Disbelieved, Worker, Workers
-from data.messages import Asleep, Fetched, Finished, HoldReason, Probed, Ready, Receiving, Stopped, Updated, Waiting
+from data.messages import (
+    Asleep,
+    Fetched,
+    Finished,
+    HoldReason,
+    InFlight,
+    Probed,
+    Ready,
+    Receiving,
+    Stopped,
+    Updated,
+    Waiting,
+)  # fmt: skip
 from data.records import Group, Ticket, Trajectory
 from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
@@ -37,9 +50,10 @@ class Controller:
         record: Callable[..., None],
         clock: TrainerClock | None = None,
         num_nodes: int = 1,
+        restored: ControllerState | None = None,
     ):
-        """`record(event, **fields)` writes an event, `clock` is told what `take_batch` waits for, and `num_nodes` share
-        the groups of a step."""
+        """`record(event, **fields)` writes an event, `clock` is told what `take_batch` waits for, `num_nodes` share
+        the groups of a step, and a run that is resumed goes on from `restored`."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
         self.buffer = SampleBuffer(config.bounds(num_nodes))
@@ -49,6 +63,8 @@ class Controller:
         self.journal = Journal(record)
         self._changed = Changes(config.timeout_s, workers, self.announcements, self.describe)
         self._stopping = False
+        if restored is not None:
+            restore_state(restored, self.dispatcher, self.evaluations)
 
     # Life of the workers
 
@@ -122,6 +138,8 @@ class Controller:
                     worker.fell_asleep()
                 case Probed(version, logprobs):
                     self.journal.probed(worker.index, version, logprobs)
+                case InFlight():
+                    worker.answer(message)
                 case Stopped(activity):
                     self.journal.active(worker.index, activity)
             self._fill()
@@ -251,6 +269,19 @@ class Controller:
         self.clock.enter("evaluate")
         with self._changed:
             self._changed.wait_until(lambda: self.evaluations.running is None, "an evaluation")
+
+    def cut(self, measure_records: Callable[[], dict[str, int]] = dict) -> ControllerState:
+        """Take all that a resumed run needs of this node's rollout, as of one instant, while sampling goes on.
+
+        To be called between `publish` and `take_batch`. Weights that wait for an evaluation are announced first; where
+        responses go on from their tokens, the workers say how far they are. `measure_records()` is called in that
+        instant. A resumed run is to publish that version again first, and to evaluate it if the state says so.
+        """
+        with self._changed:
+            self._changed.wait_until(lambda: self.announcements.deferred is None, "an evaluation")
+            if goes_on(self.config):
+                self._changed.wait_until(self.workers.ask(), "what is in flight")
+            return take_state(self.dispatcher, self.evaluations, measure_records())
 
     # What was measured
 

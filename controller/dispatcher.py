@@ -116,6 +116,11 @@ class Dispatcher:
             return True
         return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
 
+    def unfinished(self) -> list[Ticket]:
+        """Tickets of training groups whose trajectories are waited for: those that workers have, then the others."""
+        given = sorted((t for worker in self.workers for t in worker.awaited), key=lambda t: t.ticket_id)
+        return [t for t in (*given, *self.queue) if self.buffer.is_running(t.group_id)]
+
     def fill(self) -> None:
         """Admit groups, unless the round of a batch is still running, and send out what can start."""
         while self.buffer.num_free_places() > 0 and not self._round_is_running():

@@ -15,12 +15,14 @@ from cluster.placement import Placement, WorkerSpec
 from cluster.processes import dump_stacks, kill_session
 from cluster.worker_process import WorkerProcess
 from config import Config
-from data.messages import Fetch, HoldReason, Sleep, Stop, Suspend, Update
+from data.messages import Cut, Fetch, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from data.records import Ticket
 from weights.transport import Announcement
 
 MAX_RESTARTS = 3
 """Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
+CUT_S = 30.0
+"""Time that workers have to say how far their responses are; those of one that does not are sampled again."""
 STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
 
@@ -68,6 +70,10 @@ class Worker:
     """Time that a token takes on a machine that has joined, of late, seconds; 0 on this node."""
     num_restarts: int = 0
     """Restarts since a ticket came back from it."""
+    is_asked: bool = False
+    """Whether it was asked how far its responses are, and has not said it yet."""
+    in_flight: InFlight | None = None
+    """What it said of that last."""
     held: HoldReason | None = None
     """Reason that the worker was told for having no ticket."""
 
@@ -113,6 +119,15 @@ class Worker:
     def fell_asleep(self) -> None:
         """Note that the worker has given up its memory."""
         self.state = "asleep"
+
+    def ask(self) -> None:
+        """Have the worker say how far its responses are."""
+        self.is_asked, self.in_flight = True, None
+        self.process.send(Cut())
+
+    def answer(self, in_flight: InFlight) -> None:
+        """Note what the worker has said."""
+        self.is_asked, self.in_flight = False, in_flight
 
     def can_start(self, min_version: int) -> bool:
         """Whether the engine is up and has been sent weights that are new enough."""
@@ -244,6 +259,14 @@ class Workers:
             if worker.state in ("sampling", "suspended") and not worker.owed:  # it would wake it again
                 worker.fall_asleep()
         return all(worker.state == "asleep" for worker in self)
+
+    def ask(self) -> Callable[[], bool]:
+        """Have this node's workers say how far their responses are. Returns what tells whether none is waited for."""
+        deadline = time.monotonic() + CUT_S
+        for worker in self:
+            if worker.is_up and not worker.is_remote:
+                worker.ask()
+        return lambda: time.monotonic() > deadline or not any(worker.is_asked for worker in self)
 
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start, or to
