@@ -31,6 +31,7 @@ from records.manifest import PART, checkpoints_in, flush, measured, write_manife
 from trainer.checkpoint import (
     StagedState,
     WeightWriter,
+    check_finite,
     check_space,
     copies_on_rank_0,
     make_stager,
@@ -199,6 +200,7 @@ class Checkpoints:
         partial, is_first = final.with_name(f"{final.name}.tmp"), self.node.cluster.is_first
         try:
             self._together(lambda: self._begin(partial, final, saving) if is_first else None)
+            self._together(lambda: check_finite(saving.state))
             write_shards(saving.state, str(partial / PART), self._group)
             found = self._together(lambda: self._write_own(partial, saving))
             self._together(lambda: self._end(partial, final, saving, found) if is_first else None)
