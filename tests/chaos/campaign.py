@@ -105,16 +105,20 @@ class Run:
             return self.start()
         return self.job
 
-    def stop(self) -> None:
-        """Have it end as a user would: after the running step."""
-        if self.job is not None and self.job.process.poll() is None:
-            self.look()
-            self.job.process.send_signal(signal.SIGTERM)
-            assert self.job.wait(LIMIT_S) != 0
-            self.assert_nothing_is_left()
+    def stop(self) -> bool:
+        """Have it end as a user would, after the running step. Returns whether there are steps left to make."""
+        if self.job is None or self.job.process.poll() is not None:
+            return True
+        self.look()
+        self.job.process.send_signal(signal.SIGTERM)
+        code = self.job.wait(LIMIT_S)
+        self.assert_nothing_is_left()
+        return code != 0
 
     def look(self) -> list[psutil.Process]:
-        """All its processes that are alive."""
+        """All its processes that are alive; none when it has ended."""
+        if self.job.process.poll() is not None:
+            return []
         with contextlib.suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self.job.process.pid)
             alive = [agent, *agent.children(recursive=True)]
@@ -143,21 +147,21 @@ def wait_until(condition: Callable[[], object], what: str, limit_s: float = LIMI
 
 def wait_for_phase(run: Run, fault: Fault) -> bool:
     """Have the run be where the fault is to come. Returns False if it ended on the way, by itself."""
-    if fault.phase == "start":
-        run.stop()
-    job = run.running()
-    has_ended = lambda: job.process.poll() is not None  # noqa: E731
-    before = run.num_steps()
-    reached = {
-        "start": lambda: True,
-        "sampling": lambda: run.num_steps() > before,
-        "update": lambda: run.num_steps() > before,
-        "evaluation": lambda: run.num_steps() > before and run.num_steps() % Config().eval_every == 0,
-        "checkpoint": lambda: any(run.path.glob("checkpoints/*.tmp")),
-    }[fault.phase]
-    wait_until(lambda: has_ended() or reached(), f"{fault.phase} was not reached")
+    if fault.phase == "start" and not run.stop():
+        return False
+    job, newest = run.running(), [run.num_steps()]
+
+    def is_reached() -> bool:
+        step, before = run.num_steps(), newest[0]
+        newest[0] = step  # it may become less: records are cut back when a run goes on
+        if fault.phase == "checkpoint":
+            return any(run.path.glob("checkpoints/*.tmp"))
+        is_due = fault.phase != "evaluation" or step % Config().eval_every == 0
+        return fault.phase == "start" or (step > before and is_due)
+
+    wait_until(lambda: job.process.poll() is not None or is_reached(), f"{fault.phase} was not reached")
     time.sleep(fault.delay_s)
-    return not has_ended()
+    return job.process.poll() is None
 
 
 def find_victim(run: Run, fault: Fault, rng: random.Random) -> psutil.Process | None:
@@ -228,7 +232,7 @@ def cause_of_end(run: Run, fault: Fault) -> str:
     if fault.number == signal.SIGSTOP:
         pattern = r"error: .* was stopped \(SIGSTOP\) for \d+ s, and is killed"
     else:
-        pattern = r".*(SIGKILL|exitcode: -9|the engine is dead).*"
+        pattern = r".*(SIGKILL|exitcode: -9|the engine is dead|Engine core).*"
     if found := re.search(pattern, text):
         return found[0].strip()[:200]
     assert fault.victim == "agent" and code == -signal.SIGKILL, f"{fault}: no cause in\n{text[-3000:]}"
