@@ -69,6 +69,8 @@ class NodeWatch:
 
         No signal comes from here any more.
         """
+        if isinstance(error, RuntimeError) and "timed out" in str(error).lower():  # a collective of torch's
+            error = RuntimeError(f"{error}; {self.dump_stacks()}")
         deadline = time.monotonic() + NOTICE_S
         while isinstance(error, RuntimeError) and self._threads and not self.reason and time.monotonic() < deadline:
             time.sleep(0.05)
