@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import gymnasium
 import numpy as np
-from gymnasium.spaces import Text
 
+from data.environments import GuessNumber
 from engine.environments import EnvironmentPool, SingleTurns
 from engine.proxy import LLMProxy
 from engine.reward_pool import RewardPool
@@ -74,17 +73,15 @@ def start_rewards(spec, tokenizer, score: Callable) -> SingleTurns:
 # Environments
 
 
-class Crashing(gymnasium.Env):
-    """Asks once; every fifth of its episodes ends the wrong way."""
-
-    observation_space = action_space = Text(100)
+class Crashing(GuessNumber):
+    """Every fifth of its episodes ends the wrong way."""
 
     def reset(self, *, seed=None, options=None):
-        self.seed = seed
-        return "say something", {}
+        self.way = seed % 25
+        return super().reset(seed=seed, options=options)
 
     def step(self, action):
-        match self.seed % 25:
+        match self.way:
             case 0:
                 raise KeyError("no\nsuch state")
             case 5:
@@ -92,8 +89,8 @@ class Crashing(gymnasium.Env):
             case 10:
                 time.sleep(3600)
             case 15:
-                return "ended", float("nan"), True, False, {}
-        return "ended", float(len(action) % 3), True, False, {}
+                return "", float("nan"), True, False, {}
+        return super().step(action)
 
 
 def start_crashing(spec, tokenizer) -> EnvironmentPool:
