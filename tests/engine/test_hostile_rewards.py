@@ -15,8 +15,8 @@ import psutil
 import pytest
 from setproctitle import setproctitle
 
-from engine.reward_pool import RewardError, RewardPool
-from engine.reward_process import _LIMITS, MEMORY_BYTES, _why_no_namespaces
+from engine.reward_pool import RewardError, RewardPool, _Item, _Scorer
+from engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
 
 needs_namespaces = pytest.mark.skipif(bool(_why_no_namespaces()), reason="the kernel gives no namespaces here")
 
@@ -63,7 +63,7 @@ def count_limits() -> bool:
     kept = [resource.getrlimit(limit) == (most, most) for limit, most in _LIMITS.items()]
     status = Path("/proc/self/status").read_text()
     memory, cpu = resource.getrlimit(resource.RLIMIT_AS)[1], resource.getrlimit(resource.RLIMIT_CPU)[0]
-    return all(kept) and "NoNewPrivs:\t1" in status and MEMORY_BYTES < memory < MEMORY_BYTES + (4 << 30) and cpu < 100
+    return all(kept) and "NoNewPrivs:\t1" in status and MEMORY_BYTES < memory < MEMORY_BYTES + (64 << 30) and cpu < 100
 
 
 ATTACKS = {
@@ -169,6 +169,26 @@ def test_a_burst_of_forks_ends_within_its_time():
     while len(psutil.pids()) > before + 50:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
+@pytest.mark.parametrize("user", [os.getuid(), 65534])
+def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(tmp_path, user, in_namespaces):
+    """One scorer, forked from here; only root cannot be kept from starting processes without namespaces."""
+    ours, theirs = socket.socketpair()
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(PermissionError):  # it is no root that runs this
+            os.setuid(user)
+        _run_scorer(theirs.fileno(), attack, "addition", in_namespaces)
+    theirs.close()
+    scorer, path, title = _Scorer(pid, ours), tmp_path / "file", f"hostile-{tmp_path.name}"
+    tmp_path.chmod(0o777)
+    texts = ("limits", f"write {path}", "allocate") if user == 0 else ("limits", f"daemon {title}", "allocate")
+    limits, kept, memory = scorer.outcomes([_Item("", text) for text in texts], 10.0)
+    assert scorer.kill() == pid and os.waitpid(pid, 0)[0] == pid
+    assert limits == 1.0 and memory.startswith("MemoryError")
+    assert ("File too large" in kept or "Read-only" in kept) if user == 0 else "temporarily unavailable" in kept
+    assert title not in titles() and (not path.exists() or not path.read_bytes())
 
 
 TEXTS = {
