@@ -34,6 +34,7 @@ LIMIT_S = 2 * TIMEOUT_S
 """Longest time from a fault to an end of the run, or to its recovery."""
 ACCURACY = 0.9
 """What the default job reaches on the held-out problems: 0.956 ± 0.016 unbroken (docs/results.md)."""
+PROGRAM = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py"]
 OPTIONS = {"save-every": 5, "timeout-s": TIMEOUT_S}
 VICTIMS = {"trainer": "trainer ", "worker": "rollout ", "engine": "engine ", "reward": "rewards ", "agent": None}
 """What ps calls the process that is hit; the agent is the one that was started."""
@@ -90,10 +91,9 @@ class Run:
             arguments += [f"--{name}" for name, value in chosen.items() if value is True]
         output = self.folder / f"output_{self.num_starts}.txt"
         self.num_starts += 1
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
         with open(output, "w") as file:
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                [*PROGRAM, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )  # fmt: skip
         self.job, self.seen = Job(process, self.path, output), []
