@@ -56,7 +56,8 @@ class SampleBuffer:
         self.trainer_version, self.published_version = state.trainer_version, state.published_version
         self._ledger.restore(state.ledger)
         for group_id, resident in state.residents.items():
-            self._residents[group_id] = replace(resident, group=self._whole(group_id, resident.members))
+            members = dict(resident.members)
+            self._residents[group_id] = replace(resident, members=members, group=self._whole(group_id, members))
         self._num_finished = 1 + max((resident.rank for resident in state.residents.values()), default=0)
         self._may_have_batch = True
 

@@ -16,7 +16,7 @@ from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
 from controller.evaluation import Evaluations, evaluation_metrics
 from controller.journal import Journal
-from controller.state import ControllerState, goes_on, restore_state, take_state
+from controller.state import ControllerState, cut, restore
 from controller.tickets import TicketSource
 from controller.waiting import Changes
 from controller.workers import Disbelieved, Worker, Workers
@@ -61,10 +61,9 @@ class Controller:
         self.announcements = Announcements(workers, config.swarm.refresh_lag)
         self.evaluations = Evaluations()
         self.journal = Journal(record)
-        self._changed = Changes(config.timeout_s, workers, self.announcements, self.describe)
+        self._changed = Changes(config.timeout_s, workers, self.announcements, self.dispatcher.describe)
         self._stopping = False
-        if restored is not None:
-            restore_state(restored, self.dispatcher, self.evaluations)
+        restore(restored, self.dispatcher, self.evaluations)
 
     # Life of the workers
 
@@ -199,9 +198,7 @@ class Controller:
                 return None
             self.dispatcher.drop_expired()
             if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
-                for worker in self.workers:
-                    if worker.is_up:
-                        worker.suspend()
+                self.workers.suspend()
             self._fill()
             if self.config.colocate == "sleep":
                 self._put_to_sleep()
@@ -217,13 +214,7 @@ class Controller:
         if self.evaluations.running is not None:
             self.finish_evaluations()
             self.clock.enter("wait")
-
         self._changed.wait_until(self.workers.fall_asleep, "engines to fall asleep")
-
-    def describe(self) -> str:
-        """One line on what every worker does and where the groups are."""
-        workers = ", ".join(worker.describe() for worker in self.workers)
-        return f"{workers}; {len(self.dispatcher.queue)} tickets queued; {self.buffer.ledger()}"
 
     # Weights and evaluation
 
@@ -270,18 +261,11 @@ class Controller:
         with self._changed:
             self._changed.wait_until(lambda: self.evaluations.running is None, "an evaluation")
 
-    def cut(self, measure_records: Callable[[], dict[str, int]] = dict) -> ControllerState:
-        """Take all that a resumed run needs of this node's rollout, as of one instant, while sampling goes on.
-
-        To be called between `publish` and `take_batch`. Weights that wait for an evaluation are announced first; where
-        responses go on from their tokens, the workers say how far they are. `measure_records()` is called in that
-        instant. A resumed run is to publish that version again first, and to evaluate it if the state says so.
-        """
+    def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
+        """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
+        `take_batch`, in which `measure()` gives the lengths of its records; sampling goes on."""
         with self._changed:
-            self._changed.wait_until(lambda: self.announcements.deferred is None, "an evaluation")
-            if goes_on(self.config):
-                self._changed.wait_until(self.workers.ask(), "what is in flight")
-            return take_state(self.dispatcher, self.evaluations, measure_records())
+            return cut(self._changed, self.dispatcher, self.evaluations, measure)
 
     # What was measured
 

@@ -104,6 +104,11 @@ class Dispatcher:
         for group_id in self.buffer.groups_of(worker):
             self._drop(group_id, "shut_out")
 
+    def describe(self) -> str:
+        """One line on what every worker does and where the groups are."""
+        workers = ", ".join(worker.describe() for worker in self.workers)
+        return f"{workers}; {len(self.queue)} tickets queued; {self.buffer.ledger()}"
+
     # Tickets
 
     def can_go_on(self) -> bool:

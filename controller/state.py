@@ -5,6 +5,7 @@ what counts as the frontier is what was consumed, and never what was handed out.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from data.records import Group, Ticket, Trajectory
 
 if TYPE_CHECKING:
     from controller.dispatcher import Dispatcher
+    from controller.waiting import Changes
 
 IDS_PER_NODE = 10**9
 """Groups and tickets of node n are numbered from n times this."""
@@ -70,12 +72,12 @@ class ControllerState:
     queue: list[Ticket]
     """Tickets of training groups whose trajectories are still to come, in the order in which they are issued again."""
     evaluates: bool
-    """Whether an evaluation of the published version is to be made, as one was running."""
+    """Whether the published version is to be evaluated when it is announced again, as that was not at its end."""
     evaluations: list[Evaluation]
     """Those that have ended and were not reported."""
     num_restarts: int
     records: dict[str, int]
-    """What `cut` was told of the records: how long each of them was."""
+    """What `measure()` gave: how long the records were."""
 
 
 def goes_on(config: Config) -> bool:
@@ -84,11 +86,20 @@ def goes_on(config: Config) -> bool:
     return config.async_ratio > 0 or config.over_sampling > 1
 
 
-def take_state(dispatcher: "Dispatcher", evaluations: Evaluations, records: dict[str, int]) -> ControllerState:
-    """The state of a node's rollout, with what its workers have said of their responses."""
-    for worker in dispatcher.workers:
-        if worker.is_asked:
-            print(f"warning: {worker.describe()} does not say how far it is; a resumed run would sample that again")
+def cut(
+    changes: "Changes",
+    dispatcher: "Dispatcher",
+    evaluations: Evaluations,
+    measure: Callable[[], dict[str, int]],
+) -> ControllerState:
+    """The state of a node's rollout, at an instant in which the caller holds the lock.
+
+    Weights that wait for an evaluation are announced before. Where responses go on from their tokens, the workers say
+    how far they are, and the last one's word is that instant: what ended until then has ended.
+    """
+    changes.wait_until(lambda: changes.announcements.deferred is None, "an evaluation")
+    if goes_on(dispatcher.config):
+        changes.wait_until(dispatcher.workers.ask(), "what is in flight")
     said = [worker.in_flight for worker in dispatcher.workers if worker.in_flight is not None]
     partials = {partial.ticket_id: partial for in_flight in said for partial in in_flight.partials}
     lost = {ticket_id: tokens for in_flight in said for ticket_id, tokens in in_flight.lost.items()}
@@ -102,16 +113,18 @@ def take_state(dispatcher: "Dispatcher", evaluations: Evaluations, records: dict
         buffer,
         dispatcher.tickets.state(),
         queue,
-        evaluations.running is not None,
-        evaluations.ended(),
-        dispatcher.workers.num_restarts,
-        records,
+        evaluates=evaluations.running is not None,
+        evaluations=evaluations.ended(),
+        num_restarts=dispatcher.workers.num_restarts,
+        records=measure(),
     )
 
 
-def restore_state(state: ControllerState, dispatcher: "Dispatcher", evaluations: Evaluations) -> None:
-    """Have a node's rollout, in which nothing has happened, go on from a state, with the tickets of what was running
-    before all others."""
+def restore(state: ControllerState | None, dispatcher: "Dispatcher", evaluations: Evaluations) -> None:
+    """Have a node's rollout, in which nothing has happened, go on from a state, if there is one: with the tickets of
+    what was running before all others."""
+    if state is None:
+        return
     dispatcher.buffer.restore(state.buffer)
     dispatcher.tickets.restore(state.tickets)
     dispatcher.queue.put_first(state.queue)

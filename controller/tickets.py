@@ -103,9 +103,11 @@ class TicketSource:
         return replace(ticket, ticket_id=self._next_ticket)
 
     def going_on(self, ticket: Ticket, partial: Partial) -> Ticket:
-        """Make the ticket of a response that goes on from what there is of it, by a seed that sampled none of that."""
+        """Make the ticket of a response that goes on from what there is of it: by a seed that sampled none of that, and
+        with weights that are as new at least."""
         seed = self._seed_of(2, ticket.seed, len(partial.tokens))
-        return replace(ticket, prefix=partial, seed=seed)
+        min_version = max(ticket.min_version, int(partial.policy_versions[-1]))
+        return replace(ticket, prefix=partial, seed=seed, min_version=min_version)
 
     def _ticket(
         self, group_id: int, member: int, num_members: int, problem: Problem, tokens: tuple[int, ...], min_version: int

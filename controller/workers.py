@@ -125,6 +125,14 @@ class Worker:
         self.is_asked, self.in_flight = True, None
         self.process.send(Cut())
 
+    def gives_up(self, deadline: float) -> bool:
+        """Whether the time is over that it had to say so; said once."""
+        if time.monotonic() < deadline:
+            return False
+        self.is_asked = False
+        print(f"warning: {self.describe()} does not say how far it is; if resumed, that is sampled again", flush=True)
+        return True
+
     def answer(self, in_flight: InFlight) -> None:
         """Note what the worker has said."""
         self.is_asked, self.in_flight = False, in_flight
@@ -253,6 +261,12 @@ class Workers:
         print(f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
         self._workers[worker.index] = self._start(worker.index, worker.num_restarts + 1)
 
+    def suspend(self) -> None:
+        """Have all workers stop sampling until the next update."""
+        for worker in self:
+            if worker.is_up:
+                worker.suspend()
+
     def fall_asleep(self) -> bool:
         """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
         for worker in self:  # one that was started again in between is told when it is up
@@ -266,7 +280,7 @@ class Workers:
         for worker in self:
             if worker.is_up and not worker.is_remote:
                 worker.ask()
-        return lambda: time.monotonic() > deadline or not any(worker.is_asked for worker in self)
+        return lambda: not any(worker.is_asked and not worker.gives_up(deadline) for worker in self)
 
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start, or to

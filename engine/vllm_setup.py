@@ -128,6 +128,19 @@ def sampling_params(config: Config, stop_token_ids: list[int], seed: int, max_to
     )
 
 
+def request_states(engine, request_id: str) -> list:
+    """vLLM's own records of a request that runs, one for each response; none of one that has ended."""
+    processor = engine.output_processor
+    return [processor.request_states[internal_id] for internal_id in processor.external_req_ids.get(request_id, ())]
+
+
+def output_so_far(state):
+    """The CompletionOutput of a request for one response, as if it were aborted now; it is not touched."""
+    from vllm.v1.engine import FinishReason
+
+    return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
+
+
 # vLLM 0.26 and 0.32: 0.26 stamps no versions on tokens, and takes the wire options with each update
 
 
