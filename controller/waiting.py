@@ -26,8 +26,9 @@ class Changes(threading.Condition):
     def wait_until(self, done: Callable[[], Any], what: str, can_come: Callable[[], bool] = lambda: True) -> Any:
         """Wait until `done()`, which is asked after every change, and return what it gives; the caller holds the lock.
 
-        The start of a worker, or its coming, has a timeout of its own and does not count. Raises what went wrong in the
-        background, RuntimeError after the timeout, and without it once `can_come()` says that the wait is in vain.
+        The start of a worker, or its coming, has a timeout of its own; this one begins anew when it is there. Raises
+        what went wrong in the background, RuntimeError after the timeout, and without it once `can_come()` says that
+        the wait is in vain.
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
@@ -40,7 +41,9 @@ class Changes(threading.Condition):
                     f"{what} can never come: nothing runs, and nothing may start before the next weights are "
                     f"published; state: {self.describe()}"
                 )
-            if time.monotonic() > deadline and not self.workers.are_coming:
+            if self.workers.are_coming:
+                deadline = time.monotonic() + self.timeout_s
+            elif time.monotonic() > deadline:
                 self._raise_with_stacks(f"waited {self.timeout_s:.0f} s for {what}")
 
     def _check(self) -> None:
