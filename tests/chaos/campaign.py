@@ -150,12 +150,13 @@ def wait_for_phase(run: Run, fault: Fault) -> bool:
     if fault.phase == "start" and not run.stop():
         return False
     job, newest = run.running(), [run.num_steps()]
+    left_over = set(run.path.glob("checkpoints/*.tmp"))
 
     def is_reached() -> bool:
         step, before = run.num_steps(), newest[0]
         newest[0] = step  # it may become less: records are cut back when a run goes on
         if fault.phase == "checkpoint":
-            return any(run.path.glob("checkpoints/*.tmp"))
+            return bool(set(run.path.glob("checkpoints/*.tmp")) - left_over)
         is_due = fault.phase != "evaluation" or step % Config().eval_every == 0
         return fault.phase == "start" or (step > before and is_due)
 
