@@ -287,14 +287,7 @@ class Bounds:
 
 
 _AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coef", "eval_every", "save_every", "seed"}
-_AT_LEAST_0 |= {
-    "extra_groups",
-    "extra_members",
-    "lora_rank",
-    "num_rollout_workers",
-    "keep_last",
-    "stop_after_s",
-}  # all others at least 1
+_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers", "keep_last", "stop_after_s"}
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
     "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,

@@ -205,6 +205,13 @@ def dump_stacks(pid: int | None = None) -> str:
     return f"stacks of all processes are in {name}" if name else "stacks are in what this process printed"
 
 
+def has_lost_a_rank(num_ranks: int) -> bool:
+    """Whether fewer than torchrun's `num_ranks` ranks of this node are alive; it then ends the others by SIGTERM."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    return sum(map(_has_not_ended, psutil.Process(os.getppid()).children())) < num_ranks
+
+
 def _handles_sigusr1(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/status") as status:

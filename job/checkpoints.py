@@ -21,7 +21,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from cluster.processes import Interrupted
+from cluster.processes import Interrupted, has_lost_a_rank
+from controller.state import ControllerState
 from data.plain import encode
 from job.node import Node, is_due
 from job.publisher import Publisher
@@ -58,10 +59,9 @@ class Saving:
     state: StagedState
     delayed: dict[int, list]
     """Full weights of versions that publish_delay holds back, on leaders."""
-    rollout: bytes
-    """The state of the controller, on leaders."""
-    node: dict[str, Any] | None
-    """What the manifest says of this node, on leaders."""
+    rollout: ControllerState | None
+    """What this node sampled and was sampling, on leaders."""
+    probe: tuple[tuple[int, ...], ...]
     began: float = field(default_factory=time.monotonic)
     thread: threading.Thread | None = None
     took_s: float | None = None
@@ -125,11 +125,12 @@ class Checkpoints:
             self._saving.thread.join(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:
-        """Have the run stop after the running step; a second signal, or that of a lost node, ends it at once."""
-        if self._asked_by or (self.node.watch is not None and self.node.watch.reason is not None):
+        """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""
+        cluster, watch = self.node.cluster, self.node.watch
+        if self._asked_by or watch.reason is not None or has_lost_a_rank(len(cluster.local_ranks)):
             self._handlers[number](number, frame)
         self._asked_by = number
-        if self.node.cluster.is_leader:
+        if cluster.is_leader:
             name = signal.Signals(number).name
             print(f"{name}: saves and ends after this step; a second signal ends the run at once", flush=True)
 
@@ -168,17 +169,11 @@ class Checkpoints:
             self.policy.save(str(self.node.run.checkpoint_path(step)) if self.node.cluster.is_first else "")
             return
         self.finish()
+        rollout = self.node.controller.cut(self.node.run.sizes) if self.node.cluster.is_leader else None
         state = self._stager.stage(self.policy.state())
-        self._saving = Saving(step, state, publisher.delayed, *self._cut_node())
+        self._saving = Saving(step, state, publisher.delayed, rollout, self.node.probe.tokens)
         self._saving.thread = threading.Thread(target=self._write, args=(self._saving,), name="save", daemon=True)
         self._saving.thread.start()
-
-    def _cut_node(self) -> tuple[bytes, dict[str, Any] | None]:
-        """What this node's leader knows: its rollout, and what the manifest says of it."""
-        if not self.node.cluster.is_leader:
-            return b"", None
-        state = self.node.controller.cut(self.node.run.sizes)
-        return encode(state), {"records": state.records, "probe": self.node.probe.tokens}
 
     def finish(self) -> None:
         """Wait until what was saved last is on disk. Raises OSError if it could not be written."""
@@ -243,7 +238,7 @@ class Checkpoints:
         written = list(part.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
         if cluster.is_leader:
             written.append(part / f"node_{cluster.node}.msgpack")
-            written[-1].write_bytes(saving.rollout)
+            written[-1].write_bytes(encode(saving.rollout))
             self.node.run.flush()
         if cluster.is_first:
             self._writer.write(*read_full_weights(str(part), self._frozen), str(partial))
@@ -252,7 +247,8 @@ class Checkpoints:
             written += [*part.glob("delayed_*"), *(p for p in partial.rglob("*") if p.is_file() and p.parent != part)]
         for file in written:
             flush(file)
-        return {"files": {str(file.relative_to(partial)): measured(file) for file in written}, "node": saving.node}
+        facts = {"records": saving.rollout.records, "probe": saving.probe} if cluster.is_leader else None
+        return {"files": {str(file.relative_to(partial)): measured(file) for file in written}, "node": facts}
 
     def _end(self, partial: Path, final: Path, saving: Saving, found: list[dict]) -> None:
         """Write the manifest, give the checkpoint its name, and delete what is not to be kept."""

@@ -58,16 +58,16 @@ class Node:
     clock: TrainerClock
     """What this rank does; every verb of the loop enters its own state."""
     probe: Probe
-    watch: NodeWatch | None = None
-    resumed: Checkpoint | None = None
-    """What the run goes on from; None for a new one."""
-    restored: ControllerState | None = None
-    """What the controller goes on from."""
     run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
     swarm: "Swarm | None" = None
     """Where machines join that sample for this node from elsewhere."""
+    watch: NodeWatch | None = None
+    resumed: Checkpoint | None = None
+    """What the run goes on from; None for a new one."""
+    restored: ControllerState | None = None
+    """What the controller goes on from."""
     on_end: ExitStack = field(default_factory=ExitStack)
     """Takes down what was started, last first."""
 
@@ -118,7 +118,7 @@ class Start:
         """The node; `of_leader` are the fields that only a leader has."""
         probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else [])
         fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, probe
-        return Node(*fields, self.watch, self.resumed, on_end=self.on_end, **of_leader)
+        return Node(*fields, **of_leader, watch=self.watch, resumed=self.resumed, on_end=self.on_end)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ manifest.json with the digest of every file. It appears by one rename; a file th
 
 import json
 import os
+import re
+import shutil
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -163,7 +165,10 @@ def newest_checkpoint(run: Path) -> Checkpoint:
 
 
 def set_aside(checkpoint: Checkpoint) -> None:
-    """Rename what is newer than a checkpoint, as it is not whole, so that its steps may be saved again."""
+    """Rename what is newer than a checkpoint, as it is not whole, so that its steps may be saved again; and delete what
+    was half written, or half deleted."""
     for path in checkpoint.path.parent.iterdir():
         if step_of(path) > checkpoint.step:
             path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
+        elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
+            shutil.rmtree(path)

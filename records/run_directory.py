@@ -8,6 +8,7 @@ checkpoints/    step_N/, Hugging Face safetensors, and below resume/ what --resu
 batches/        step_00000N.safetensors, what each step was trained on; with --record only
 """
 
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -54,17 +55,15 @@ class RunDirectory:
         to `resumed["records"]`, bytes of each file.
         """
         self.path = Path(config.runs_dir) / (node_folder or config.run_name or _default_name(config))
-        if resumed is not None:
-            self.path.mkdir(parents=True, exist_ok=True)  # a node may be new
-            for file in self.path.glob("*.jsonl"):
-                _cut_back(file, resumed["records"].get(file.stem, 0))
-        else:
+        if resumed is None:
             self._make(is_first=not node_folder)
+        self.path.mkdir(parents=True, exist_ok=True)  # of a node that is new in a run that goes on
         self._lock = threading.Lock()
         self._files = {
             name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
             for name in (("events",) if node_folder else ("metrics", "events", "samples"))
         }
+        self._lock_and_cut_back(resumed["records"] if resumed else {})
         made = _provenance(config, num_ranks) | ({"weights_sha256": weights_sha256} if weights_sha256 else {})
         made = _write_provenance(self.path / "run.json", made, resumed)
         self._wandb = None if node_folder else _start_wandb(config, self.path, made["wandb_id"], resumed)
@@ -72,6 +71,15 @@ class RunDirectory:
             self.record("run_started")
         else:
             self.record("run_resumed", **resumed)
+
+    def _lock_and_cut_back(self, sizes: dict[str, int]) -> None:
+        """Keep other processes from going on with the run, and leave so many bytes of its files."""
+        try:
+            fcntl.flock(self._files["events"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process has ended
+        except BlockingIOError:
+            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first") from None
+        for name, file in self._files.items():
+            _cut_back(Path(file.name), sizes.get(name, 0))
 
     def _make(self, is_first: bool) -> None:
         if is_first and _ended_before_first_step(self.path):

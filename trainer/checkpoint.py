@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -214,12 +214,15 @@ def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, T
 
     `base` are the frozen weights, into which adapters are merged; without them all is trained.
     """
-    reader = dcp.HuggingFaceStorageReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
-    names = [name for name in saved if name.startswith("weights.")]
-    read = {name: torch.empty(saved[name].size) for name in names}
-    dcp.load(read, storage_reader=reader, no_dist=True)
-    weights = {name.removeprefix("weights."): tensor for name, tensor in read.items()}
+    written = dcp.HuggingFaceStorageReader(folder).read_metadata()
+    weights, files = {}, {}
+    for index, chunk in written.storage_data.items():
+        if index.fqn.startswith("weights."):
+            if chunk.relative_path not in files:
+                files[chunk.relative_path] = safe_open(chunk.relative_path, framework="pt")
+            name, part = index.fqn.removeprefix("weights."), files[chunk.relative_path].get_tensor(index.fqn)
+            whole = weights.setdefault(name, torch.empty(written.state_dict_metadata[index.fqn].size))
+            whole[tuple(slice(at, at + size) for at, size in zip(index.offset, chunk.shape, strict=True))] = part
     if not base:
         return weights, {}
     return {name: lora.merge(name, weight, weights) for name, weight in base.items()}, weights
