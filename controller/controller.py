@@ -123,6 +123,8 @@ class Controller:
                     for trajectory in self.dispatcher.take_back(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
+                    if self.dispatcher.leases.are_due():
+                        self.end_leases()
                 case Waiting(ticket_ids):
                     self.dispatcher.arrive_at_barrier(ticket_ids)
                 case Fetched():
@@ -234,10 +236,7 @@ class Controller:
         return deferred is not None and deferred.evaluate
 
     def publish(self, announcement: Announcement) -> None:
-        """Have all workers load these weights, at once or when the running evaluation has ended.
-
-        An evaluation is pinned to its version; training goes on meanwhile with the groups there are.
-        """
+        """Have all workers load these weights, at once or when the evaluation that runs, of one version, has ended."""
         with self._changed:
             self._changed.notify_all()
             if self.evaluations.running is None:

@@ -28,8 +28,7 @@ class Dispatcher:
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
         self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.min_version)
-        options = config.swarm.lease_s, config.max_running_requests
-        self.leases = Leases(*options, workers, buffer, self.min_version)
+        self.leases = Leases(config, workers, buffer, self.min_version)
         self._at_barrier: set[int] = set()
         self._failed_in_a_row = 0
 

@@ -3,57 +3,87 @@
 Pure but for the clock: no machine is asked, and nothing is waited for.
 """
 
-import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 
+from config import Config
 from controller.buffer import SampleBuffer
 from controller.workers import Worker, Workers
 from data.messages import Abort
 from data.records import Ticket, Trajectory
 
-SLOW = 4.0
-"""Times the mean duration of a trajectory after which a machine that holds a batch back is too slow for it."""
+FASTER = 2.0
+"""Times as fast that another worker must be to be given a ticket which has begun elsewhere: so none goes in circles."""
+PATIENCE = 4.0
+"""Mean responses that this other worker could have sampled meanwhile."""
+STALLED = 2.0
+"""Times what the longest response takes on a machine, after which another as slow may have the ticket."""
+LOOK_S = 2.0
+"""Longest time between two looks for leases that are over; less where responses take less."""
 
 
 class Leases:
-    """Knows how long trajectories take, and takes tickets from machines that need much longer."""
+    """Knows how fast workers are, and takes tickets that the trainer waits for from machines that are too slow."""
 
-    def __init__(
-        self, lease_s: float, most_running: int, workers: Workers, buffer: SampleBuffer, min_version: Callable
-    ):
-        """`most_running` trajectories run on a worker, and `min_version(ticket)` is what it needs to start a ticket."""
-        self.lease_s, self.most_running = lease_s, most_running
-        self.workers, self.buffer, self.min_version = workers, buffer, min_version
-        self._mean_s = 0.0  # of a trajectory, the newest counting most
+    def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, min_version: Callable):
+        """`min_version(ticket)` is the version that a worker needs to start a ticket."""
+        self.config, self.workers, self.buffer, self.min_version = config, workers, buffer, min_version
+        self._mean_s = self._mean_tokens = 0.0  # of a trajectory, over about a step's: at its end the slow alone come
+        self._num_noted, self._most_noted = 0, config.groups_per_step * config.group_size
+        self._looked_at = time.monotonic()
 
     def note(self, worker: Worker, trajectory: Trajectory) -> None:
-        """Learn from a trajectory how fast its worker is, and how long one takes."""
-        took_s = trajectory.ended_at - trajectory.started_at
-        self._mean_s += (took_s - self._mean_s) * (0.02 if self._mean_s else 1)
-        if worker.is_remote and trajectory.num_generated:
-            token_s = took_s / trajectory.num_generated
-            worker.token_s += (token_s - worker.token_s) * (0.1 if worker.token_s else 1)
+        """Learn from a trajectory how fast its worker is, and how long one is."""
+        took_s, num_tokens = trajectory.ended_at - trajectory.started_at, trajectory.num_generated
+        self._num_noted = min(self._num_noted + 1, self._most_noted)
+        self._mean_s += (took_s - self._mean_s) / self._num_noted
+        self._mean_tokens += (num_tokens - self._mean_tokens) / self._num_noted
+        if num_tokens:
+            worker.token_s += (took_s / num_tokens - worker.token_s) * (0.1 if worker.token_s else 1)
+
+    def are_due(self) -> bool:
+        """Whether to look again for leases that are over."""
+        is_time = time.monotonic() > self._looked_at + min(LOOK_S, self._mean_s)
+        return is_time and any(worker.is_remote for worker in self.workers)
 
     def end(self) -> Iterator[Ticket]:
-        """Take from machines that have joined, and yield, the tickets which another worker may start and they have had
-        for `lease_s`, or, where the next batch waits for them, for much longer than a trajectory takes."""
-        holding_back, now = self.buffer.holding_back(), time.monotonic()
-        for worker in filter(lambda worker: worker.is_remote, self.workers):
-            for ticket in filter(functools.partial(self.is_awaited, worker), list(worker.running.values())):
+        """Take from machines that have joined, and yield, the tickets which another worker has a slot for and they have
+        had for `lease_s`, or, where the next batch waits for them, for longer than `_urgent_lease_s`."""
+        self._looked_at = now = time.monotonic()
+        holding_back, most = self.buffer.holding_back(), self.config.max_running_requests
+        free = sorted((w for w in self.workers if w.is_up and w.num_running < most), key=_token_s)
+        slots = {worker.index: most - worker.num_running for worker in free}
+        for worker in filter(lambda worker: free and worker.is_remote, self.workers):
+            least_s = min(self._urgent_lease_s(worker, free[0]), self.config.swarm.lease_s)
+            for ticket in worker.awaited:
+                had_s = now - worker.given_at[ticket.ticket_id]
+                if had_s <= least_s or not self.is_awaited(worker, ticket):
+                    continue
+                version, members = self.min_version(ticket), ticket.num_members
+                able = (w for w in free if w is not worker and slots[w.index] >= members and w.can_start(version))
+                if (other := next(able, None)) is None:
+                    continue
                 is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
-                lease_s = min(self.lease_s, SLOW * self._mean_s) if is_urgent and self._mean_s else self.lease_s
-                if now > worker.given_at[ticket.ticket_id] + lease_s and self._can_take(ticket, worker):
+                lease_s = self._urgent_lease_s(worker, other) if is_urgent else math.inf
+                if had_s > min(lease_s, self.config.swarm.lease_s):
+                    slots[other.index] -= members
                     worker.lapsed.add(ticket.ticket_id)
                     worker.process.send(Abort([ticket.ticket_id]))
                     yield ticket
+
+    def _urgent_lease_s(self, worker: Worker, other: Worker) -> float:
+        """Time for which a worker may have a ticket that the trainer waits for, if another could start it now."""
+        if other.token_s and FASTER * other.token_s <= _token_s(worker):
+            return PATIENCE * self._mean_tokens * other.token_s
+        return STALLED * self.config.max_response_tokens * _token_s(worker)
 
     def is_awaited(self, worker: Worker, ticket: Ticket) -> bool:
         """Whether a worker's trajectory of a ticket is waited for: it was not told to abort it."""
         is_running = ticket.is_evaluation or self.buffer.is_running(ticket.group_id)
         return is_running and ticket.ticket_id not in worker.lapsed
 
-    def _can_take(self, ticket: Ticket, other: Worker) -> bool:
-        """Whether a worker that has a free slot may start a ticket which another has."""
-        version, most = self.min_version(ticket), self.most_running - ticket.num_members
-        return any(w is not other and w.num_running <= most and w.can_start(version) for w in self.workers)
+
+def _token_s(worker: Worker) -> float:
+    """Time that a token takes on a worker, seconds; no end of it where nothing has come yet."""
+    return worker.token_s or math.inf

@@ -192,7 +192,8 @@ class TicketQueue:
         if not self._tickets:
             return
         most = self.max_running_requests
-        loads = [(w.num_running, w.token_s, place) for place, w in enumerate(workers) if w.num_running < most]
+        speeds = ((w.is_remote and w.token_s, w) for w in workers)
+        loads = [(w.num_running, token_s, place) for place, (token_s, w) in enumerate(speeds) if w.num_running < most]
         heapq.heapify(loads)
         while self._tickets:
             ticket, passed_over = self._tickets[0], []

@@ -67,7 +67,7 @@ class Worker:
     num_running: int = 0
     """Trajectories that its tickets ask for."""
     token_s: float = 0.0
-    """Time that a token takes on a machine that has joined, of late, seconds; 0 on this node."""
+    """Time that a token takes here, of late, seconds; 0 before the first."""
     num_restarts: int = 0
     """Restarts since a ticket came back from it."""
     is_asked: bool = False

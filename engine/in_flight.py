@@ -6,7 +6,7 @@ from data.messages import InFlight
 from engine.completion import Completion, Request, read_completion
 from engine.episode import Episode
 from engine.proxy import LLMProxy
-from engine.vllm_setup import output_so_far, request_states
+from engine.vllm_setup import num_sampled, output_so_far, request_states
 
 SETTLING_TURNS = 100
 """Of the event loop, at most, until what the engine has returned is where it belongs; a few are enough."""
@@ -50,6 +50,5 @@ def _num_sampled(proxy: LLMProxy, of_ticket: list[Episode]) -> int:
     num_tokens = sum(len(completion.tokens) for episode in of_ticket for _, completion in episode.turns)
     for request in map(proxy.requests.get, {episode.request_id for episode in of_ticket}):
         if request is not None:
-            running = request_states(proxy.engine, request.engine_id)
-            num_tokens += len(request.tokens) + sum(state.detokenizer.num_output_tokens() for state in running)
+            num_tokens += len(request.tokens) + num_sampled(proxy.engine, request.engine_id)
     return num_tokens

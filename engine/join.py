@@ -34,7 +34,7 @@ from cluster.placement import WorkerSpec, available_cores, place
 from cluster.processes import ignore_signals
 from cluster.worker_process import WorkerProcess
 from config import Config
-from data.messages import Abort, Connect, Fetch, Fetched, Finished, Ready, Stop, Tickets, Update, Updated
+from data.messages import Abort, Connect, Fetch, Fetched, Finished, Probed, Ready, Stop, Tickets, Update, Updated
 from data.wire import (
     BEAT_S,
     JOIN_S,
@@ -82,11 +82,14 @@ class Engine:
         """What has come for it, until it is told to load it."""
         self.loading: deque[tuple[Staged, bool]] = deque()
         """What it was told to load, and whether the run waits for it to say so."""
+        self.probes: set[int] = set()
+        """Versions under which the run waits for it to score the probe."""
 
     def forget_run(self) -> Staged | None:
         """Give up all that the run asked for. Returns weights that had come for it."""
         self.process.send(Abort(sorted(self.tickets)))
         self.tickets.clear()
+        self.probes.clear()
         self.wants, fetched, self.fetched = None, self.fetched, None
         self.loading = deque((staged, False) for staged, _ in self.loading)
         return fetched
@@ -263,6 +266,7 @@ class JoinedMachine:
             case Update(version, _, probe):
                 staged, engine.fetched = engine.fetched, None
                 engine.loading.append((staged, True))
+                engine.probes |= {version} if probe else set()
                 engine.process.send(Update(version, staged.messages, probe))
             case Tickets(tickets):
                 engine.tickets |= {ticket.ticket_id for ticket in tickets}
@@ -312,6 +316,9 @@ class JoinedMachine:
                     self.transport.release(index, staged)
                     message = message if is_due else None
                     self._look_for_weights()
+                case Probed(version):
+                    message = message if version in engine.probes else None
+                    engine.probes.discard(version)
                 case Finished(trajectories, activity):
                     due = [trajectory for trajectory in trajectories if trajectory.ticket_id in engine.tickets]
                     engine.tickets -= {trajectory.ticket_id for trajectory in due}

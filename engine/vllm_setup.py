@@ -134,6 +134,14 @@ def request_states(engine, request_id: str) -> list:
     return [processor.request_states[internal_id] for internal_id in processor.external_req_ids.get(request_id, ())]
 
 
+def num_sampled(engine, request_id: str) -> int:
+    """Tokens of all responses of a request that runs, those included that have ended and wait for the others."""
+    states = request_states(engine, request_id)
+    ended = states[0].parent_req.output_aggregator if states and states[0].parent_req is not None else []
+    num_ended = sum(len(output.token_ids) for output in ended if output is not None)
+    return num_ended + sum(state.detokenizer.num_output_tokens() for state in states)
+
+
 def output_so_far(state):
     """The CompletionOutput of a request for one response, as if it were aborted now; it is not touched."""
     from vllm.v1.engine import FinishReason

@@ -140,6 +140,13 @@ def environments() -> str:
     return lines(markdown(["task", "before", "after"], rows))
 
 
+def machines(part: str) -> str:
+    """What was measured of machines that join: a part of results/swarm, medians alone."""
+    page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
+    (table,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
+    return lines(re.sub(r" \[[^]]*\]", "", table).splitlines())
+
+
 def old_keys() -> str:
     """How far old keys and values move a token's log-prob, nats."""
     rows = [

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from cluster.advisor import Machines, rate_that_suffices
 from config import Config
-from controller import dispatcher, workers
+from controller import leases, workers
 from controller.controller import Controller
 from controller.tickets import TicketSource
 from data.messages import Finished
@@ -154,11 +154,11 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all steps. Raises RuntimeError if a bound or the ledger is broken, or if nothing moves any more."""
         self._publish()
-        workers.time = dispatcher.time = self.clock  # by which leases end
+        workers.time = leases.time = self.clock  # by which leases end
         try:
             self.clock.run_until(lambda: self._is_over and self._is_waiting)
         finally:
-            workers.time = dispatcher.time = time
+            workers.time = leases.time = time
         seconds = self._published_at - self._started_at
         counts = self._so_far() - self._before
         return Outcome(

@@ -124,8 +124,9 @@ class Walk:
         placed = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(self.num_workers))
         workers = WalkWorkers(self, config, Placement((None,), 1, placed, "shm"))
         self.controller = Controller(config, workers, tickets, self._record, restored=state)
+        end_leases, self.is_ending_leases = self.controller.dispatcher.leases.end, False
+        self.controller.dispatcher.leases.end = lambda: self._note_leases(end_leases)  # also when a message comes
         self.controller.launch()
-        self.is_ending_leases = False
         self.version, self.trainer, self.evaluations = 0, "connecting", []
 
     # Events
@@ -231,8 +232,11 @@ class Walk:
 
     def _end_lease(self, worker):
         worker.given_at[self.rng.choice(list(worker.running))] = -math.inf
-        self.is_ending_leases = True
         self.controller.end_leases()
+
+    def _note_leases(self, end_leases):
+        self.is_ending_leases = True
+        yield from end_leases()
         self.is_ending_leases = False
 
     def _deliver(self, worker):

@@ -32,7 +32,8 @@ def random_fleet(seed):
             state=rng.choice(["sampling"] * 4 + ["starting"]),
             sent_version=rng.randint(0, 2),
             num_running=rng.randint(0, max_running),
-            token_s=rng.choice([0.0, 0.0, 0.01, 0.02]),
+            token_s=rng.choice([0.0, 0.01, 0.02]),
+            is_remote=rng.random() < 0.5,
         )
         for i in range(rng.randint(1, 7))
     ]
@@ -40,12 +41,17 @@ def random_fleet(seed):
     return Fleet(workers, tickets, max_running)
 
 
+def slowness(worker):
+    """Workers of this node are all taken for equal, and for faster than any elsewhere."""
+    return worker.token_s if worker.is_remote else 0.0
+
+
 def in_order_to_the_least_loaded(fleet):
     """Every ticket in its order, each looking at all workers; the first that cannot start holds up those behind it."""
     loads, given = [worker.num_running for worker in fleet.workers], []
     for one in fleet.tickets:
         able = [place for place, worker in enumerate(fleet.workers) if worker.can_start(one.min_version)]
-        place = min(able, key=lambda p: (loads[p], fleet.workers[p].token_s), default=None)
+        place = min(able, key=lambda p: (loads[p], slowness(fleet.workers[p])), default=None)
         if place is None or loads[place] + one.num_members > fleet.max_running:
             break
         loads[place] += one.num_members

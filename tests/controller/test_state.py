@@ -309,13 +309,14 @@ def test_a_source_goes_on_with_the_ids_the_problems_and_the_seeds_that_it_would_
     assert one.state() == other.state()
 
 
-def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time():
+def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time_and_weights_as_new_as_it_had():
     source = TicketSource(config_of(), PROMPTS)
     (ticket, _) = source.for_group(0, 0)
     seeds, goes_on = {ticket.seed}, ticket
     for size in (3, 5, 9):
-        partial = Partial(ticket.ticket_id, np.arange(size), np.zeros(size, np.float32), np.zeros(size, np.int32), None)
+        versions = np.arange(size, dtype=np.int32)
+        partial = Partial(ticket.ticket_id, np.arange(size), np.zeros(size, np.float32), versions, None)
         goes_on = source.going_on(goes_on, partial)
-        assert (goes_on.ticket_id, goes_on.prefix) == (ticket.ticket_id, partial)
+        assert (goes_on.ticket_id, goes_on.prefix, goes_on.min_version) == (ticket.ticket_id, partial, size - 1)
         seeds.add(goes_on.seed)
     assert len(seeds) == 4

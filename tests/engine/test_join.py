@@ -10,11 +10,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from fake_machine import FakeMachine, running, wait_until
 from fake_worker import run_fake_worker
 
+from data.messages import Probed
 from data.wire import Leave
 from engine.join import JoinedMachine
 from job.hub import make_key
@@ -185,6 +187,16 @@ def test_what_a_machine_had_of_an_old_session_is_issued_again_and_not_trained_on
     with FakeMachine(run, "near"):  # where these tickets end, when their leases have
         for _ in range(3):
             run.step()
+
+
+def test_a_probe_that_an_engine_scores_for_an_old_session_is_not_sent_into_the_new_one(lasting):
+    run, num_joins = lasting, joins(lasting)
+    run.relay.drop()
+    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    run.machine._hear(0, Probed(1, (np.zeros(3, np.float32),)))
+    for _ in range(3):
+        run.step()
+    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"] == 0
 
 
 def test_a_machine_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
