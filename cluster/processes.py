@@ -150,8 +150,8 @@ def end_what_is_stopped(limit_s: float) -> None:
             for process in [process for process, times in looks.items() if times * poll_s >= limit_s]:
                 reason = f"error: {_title(process)} was stopped (SIGSTOP) for {limit_s:g} s, and is killed"
                 with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                    os.write(voice, f"{reason}\n".encode())  # first: this process may end with that one
                     process.kill()
-                    os.write(voice, f"{reason}\n".encode())
 
     threading.Thread(target=watch, name="end-what-is-stopped", daemon=True).start()
 
