@@ -200,13 +200,13 @@ def do(run: Run, fault: Fault, rng: random.Random) -> dict:
         assert run.job.process.returncode == 0, run.job.output()[-3000:]
         return row | {"outcome": "had finished before", "took_s": time.monotonic() - began}
     assert_only_the_agent_listens_elsewhere(run)
-    at, num_steps = time.monotonic(), run.num_steps()
+    at, num_steps, said = time.monotonic(), run.num_steps(), len(run.job.output())
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(fault.number)
     outcome = wait_until(lambda: outcome_of(run, process, num_steps), f"{fault}: neither recovered nor ended")
     row |= {"step": num_steps, "outcome": outcome, "took_s": time.monotonic() - at}
     if outcome == "ended":
-        row["cause"] = cause_of_end(run, fault)
+        row["cause"] = cause_of_end(run, fault, run.job.output()[said:])
         run.assert_nothing_is_left()
     return row
 
@@ -227,9 +227,9 @@ def outcome_of(run: Run, process: psutil.Process, num_steps: int) -> str | None:
     return "recovered" if is_gone(process) and run.num_steps() >= num_steps + 3 else None
 
 
-def cause_of_end(run: Run, fault: Fault) -> str:
-    """The line that names the fault; an agent that was killed says nothing, but its status does."""
-    text, code = run.job.output(), run.job.process.returncode
+def cause_of_end(run: Run, fault: Fault, text: str) -> str:
+    """The line that names the fault, of what was said since; who was started here and killed says it by its status."""
+    code = run.job.process.returncode
     if fault.number == signal.SIGSTOP:
         pattern = r"error: .* was stopped \(SIGSTOP\) for \d+ s, and is killed"
     else:
