@@ -194,14 +194,14 @@ def plan_shared(
     resident = resident_items(config, shape, num_shards, stages)
     step = step_items(config, shape, num_ranks, num_shards)
     engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
-    room = _available(gpu) - total(resident) - (0 if sleeps else total(step))
+    room = available_bytes(gpu) - total(resident) - (0 if sleeps else total(step))
     kv = _kv_cache(config, shape, room - total(engine))
     needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine, "KV cache": [kv]}
     lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
     short = total([*engine, kv]) - room
     if sleeps:
         lines.append("  the engine sleeps in a step and gives up all but its context and graphs")
-        short = max(short, total([*resident, *step]) + CONTEXT_BYTES + GRAPH_BYTES - _available(gpu))
+        short = max(short, total([*resident, *step]) + CONTEXT_BYTES + GRAPH_BYTES - available_bytes(gpu))
     if config.gpu_memory_utilization is not None:
         if short > 0 or config.gpu_memory_utilization * gpu.total_bytes > room:
             lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
@@ -233,9 +233,9 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, num_ranks: int, s
         f"  trainer rank 0, always: {_listed(resident)}",
         f"  trainer rank 0, in a step: {_listed(step)}",
     ]
-    if (short := total(resident) - _available(gpu)) > 0:
+    if (short := total(resident) - available_bytes(gpu)) > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
-    if total(resident) + total(step) > _available(gpu):
+    if total(resident) + total(step) > available_bytes(gpu):
         lines.append(f"  warning: a step may not fit; {_ways_out(config)}")
     return "\n".join(lines)
 
@@ -252,7 +252,7 @@ def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
         _gpu_line(gpu),
         f"  engine, {share:.0%}: {_listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
     ]
-    if (short := total(engine) + kv_one - min(share * gpu.total_bytes, _available(gpu))) > 0:
+    if (short := total(engine) + kv_one - min(share * gpu.total_bytes, available_bytes(gpu))) > 0:
         raise ValueError(_refusal(config, gpu, lines, round(short)))
     return "\n".join(lines)
 
@@ -261,18 +261,24 @@ OWN_GPU_UTILIZATION = 0.9
 """Share of a GPU that an engine takes for itself where no trainer rank is on it."""
 
 
+def can_split(shape: ModelShape, tp: int) -> bool:
+    """Whether an engine can split the model's heads over `tp` GPUs."""
+    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
+    return not queries % tp and (not keys % tp or not tp % keys)
+
+
 def check_tp(shape: ModelShape, tp: int) -> None:
     """Raise ValueError unless an engine can split the model's heads over `tp` GPUs."""
-    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
-    if queries % tp or (keys % tp and tp % keys):
-        fitting = [n for n in range(1, queries + 1) if not queries % n and (not keys % n or not n % keys)]
+    if not can_split(shape, tp):
+        queries, keys = shape.num_attention_heads, shape.num_key_value_heads
         raise ValueError(
             f"--rollout-tp {tp} does not divide {queries} attention heads and {keys} key-value heads evenly; "
-            f"use one of {fitting}"
+            f"use one of {[n for n in range(1, queries + 1) if can_split(shape, n)]}"
         )
 
 
-def _available(gpu: Gpu) -> int:
+def available_bytes(gpu: Gpu) -> int:
+    """Bytes of a GPU that trainer and engine may share among them: all but MARGIN and what others hold."""
     return round(gpu.total_bytes * (1 - MARGIN)) - gpu.used_bytes
 
 

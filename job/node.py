@@ -37,8 +37,9 @@ from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.probe import Probe
-from job.resume import Checkpoint, find_checkpoint
+from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
+from records.manifest import Checkpoint
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 
@@ -180,7 +181,7 @@ def start_rollout(start: Start) -> Node:
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
     tickets = _make_tickets(config, cluster, model_path)
-    restored = start.resumed.controller_of(model_path, cluster, config) if start.resumed else None
+    restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
     run = _open_records(start, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
     write_stacks_to(run.path / "stacks.txt")
@@ -220,7 +221,7 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
     """Make the run directory on rank 0, and on the leaders of other nodes a folder of their own, or go on with what is
     there; collective on them."""
     config, cluster, run = start.config, start.cluster, None
-    resumed = start.resumed and start.resumed.event(cluster)
+    resumed = start.resumed and start.resumed.event(cluster.node)
     if cluster.is_first:
         weights = weights_sha256(model_path) if config.record else None
         run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights, resumed=resumed)

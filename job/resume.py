@@ -6,16 +6,13 @@ manifest.json with the digest of every file. It appears by one rename; a file th
 """
 
 import json
-import os
-import re
-import shutil
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config, flag
-from records.manifest import PART, checkpoints_in, read_manifest, step_of
+from records.manifest import Checkpoint, newest_checkpoint
 
 if TYPE_CHECKING:
     from cluster.cluster import Cluster
@@ -69,58 +66,6 @@ def _recorded(run: Path) -> Config:
 # Checkpoints
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint, and what its manifest says."""
-
-    path: Path
-    step: int
-    num_nodes: int
-    frozen_sha256: str
-    """Of the files of the weights that are not trained (LoRA, reference), which it does not have; empty without."""
-    probes: list[list[list[int]]]
-    """Token ids of the sequences of each node's probe."""
-    records: list[dict[str, int]]
-    """How many bytes of each of its records count, by node."""
-    delayed: list[int]
-    """Versions whose weights are in delayed_VERSION.safetensors."""
-    skipped: list[str]
-    """Newer checkpoints that are not whole, and why."""
-
-    @property
-    def part(self) -> Path:
-        """Folder of what is not for people."""
-        return self.path / PART
-
-    def probe_of(self, node: int) -> list[list[int]]:
-        """The probe that a node goes on with."""
-        return self.probes[node % self.num_nodes]
-
-    def event(self, cluster: "Cluster") -> dict:
-        """What is recorded, on each leader, of where the run goes on."""
-        records = self.records[cluster.node] if cluster.node < self.num_nodes else {}
-        return {"step": self.step, "records": records, "skipped": self.skipped}
-
-    def delayed_path(self, version: int) -> Path:
-        """Where the weights of a version are that publish_delay held back."""
-        return self.part / f"delayed_{version}.safetensors"
-
-    def controller_of(self, model_path: str, cluster: "Cluster", config: Config) -> "ControllerState":
-        """What a leader's controller goes on from, whatever the number of nodes was.
-
-        Raises ValueError if the weights of the model that are not in the checkpoint have changed.
-        """
-        from controller.state import ControllerState, redistribute
-        from data.plain import decode
-        from records.batches import weights_sha256
-
-        if self.frozen_sha256 and self.frozen_sha256 != weights_sha256(model_path):
-            raise ValueError(f"--resume {config.resume}: the weights in {model_path} are not those that it began with")
-        parts = [(self.part / f"node_{node}.msgpack").read_bytes() for node in range(self.num_nodes)]
-        states = [decode(ControllerState, part) for part in parts]
-        return redistribute(states, cluster.num_nodes)[cluster.node]
-
-
 def find_checkpoint(config: Config, cluster: "Cluster") -> Checkpoint | None:
     """The checkpoint that --resume goes on from, which rank 0 looks for; None for a new run. Collective.
 
@@ -152,23 +97,17 @@ def find_checkpoint(config: Config, cluster: "Cluster") -> Checkpoint | None:
     return checkpoint
 
 
-def newest_checkpoint(run: Path) -> Checkpoint:
-    """The newest whole checkpoint of a run. Raises ValueError if there is none."""
-    skipped = []
-    for path in reversed(list(checkpoints_in(run / "checkpoints"))):
-        try:
-            return Checkpoint(path=path, skipped=skipped, **read_manifest(path))
-        except ValueError as error:
-            skipped.append(str(error))
-    reasons = "".join(f"; {reason}" for reason in skipped)
-    raise ValueError(f"--resume {run}: no whole checkpoint is there{reasons}; begin a new run")
+def controller_of(checkpoint: Checkpoint, model_path: str, cluster: "Cluster", config: Config) -> "ControllerState":
+    """What a leader's controller goes on from, whatever the number of nodes was.
 
+    Raises ValueError if the weights of the model that are not in the checkpoint have changed.
+    """
+    from controller.state import ControllerState, redistribute
+    from data.plain import decode
+    from records.batches import weights_sha256
 
-def set_aside(checkpoint: Checkpoint) -> None:
-    """Rename what is newer than a checkpoint, as it is not whole, so that its steps may be saved again; and delete what
-    was half written, or half deleted."""
-    for path in checkpoint.path.parent.iterdir():
-        if step_of(path) > checkpoint.step:
-            path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
-        elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
-            shutil.rmtree(path)
+    if checkpoint.frozen_sha256 and checkpoint.frozen_sha256 != weights_sha256(model_path):
+        raise ValueError(f"--resume {config.resume}: the weights in {model_path} are not those that it began with")
+    parts = [(checkpoint.part / f"node_{node}.msgpack").read_bytes() for node in range(checkpoint.num_nodes)]
+    states = [decode(ControllerState, part) for part in parts]
+    return redistribute(states, cluster.num_nodes)[cluster.node]

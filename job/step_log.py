@@ -3,7 +3,9 @@
 import statistics
 import time
 
-from cluster.advisor import (
+from cluster.processes import freeze_garbage
+from data.records import Group, Trajectory
+from job.advice import (
     FIRST_STEPS,
     MIN_STEPS,
     StepTimes,
@@ -13,8 +15,6 @@ from cluster.advisor import (
     measure_machines,
     step_times,
 )
-from cluster.processes import freeze_garbage
-from data.records import Group, Trajectory
 from job.node import Node
 from records.metrics import (
     StepOfNode,

@@ -232,3 +232,29 @@ def findings() -> str:
         "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
     ]
     return lines(line for point in points for line in textwrap.wrap(f"- {point}", 150, subsequent_indent="  "))
+
+
+# The planner
+
+
+def planner() -> str:
+    """How near the planner comes to what AReaL-Hex, the simulated cluster and machines here have measured."""
+    found, rows = records_of("planner"), []
+    for what in ("table 3, searched over uniform", "fig. 3, 8 H800 + 48 H20 over 24 H800"):
+        of = [r for r in found if r["arm"] == what]
+        numbers = (", ".join(f"{r[name]:.2f}" for r in of) for name in ("rates of table 1", "paper"))
+        rows.append([f"AReaL-Hex, {what}; 1.5B, 7B, 14B", *numbers])
+    (time,) = rounds(found, "arm", case="time", arm="56 GPUs").values()
+    seconds = statistics.median(r["planning_s"] for r in time)
+    rows.append(["planning, 56 GPUs, s (table 5)", f"{seconds:.2f}", f"{time[0]['paper_s']:g}"])
+    for case, measured, what in (
+        ("simulated", "simulated_s", "step, 30 random clusters under the real controller"),
+        ("running", "step_s", "step, two machines of unequal speed that joined a run"),
+    ):
+        of = [r["predicted_s"] / r[measured] for r in found if r["case"] == case]
+        spread = f"{statistics.median(of):.2f} × ({min(of):.2f}–{max(of):.2f}, n = {len(of)})"
+        rows.append([f"{what}, predicted / measured", spread, "1 ×"])
+    shares = [(r["predicted_share"], r["share"]) for r in found if r["case"] == "running"]
+    means = (f"{statistics.fmean(of):.3f}" for of in zip(*shares, strict=True))
+    rows.append(["share of the slow machine, mean", *means])
+    return lines(markdown(["what", "planner", "measured"], rows))

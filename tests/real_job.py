@@ -30,9 +30,9 @@ SMALL = {
 
 OPTIONAL = (
     "job/swarm.py", "job/hub.py", "job/trust.py", "job/verify.py", "engine/join.py", "data/wire.py", "weights/pull.py",
-    "weights/puller.py", "weights/delta.py", "weights/snapshots.py",
+    "weights/puller.py", "weights/delta.py", "weights/snapshots.py", "cluster/planner.py",
 )  # fmt: skip
-"""What a run needs only for machines that join: a fork that has none may delete it."""
+"""What a run needs only for machines that join, and what it never needs: a fork may delete it."""
 
 
 def copy_without_the_optional(folder: Path) -> Path:

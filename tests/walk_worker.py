@@ -76,6 +76,7 @@ class WalkProcess:
 
     def send(self, message):
         if isinstance(message, Cut):
+            assert self.walk.controller.workers[self.index].is_remote is False, "a machine that joined is not asked"
             self.is_asked = True
             return
         self.inbox.append(message)

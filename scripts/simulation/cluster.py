@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from cluster.advisor import Machines, rate_that_suffices
 from config import Config
 from controller import leases, workers
 from controller.controller import Controller
 from controller.tickets import TicketSource
 from data.messages import Finished
 from data.records import Group
+from job.advice import Machines, rate_that_suffices
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
 from scripts.simulation.fleet import SimulatedWorkers

@@ -7,25 +7,27 @@ import math
 import pytest
 
 from cluster.advisor import (
-    Machines,
     Measured,
+    expected_step,
+    step_by_proposition_2,
+    step_by_rates,
+    tail_share,
+)
+from cluster.placement import Placement, WorkerPlacement
+from job.advice import (
+    Machines,
     StepTimes,
     advise,
     advise_on_machines,
     best_alpha,
     best_split,
-    expected_step,
     machines_that_suffice,
     measure,
     measure_machines,
     rate_that_suffices,
-    step_by_proposition_2,
-    step_by_rates,
-    tail_share,
     training_share_by_proposition_2,
     training_share_by_rates,
 )
-from cluster.placement import Placement, WorkerPlacement
 
 
 def measured(**changes):

@@ -87,6 +87,8 @@ def test_a_worker_that_dies_while_the_cut_waits_for_it_is_waited_for_no_longer(t
         assert [event["exit_code"] for event in s.events if event["event"] == "worker_died"] == [5]
         assert running(state).keys() == {(0, 1), (3, 1)}
         assert all(ticket.prefix is None and ticket.attempt == 1 for ticket in state.queue)
+    with session(tmp_path, one_hangs, restored=state, **options) as s:
+        assert s.controller.take_report().num_restarts == 1
 
 
 def test_a_worker_that_does_not_say_how_far_it_is_holds_the_cut_up_for_a_while_and_is_named(

@@ -1,5 +1,6 @@
 """When a run is saved, what is left of it whatever happens meanwhile, and how signals and a limit of time end it."""
 
+import datetime
 import json
 import os
 import signal
@@ -24,8 +25,8 @@ from controller.state import ControllerState, TicketState
 from job import checkpoints as module
 from job.checkpoints import Checkpoints
 from job.publisher import Publisher
-from job.resume import newest_checkpoint
-from records.manifest import PART, checkpoints_in
+from job.resume import controller_of
+from records.manifest import PART, checkpoints_in, newest_checkpoint
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 from trainer.batch import distribute
@@ -58,7 +59,7 @@ def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
     cluster, run, controller = cluster or Cluster(), None, None
     if cluster.is_leader:
         folder = "" if cluster.is_first else f"one/node_{cluster.node}"
-        run = RunDirectory(config, node_folder=folder, resumed=resumed and resumed.event(cluster))
+        run = RunDirectory(config, node_folder=folder, resumed=resumed and resumed.event(cluster.node))
         controller = Rollout(config)
     probe = SimpleNamespace(tokens=((1, 2, 3),))
     of_rank = {"device": CPU, "clock": TrainerClock(), "probe": probe, "watch": SimpleNamespace(reason=None)}
@@ -105,7 +106,7 @@ def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
         train(policy, [step])
         node.run.log_metrics({"step": step})
         checkpoints.save_if_due(step, PUBLISHER)
-    checkpoints.finish()
+    checkpoints.writer.wait()
     assert names(folder_of(checkpoints)) == ["step_2", "step_4", "step_5"], "every second, and the last"
     node.run.close()
     found = newest_checkpoint(node.run.path)
@@ -114,14 +115,14 @@ def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
     resumed = Checkpoints(make_node(tmp_path, model, resumed=found, save_every=2), load(node.config))
     assert resumed.policy.num_updates == 5
     assert all(torch.equal(tensor, weights(policy)[name]) for name, tensor in weights(resumed.policy).items())
-    state = found.controller_of(model, Cluster(), node.config)
+    state = controller_of(found, model, Cluster(), node.config)
     assert state.tickets == TicketState(5, 5, 9, {3: 3}, [1]) and state.evaluations[0].version == 2
 
 
 def test_the_manifest_names_every_file_that_is_there(saved):
     checkpoints = saved(steps=1)
     checkpoints.save_if_due(1, PUBLISHER)
-    checkpoints.finish()
+    checkpoints.writer.wait()
     folder = folder_of(checkpoints) / "step_1"
     manifest = json.loads((folder / PART / "manifest.json").read_text())["manifest"]
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -130,15 +131,15 @@ def test_the_manifest_names_every_file_that_is_there(saved):
 
 def test_what_is_written_is_what_was_there_at_the_cut_and_training_goes_on_meanwhile(saved):
     checkpoints = saved(save_every=1, steps=9)
-    policy, may_write, write = checkpoints.policy, threading.Event(), checkpoints._writer.write
-    checkpoints._writer.write = lambda *args: may_write.wait(60) and write(*args)
+    policy, may_write, write = checkpoints.policy, threading.Event(), checkpoints.writer.weights.write
+    checkpoints.writer.weights.write = lambda *args: may_write.wait(60) and write(*args)
     train(policy, [1])
     at_the_cut = weights(policy)
     checkpoints.save_if_due(1, PUBLISHER)
     assert not (folder_of(checkpoints) / "step_1").exists()
     train(policy, [2, 3])
     may_write.set()
-    checkpoints.finish()
+    checkpoints.writer.wait()
     for name, tensor in load_file(folder_of(checkpoints) / "step_1" / "model.safetensors").items():
         assert torch.equal(tensor, at_the_cut[name]) and not torch.equal(tensor, weights(policy)[name])
 
@@ -148,7 +149,7 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
     policy = checkpoints.policy
     held = {v: [(spec.name, torch.full(spec.shape, float(v))) for spec in policy.sent_specs()] for v in (1, 2)}
     checkpoints.save_if_due(3, SimpleNamespace(delayed=held))
-    checkpoints.finish()
+    checkpoints.writer.wait()
     checkpoints.node.run.close()
     node = make_node(tmp_path, model, resumed=newest_checkpoint(checkpoints.node.run.path), publish_delay=3, steps=9)
     node.controller = SimpleNamespace(connect=lambda transport: None)
@@ -167,13 +168,13 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
 def test_a_write_that_fails_is_one_line_at_the_next_save_and_leaves_the_older_checkpoint_as_it_was(saved):
     checkpoints = saved(save_every=1, steps=9, keep_last=1)
     checkpoints.save_if_due(1, PUBLISHER)
-    checkpoints.finish()
+    checkpoints.writer.wait()
     before = {path: path.read_bytes() for path in folder_of(checkpoints).rglob("*") if path.is_file()}
 
     def fail(*_):
         raise OSError(28, "No space\nleft on device")
 
-    checkpoints._writer.write = fail
+    checkpoints.writer.weights.write = fail
     checkpoints.save_if_due(2, PUBLISHER)
     with pytest.raises(OSError, match=r"step_2 was not written: .+No space left on device$"):
         checkpoints.save_if_due(3, PUBLISHER)
@@ -186,17 +187,17 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(saved, monkeypat
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e6))
     checkpoints.save_if_due(1, PUBLISHER)
     with pytest.raises(OSError, match=r"needs 0\.03\d GB \(0\.00\d of weights and optimizer state \+ 0\.032\), 0\.001"):
-        checkpoints.finish()
+        checkpoints.writer.wait()
     assert names(folder_of(checkpoints)) == []
 
 
 def test_a_thread_that_dies_of_a_bug_is_not_taken_for_success(saved, monkeypatch):
     checkpoints = saved(steps=1)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    checkpoints._writer.write = lambda *_: {}["bug"]
+    checkpoints.writer.weights.write = lambda *_: {}["bug"]
     checkpoints.save_if_due(1, PUBLISHER)
     with pytest.raises(RuntimeError, match="the thread that wrote the checkpoint of step 1 has died"):
-        checkpoints.finish()
+        checkpoints.writer.wait()
 
 
 def test_a_checkpoint_is_never_written_over(saved):
@@ -204,7 +205,7 @@ def test_a_checkpoint_is_never_written_over(saved):
     (folder_of(checkpoints) / "step_1").mkdir(parents=True)
     checkpoints.save_if_due(1, PUBLISHER)
     with pytest.raises(OSError, match="step_1 exists already"):
-        checkpoints.finish()
+        checkpoints.writer.wait()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_older_checkpoints_go_when_a_newer_one_is_there(saved, keep_last, kept, 
     checkpoints = saved(save_every=1, steps=4, keep_last=keep_last)
     for step in range(1, 5):
         checkpoints.save_if_due(step, PUBLISHER)
-    checkpoints.finish()
+    checkpoints.writer.wait()
     folder = folder_of(checkpoints)
     assert names(folder) == [f"step_{step}" for step in kept]
     assert [path.name for path in checkpoints_in(folder)] == [f"step_{step}" for step in can_resume]
@@ -275,21 +276,21 @@ def test_a_signal_in_the_last_step_lets_the_run_finish(saved, at_once):
 def test_a_run_stops_before_a_step_that_may_be_too_long_for_its_time(saved, monkeypatch):
     elapsed = time.time() - module.psutil.Process().create_time()
     checkpoints = saved(steps=9, stop_after_s=elapsed + 100)
-    what = r"--stop-after-s .+ nearly over after step 3, which is saved"
+    what = r"--stop-after-s .+ nearly over, after step 3, which is saved"
     with pytest.raises(Interrupted, match=what) as ended, checkpoints:
         checkpoints.save_if_due(1, PUBLISHER)
         checkpoints._longest_step_s = 40  # and a save as long, as none is known yet
         checkpoints.save_if_due(2, PUBLISHER)
         assert not folder_of(checkpoints).exists()
-        checkpoints._longest_save_s = 65
+        checkpoints.writer.longest_s = 65
         checkpoints.save_if_due(3, PUBLISHER)
     assert ended.value.args[1] == 75 and newest_checkpoint(checkpoints.node.run.path).step == 3
 
 
 def test_an_error_in_the_run_lets_what_is_being_written_come_to_its_end(saved):
     checkpoints = saved(save_every=1, steps=9)
-    write = checkpoints._writer.write
-    checkpoints._writer.write = lambda *args: time.sleep(0.5) or write(*args)
+    write = checkpoints.writer.weights.write
+    checkpoints.writer.weights.write = lambda *args: time.sleep(0.5) or write(*args)
     with pytest.raises(RuntimeError, match="not finite"), checkpoints:
         checkpoints.save_if_due(1, PUBLISHER)
         raise RuntimeError("not finite")
@@ -304,7 +305,7 @@ def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     peers = [Peer(node, "ab"[node]) for node in (0, 1)]
-    cluster = form_cluster(peers, rank, store, "gloo", module.datetime.timedelta(seconds=60))
+    cluster = form_cluster(peers, rank, store, "gloo", datetime.timedelta(seconds=60))
     if rank == 1:
         dist.barrier()  # rank 0 makes the run's directory
     node = make_node(Path(folder), model, cluster=cluster, save_every=1, steps=99)

@@ -12,8 +12,16 @@ import pytest
 from cluster.cluster import Cluster
 from config import Config
 from job.command_line import read_options
-from job.resume import MAY_CHANGE, find_checkpoint, newest_checkpoint, set_aside
-from records.manifest import MANIFEST, PART, checkpoints_in, measured, write_manifest
+from job.resume import MAY_CHANGE, find_checkpoint
+from records.manifest import (
+    MANIFEST,
+    PART,
+    checkpoints_in,
+    measured,
+    newest_checkpoint,
+    set_aside,
+    write_manifest,
+)
 from records.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("one_rank")

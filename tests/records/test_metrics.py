@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from trajectories import make_group, make_trajectory
 
-from cluster.advisor import step_times
 from controller.evaluation import Evaluation, evaluation_metrics
 from data.messages import SampledTokens
 from data.records import Group
+from job.advice import step_times
 from records.metrics import (
     TOKEN_MEANS,
     RolloutReport,

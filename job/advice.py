@@ -1,0 +1,276 @@
+"""What a run's steps tell the advisor (cluster/advisor.py), and the advice in words, with its arithmetic.
+
+And how many machines are enough for a run that others sample for: see `rate_that_suffices`.
+"""
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.advisor import Measured, expected_step, step_by_proposition_2, step_by_rates, tail_share
+from cluster.placement import Placement
+from data.records import Group
+
+FIRST_STEPS = 20
+"""Steps after which advice is given; the first quarter of them is not looked at, as everything is still filling."""
+MIN_STEPS = 8
+ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
+NEAR = 1.1
+"""A step within this factor of the best is as good: the rest is within the arithmetic's error, and costs staleness."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What one step tells."""
+
+    step_s: float
+    busy_s: float
+    """Of it, what the trainer did not wait, seconds."""
+    decoding_s: float
+    """Worker-seconds of decoding, evaluations included."""
+    sampled: int
+    """Tokens that the engines returned, evaluations included."""
+    generated: int
+    """Tokens of them that were sampled for training."""
+    response_mean_s: float
+    response_max_s: float
+    """Of the batch's responses, from ticket to reward, seconds."""
+    responses: tuple[tuple[int, float, float], ...]
+    """Worker, start and end of each, Unix seconds."""
+
+
+def step_times(
+    groups: list[Group], metrics: dict[str, float], decoding_s: float, sampled: int, previous_tokens: int
+) -> StepTimes:
+    """What the advisor needs of a step: its `metrics`, worker-seconds of decoding, and tokens that engines returned."""
+    responses = [t.ended_at - t.started_at for group in groups for t in group.trajectories]
+    return StepTimes(
+        step_s=metrics["time/step_s"],
+        busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
+        decoding_s=decoding_s,
+        sampled=sampled,
+        generated=metrics["tokens/generated"] - previous_tokens,
+        response_mean_s=float(np.mean(responses)),
+        response_max_s=max(responses),
+        responses=tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories),
+    )
+
+
+def measure(steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement) -> Measured:
+    """Means over the steps but their first quarter, `samples` trained in each."""
+    rollout, training, unit, is_shared = _devices(placement)
+    steps = steps[len(steps) // 4 :]
+    sampled = sum(step.sampled for step in steps)
+    for_training = min(1.0, sum(step.generated for step in steps) / sampled) if sampled else 1.0
+    decoding_s = statistics.fmean(step.decoding_s for step in steps) * for_training
+    return Measured(
+        async_ratio=async_ratio,
+        rollout_devices=rollout,
+        training_devices=training,
+        unit=unit,
+        is_shared=is_shared,
+        samples=samples,
+        decoding_s=decoding_s * rollout / len(placement.workers),
+        training_s=statistics.fmean(step.busy_s for step in steps) * training,
+        response_mean_s=statistics.fmean(step.response_mean_s for step in steps),
+        response_max_s=statistics.fmean(step.response_max_s for step in steps),
+        step_s=statistics.fmean(step.step_s for step in steps),
+    )
+
+
+def _devices(placement: Placement) -> tuple[int, int, str, bool]:
+    """Devices of rollout and of training, what they are, and whether both use the same ones."""
+    if placement.trainer_gpus[0] is not None:
+        shared = any(worker.shared_with_rank is not None for worker in placement.workers)
+        return sum(worker.num_gpus for worker in placement.workers), len(placement.trainer_gpus), "GPU", shared
+    training = placement.trainer_threads * len(placement.trainer_gpus)
+    return sum(worker.cpu_threads for worker in placement.workers), training, "CPU core", True
+
+
+# Devices and α
+
+
+def training_share_by_rates(m: Measured) -> float:
+    """Share of the devices with which training is as fast as decoding: t / (g + t)."""
+    return m.training_s / (m.decoding_s + m.training_s)
+
+
+def training_share_by_proposition_2(m: Measured, alpha: float) -> float:
+    """The paper's β* = t / (g + D·L/(α+1) + t), at which training takes all the time that the bound allows it."""
+    devices = m.rollout_devices + m.training_devices
+    return m.training_s / (m.decoding_s + devices * m.response_max_s / (alpha + 1) + m.training_s)
+
+
+def best_split(m: Measured, alpha: float) -> tuple[int, int]:
+    """Devices for rollout and for training with the least expected step; the present ones where nothing is better."""
+    now = (m.rollout_devices, m.training_devices)
+    if m.is_shared and m.unit == "GPU":
+        return now
+    total = sum(now)
+    splits = [now, *((total - training, training) for training in range(1, total))]
+    return min(splits, key=lambda split: expected_step(m, alpha, *split))
+
+
+def best_alpha(m: Measured) -> float:
+    """The least α that is NEAR as good as any, each with its best split."""
+    seconds = {alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}}
+    return min(alpha for alpha, s in seconds.items() if s <= NEAR * min(seconds.values()))
+
+
+# Machines
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a run that machines have joined knows of its rollout workers, and of what the trainer asks of them."""
+
+    rates: tuple[float, ...]
+    """Responses/s of each worker in the time in which it samples any (μ); there is at least one."""
+    responses: int
+    """Trained on in a step (R)."""
+    train_s: float
+    """That the trainer needs for a step, without its waits (T_train)."""
+    broadcast_s: float
+    """From a publication until a machine has the weights, mean of the machines (T_broadcast)."""
+    refresh_lag: int
+    """Steps from one refresh of a machine to the next (κ), at least 1."""
+
+
+def rate_that_suffices(m: Machines) -> float:
+    """Responses/s with which all machines together do not keep the trainer waiting; infinite if no rate is enough.
+
+    ECHO-2 (arXiv 2602.02192): the responses of κ steps and one broadcast of weights fit into κ steps of training,
+
+        κR/Σμ + T_broadcast ≤ κ·T_train,   so   Σμ ≥ κR / (κ·T_train − T_broadcast).
+
+    It takes a machine to stand still while weights come to it, and knows no longest response: where machines sample on
+    meanwhile less is enough, with few responses a step more is needed.
+    """
+    left_s = m.refresh_lag * m.train_s - m.broadcast_s
+    return m.refresh_lag * m.responses / left_s if left_s > 0 else math.inf
+
+
+def machines_that_suffice(m: Machines) -> float:
+    """Number of machines that are enough: the fastest of those there are, then more of their median rate."""
+    needed, rates = rate_that_suffices(m), sorted(m.rates, reverse=True)
+    enough = (count for count, rate in enumerate(itertools.accumulate(rates), start=1) if rate >= needed)
+    missing = (needed - sum(rates)) / statistics.median(rates)
+    return next(enough, None) or len(rates) + (missing if math.isinf(missing) else math.ceil(missing))
+
+
+def measure_machines(steps: list[StepTimes], samples: int, broadcast_s: float, refresh_lag: int) -> Machines:
+    """What the steps tell; the rates are those of the last MIN_STEPS, as machines leave."""
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for worker, start, end in itertools.chain(*(step.responses for step in steps[-MIN_STEPS:])):
+        spans[worker].append((start, end))
+    train_s = statistics.fmean(step.busy_s for step in steps[len(steps) // 4 :])
+    rates = tuple(len(of) / _covered_s(of) for of in spans.values())
+    return Machines(rates, samples, train_s, broadcast_s, max(1, refresh_lag))
+
+
+def _covered_s(spans: list[tuple[float, float]]) -> float:
+    """Seconds that lie in any of these spans."""
+    covered_s, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        covered_s, until = covered_s + max(0.0, end - max(start, until)), max(until, end)
+    return covered_s
+
+
+# Text
+
+
+def advise(m: Measured) -> str:
+    """The advice, with its arithmetic."""
+    return "\n".join([*_measurements(m), *_balance(m), *_predictions(m), *_advice(m), *_caveats(m)])
+
+
+def _measurements(m: Measured) -> Iterator[str]:
+    yield (
+        f"advice on α (now {m.async_ratio:g}) and on the split of {m.rollout_devices + m.training_devices} {m.unit}s "
+        f"(now {_split(m.rollout_devices, m.training_devices)}); a step took {m.step_s:.3f} s"
+    )
+    yield (
+        f"  {m.samples} samples need g = {m.decoding_s:.3f} {m.unit}-seconds of decoding and t = {m.training_s:.3f} of "
+        f"training; a response takes {m.response_mean_s:.3f} s, the longest of a step L = {m.response_max_s:.3f} s"
+    )
+
+
+def _balance(m: Measured) -> Iterator[str]:
+    g, t, devices = m.decoding_s, m.training_s, m.rollout_devices + m.training_devices
+    yield (
+        f"  share of the devices that balances training: by the rates t/(g+t) = {t:.3f}/({g:.3f}+{t:.3f}) = "
+        f"{training_share_by_rates(m):.0%}; by ROLL Flash, proposition 2, t/(g+D·L/(α+1)+t) = "
+        f"{t:.3f}/({g:.3f}+{devices}·{m.response_max_s:.3f}/{m.async_ratio + 1:g}+{t:.3f}) = "
+        f"{training_share_by_proposition_2(m, m.async_ratio):.0%}; now {m.training_devices / devices:.0%}"
+    )
+
+
+def _predictions(m: Measured) -> Iterator[str]:
+    yield "  predicted seconds per step, at least (rates) … at most (proposition 2):"
+    now = (m.rollout_devices, m.training_devices)
+    for alpha in sorted({*ALPHAS, m.async_ratio}):
+        best = best_split(m, alpha)
+        line = f"    α = {alpha:<4g} {_range(m, alpha, *now)}" + (" (now)" if alpha == m.async_ratio else "")
+        yield line if best == now else f"{line}; with {_split(*best)} {_range(m, alpha, *best)}"
+
+
+def _advice(m: Measured) -> Iterator[str]:
+    alpha = best_alpha(m)
+    before, split = (m.rollout_devices, m.training_devices), best_split(m, alpha)
+    changes = [f"--async-ratio {alpha:g}"] * (alpha != m.async_ratio) + [_split(*split)] * (split != before)
+    if not changes:
+        yield "  advice: leave both as they are"
+        return
+    rates, bound, expected = (
+        step(m, m.async_ratio, *before) / step(m, alpha, *split)
+        for step in (step_by_rates, step_by_proposition_2, expected_step)
+    )
+    yield (
+        f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
+        f"proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
+    )
+
+
+def _caveats(m: Measured) -> Iterator[str]:
+    if not m.is_shared:
+        return
+    yield (
+        f"  rollout and training share these {m.unit}s: each side's seconds were measured "
+        + ("while the other stood still" if m.async_ratio == 0 else "while the other took part of them")
+        + ". They say which side is slower; overlapping gains only what one side leaves idle, so the predictions "
+        + ("for α > 0 promise too much" if m.async_ratio == 0 else "for less overlap are too slow")
+    )
+
+
+def _range(m: Measured, alpha: float, rollout: int, training: int) -> str:
+    low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
+    return f"{low:.3f} … {high:.3f}"
+
+
+def _split(rollout: int, training: int) -> str:
+    return f"{rollout} for rollout + {training} for training"
+
+
+def advise_on_machines(m: Machines) -> str:
+    """The advice on how many machines are enough, with its arithmetic."""
+    lag, rate, have, enough = m.refresh_lag, sum(m.rates), len(m.rates), machines_that_suffice(m)
+    left_s, right_s = lag * m.responses / rate + m.broadcast_s, lag * m.train_s
+    if math.isinf(enough):
+        advice = (
+            f"no number of machines is enough, as T_broadcast ≥ κ·T_train: refresh_lag must be at least "
+            f"{math.floor(m.broadcast_s / m.train_s) + 1}, or weights must come faster"
+        )
+    elif enough > have:
+        advice = f"{enough - have} more machines of the median rate {statistics.median(m.rates):.3g}/s are enough"
+    else:
+        advice = f"the fastest {enough} of them are enough"
+    return (
+        f"advice on machines: {have} workers give Σμ = {rate:.3g} responses/s; by ECHO-2 κR/Σμ + T_broadcast = "
+        f"{lag}·{m.responses}/{rate:.3g} + {m.broadcast_s:.3f} = {left_s:.3f} s must fit into κ·T_train = "
+        f"{lag}·{m.train_s:.3f} = {right_s:.3f} s: {advice}"
+    )
