@@ -19,14 +19,7 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from cluster.placement import WorkerSpec
-from cluster.processes import (
-    end_what_is_stopped,
-    exit_with_parent,
-    freeze_garbage,
-    keep_freed_memory,
-    without_torchrun,
-    write_stacks_to,
-)
+from cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
 from data.messages import (
     Abort,
     Asleep,
@@ -54,6 +47,7 @@ from engine.episode import Episode
 from engine.in_flight import read_in_flight, settle
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
+from records.standstill import end_what_is_stopped, write_stacks_to
 
 
 class RolloutWorker:

@@ -41,9 +41,9 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 def train_on(node: "Node", log: "StepLog") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
     from job.checkpoints import Checkpoints
-    from job.guards import keep_what_fails
     from job.publisher import Publisher
     from trainer import batch
+    from trainer.guards import keep_what_fails
     from trainer.policy import load_policy
 
     config = node.config
@@ -57,7 +57,7 @@ def train_on(node: "Node", log: "StepLog") -> None:
             groups = node.take_batch(step)
             publisher.verify(step)
             updates = batch.deal(groups, step, policy, node.cluster)
-            with keep_what_fails(node, policy, step, groups):
+            with keep_what_fails(policy, node.cluster, node.run and node.run.path, step, groups):
                 stats = policy.train_step(updates, policy_version=step - 1)
             publisher.publish(step, groups)
             log.write(step, groups, stats)

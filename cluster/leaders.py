@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cluster.processes import dump_stacks
+from cluster.processes import dump_own_stacks
 
 
 class Leaders:
@@ -23,7 +23,7 @@ class Leaders:
     def __init__(self, store: dist.Store, node: int, num_nodes: int, timeout: datetime.timedelta):
         """Connect; collective over leaders."""
         self.num_nodes, self.timeout_s = num_nodes, timeout.total_seconds()
-        self.dump_stacks: Callable[[], object] = dump_stacks
+        self.dump_stacks: Callable[[], str] = dump_own_stacks
         """Called when a wait takes too long."""
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), node, num_nodes, timeout)
 

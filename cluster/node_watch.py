@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.cluster import Cluster
-from cluster.processes import dump_stacks
+from cluster.processes import dump_own_stacks
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
 LONGEST_RUN = datetime.timedelta(days=365)
@@ -38,7 +38,7 @@ class NodeWatch:
     def __init__(self, cluster: Cluster, name: str = "watch"):
         """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store."""
         self.cluster = cluster
-        self.dump_stacks: Callable[[], object] = dump_stacks
+        self.dump_stacks: Callable[[], str] = dump_own_stacks
         """Called if a node is lost."""
         self.reason: str | None = None
         """Why the first node to end did so, where it was no good end."""

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from cluster.processes import dump_stacks
 from controller.announcements import Announcements
 from controller.workers import Workers
+from records.standstill import dump_stacks
 
 
 class Changes(threading.Condition):

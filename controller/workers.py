@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.placement import Placement, WorkerSpec
-from cluster.processes import dump_stacks, kill_session
+from cluster.processes import kill_session
 from cluster.worker_process import WorkerProcess
 from config import Config
 from data.messages import Cut, Fetch, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from data.records import Ticket
+from records.standstill import dump_stacks
 from weights.transport import Announcement
 
 MAX_RESTARTS = 3

@@ -16,7 +16,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from cluster.processes import exit_with_parent, write_stacks_to
+from cluster.processes import exit_with_parent
+from records.standstill import write_stacks_to
 from weights.shm import NO_CHECKSUM, open_shared_buffer
 from weights.transport import ParameterSpec
 

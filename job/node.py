@@ -20,13 +20,7 @@ from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
-from cluster.processes import (
-    end_what_is_stopped,
-    exit_with_parent,
-    ignore_signals,
-    keep_freed_memory,
-    write_stacks_to,
-)
+from cluster.processes import exit_with_parent, ignore_signals, keep_freed_memory
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
@@ -41,6 +35,7 @@ from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
 from records.manifest import Checkpoint
 from records.run_directory import RunDirectory
+from records.standstill import dump_stacks, end_what_is_stopped, write_stacks_to
 from records.time_ledger import TrainerClock
 
 if TYPE_CHECKING:
@@ -147,6 +142,8 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
         start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
+        for waiting in filter(None, (watch, cluster.leaders)):
+            waiting.dump_stacks = dump_stacks
         node = (lead or start_rollout)(start) if cluster.is_leader else None
         model_path, stacks = cluster.broadcast_on_node(node and (node.model_path, node.run.path / "stacks.txt"))
         write_stacks_to(stacks)

@@ -19,7 +19,6 @@ from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data.records import Group, Trajectory
 from data.tasks import Problem
-from job.guards import keep_what_fails
 from job.node import Node
 from job.probe import Probe
 from records.batches import batch_path, weights_sha256, write_batch
@@ -29,6 +28,7 @@ from scripts import runs
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import write_report
 from trainer import batch
+from trainer.guards import keep_what_fails
 from trainer.policy import NotFinite
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,10 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
         for trajectory in group.trajectories:
             trajectory.behavior_logprobs[trajectory.loss_mask] = float("nan")
     updates = batch.deal(groups, 4, policy, Cluster())
-    with pytest.raises(RuntimeError, match="must be finite") as failed, keep_what_fails(node, policy, 4, groups):
+    with (
+        pytest.raises(RuntimeError, match="must be finite") as failed,
+        keep_what_fails(policy, Cluster(), node.run.path, 4, groups),
+    ):
         policy.train_step(updates, 3)
     node.run.close()
     kept = tmp_path / "run" / "failed_step_4"
@@ -143,7 +146,7 @@ def test_a_batch_that_cannot_be_kept_hides_no_reason(model, tmp_path):
     node = Node(config, Cluster(), None, CPU, model, TrainerClock(), Probe(config), run=RunDirectory(config))
     (node.run.path / "failed_step_1").write_text("in the way")
     failed = pytest.raises(RuntimeError, match=r"loss nan .* could not be kept: .*failed_step_1")
-    with failed, keep_what_fails(node, load(config), 1, make_groups(1)):
+    with failed, keep_what_fails(load(config), Cluster(), node.run.path, 1, make_groups(1)):
         raise NotFinite("loss nan must be finite")
 
 
