@@ -32,7 +32,7 @@ from data.messages import (
     Stopped,
     Updated,
     Waiting,
-)  # fmt: skip
+)
 from data.records import Group, Ticket, Trajectory
 from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock

@@ -71,6 +71,8 @@ class ControllerState:
     tickets: TicketState
     queue: list[Ticket]
     """Tickets of training groups whose trajectories are still to come, in the order in which they are issued again."""
+    announced: int
+    """Version of the weights that were announced last; tokens may be as new, so none that are older may follow."""
     evaluates: bool
     """Whether the published version is to be evaluated when it is announced again, as that was not at its end."""
     evaluations: list[Evaluation]
@@ -113,6 +115,7 @@ def cut(
         buffer,
         dispatcher.tickets.state(),
         queue,
+        announced=changes.announcements.newest.version,
         evaluates=evaluations.running is not None,
         evaluations=evaluations.ended(),
         num_restarts=dispatcher.workers.num_restarts,
@@ -169,6 +172,7 @@ def _merge(states: list[ControllerState]) -> ControllerState:
         replace(buffers[0], residents=residents, ledger=dict(ledger)),
         TicketState(frontier, *next_ids, problems, put_back),
         queue=[ticket for state in states for ticket in state.queue],
+        announced=states[0].announced,
         evaluates=any(state.evaluates for state in states),
         evaluations=[evaluation for state in states for evaluation in state.evaluations],
         num_restarts=sum(state.num_restarts for state in states),
@@ -192,6 +196,7 @@ def _share(whole: ControllerState, order: list[int], node: int, num_nodes: int) 
         replace(buffer, residents=residents, ledger=dict(ledger)),
         TicketState(next_problem, *next_ids, problems, tickets.put_back[node::num_nodes]),
         queue=[ticket for ticket in whole.queue if ticket.group_id in residents],
+        announced=whole.announced,
         evaluates=whole.evaluates and is_first,
         evaluations=whole.evaluations if is_first else [],
         num_restarts=whole.num_restarts if is_first else 0,

@@ -277,7 +277,7 @@ class Workers:
 
     def ask(self) -> Callable[[], bool]:
         """Have this node's workers say how far their responses are. Returns what tells whether none is waited for."""
-        deadline = time.monotonic() + CUT_S
+        deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)  # else the wait ends the run
         for worker in self:
             if worker.is_up and not worker.is_remote:
                 worker.ask()

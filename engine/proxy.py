@@ -40,6 +40,7 @@ class LLMProxy:
         """What this worker does; the proxy notes requests and updates in it, its owner the rest."""
         self._num_scores = 0
         self.requests: dict[str, Request] = {}
+        """Responses on their way, by the ids that they were asked for with."""
         self._returned = asyncio.Event()  # an engine request ended
         self._resumed = asyncio.Event()
         self._resumed.set()

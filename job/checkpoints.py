@@ -41,6 +41,7 @@ class Checkpoints:
             policy.restore(str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
                 set_aside(node.resumed)
+        self._stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0

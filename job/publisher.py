@@ -81,10 +81,12 @@ class Publisher:
         return dict(list(self._snapshots)[:-1])
 
     def _resumed_snapshots(self) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
-        for version in self.node.resumed.delayed if self.node.resumed else ():
-            path, is_needed = self.node.resumed.delayed_path(version), self.node.controller is not None
-            weights = load_file(path) if is_needed else {}
-            yield version, [(spec.name, weights[spec.name]) for spec in self.policy.sent_specs() if is_needed]
+        """What was held back, but for what is older than weights that were announced: a last step's are at once."""
+        node, names = self.node, [spec.name for spec in self.policy.sent_specs()]
+        for version in node.resumed.delayed if node.resumed and node.controller else ():
+            if version >= node.restored.announced:
+                weights = load_file(node.resumed.delayed_path(version))
+                yield version, [(name, weights[name]) for name in names]
 
     def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""

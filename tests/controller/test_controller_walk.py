@@ -93,6 +93,7 @@ class Saved:
     oracle: Oracle
     num_lost: int
     version: int
+    is_last: bool
     evaluations: list
 
 
@@ -101,12 +102,13 @@ class Walk:
 
     def __init__(self, config, num_workers, num_eval_problems, rng):
         self.config, self.rng = config, rng
-        self.num_workers, self.num_eval_problems = num_workers, num_eval_problems
+        self.num_workers, self.num_eval_problems, self.steps = num_workers, num_eval_problems, config.steps
         self.failure_share = rng.choice([0.0, 0.0, 0.1])
         self.weights = {}
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
         self.cuts_left, self.crashes_left, self.saved = rng.choice([0, 3, 12]), rng.choice([1, 4]), None
+        self.is_to_be_longer = rng.random() < 0.2
         self._begin(Oracle(config, num_eval_problems), None)
 
     def _begin(self, oracle, state):
@@ -135,7 +137,12 @@ class Walk:
         """Until all steps are made and the last evaluation has ended."""
         for _ in range(MAX_EVENTS):
             if self.trainer == "finishing" and self.controller.evaluations.running is None:
-                return self._check_end()
+                self._check_end()
+                if not self.is_to_be_longer:
+                    return
+                self.is_to_be_longer = False
+                self._cut()
+                self._crash()
             events = [*self.events_of_workers()]
             if self.trainer == "waiting" and not events and [*self.controller.workers]:
                 assert self.take(), f"nothing can happen any more: {self.controller.dispatcher.describe()}"
@@ -198,15 +205,15 @@ class Walk:
 
     def _cut(self):
         """Workers act, and die, while it waits for what they say."""
-        self.cuts_left, self.said_lost = self.cuts_left - 1, {}
+        self.cuts_left, self.said_lost = max(0, self.cuts_left - 1), {}
         state = self.controller.cut(lambda: {"events": self.oracle.num_events})
         said = [self.said_lost.get(ticket.ticket_id, 0) for ticket in state.queue]
-        evaluations = [*self.evaluations]
-        self.saved = Saved(plain.encode(state), copy.deepcopy(self.oracle), sum(said), self.version, evaluations)
+        where = self.version, self.version == self.steps
+        self.saved = Saved(plain.encode(state), copy.deepcopy(self.oracle), sum(said), *where, [*self.evaluations])
 
     def _crash(self):
         """Everything is thrown away, and the run goes on from the checkpoint."""
-        self.crashes_left -= 1
+        self.crashes_left = max(0, self.crashes_left - 1)
         self.controller.stop()
         saved, state = self.saved, plain.decode(ControllerState, self.saved.state)
         oracle = copy.deepcopy(saved.oracle)
@@ -214,6 +221,8 @@ class Walk:
         oracle.resume(state, saved.num_lost)
         self._begin(oracle, state)
         self.version, self.evaluations = saved.version, [*saved.evaluations]
+        if saved.is_last:  # else there is nothing left to do
+            self.steps, oracle.is_longer = saved.version + 2, True
         oracle.check()
         oracle.check_ledger(self.controller.take_report().ledger)
 
@@ -287,14 +296,15 @@ class Walk:
         return True
 
     def _end_step(self):
-        every, is_last = self.config.eval_every, self.version == self.config.steps
+        every, is_last = self.config.eval_every, self.version == self.steps
         self.evaluate = every > 0 and (is_last or self.version % every == 0)
         self.evaluate |= self.controller.withdraw()
         self.trainer = "publishing"
 
     def _publish(self):
-        is_last = self.version == self.config.steps
-        version = self.version if is_last else max(0, self.version - self.config.publish_delay)
+        is_last = self.version == self.steps
+        oldest = 0 if self.state is None else self.state.announced
+        version = self.version if is_last else max(oldest, self.version - self.config.publish_delay)
         buffer = self.transport.take_buffer()
         self.buffers[buffer] = version
         info = {"buffer": buffer, "version": version, "trainer_version": self.version, "evaluate": self.evaluate}
@@ -303,7 +313,7 @@ class Walk:
 
     def _check_end(self):
         self.evaluations += self.controller.evaluations.take_ended()
-        assert self.oracle.trainer_version == self.config.steps
+        assert self.oracle.trainer_version == self.steps
         self.oracle.check_end(self.controller.take_report().ledger, self.evaluations, self.controller.tickets._put_back)
 
 

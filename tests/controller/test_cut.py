@@ -44,7 +44,8 @@ def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_c
         assert ledger == s.controller.take_report().ledger, "a cut changes nothing"
     assert running(state).keys() == {(0, 1), (3, 1)}
     assert [t.prefix.policy_versions.tolist() for t in state.queue] == [[1], [1]]
-    assert (state.buffer.trainer_version, state.buffer.published_version, state.evaluates) == (1, 1, False)
+    assert (state.buffer.trainer_version, state.buffer.published_version, state.announced) == (1, 1, 1)
+    assert not state.evaluates
     before = {(e["group"], e["member"]) for e in s.events if e["event"] == "trajectory"}
     with session(tmp_path, one_hangs, restored=state, **options) as s:
         assert s.controller.take_report().ledger == ledger

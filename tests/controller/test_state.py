@@ -83,7 +83,7 @@ class Rollout:
     def state(self, evaluates=False):
         evaluations = [Evaluation(3, set(), [], 1)] if evaluates else []
         state = ControllerState(
-            self.buffer.state(), self.tickets.state(), list(self.running), evaluates, evaluations, self.node + 1, {}
+            self.buffer.state(), self.tickets.state(), list(self.running), 0, evaluates, evaluations, self.node + 1, {}
         )
         return decode(ControllerState, encode(state))
 

@@ -50,7 +50,8 @@ class Rollout:
         tickets = TicketState(5, 5, 9, {3: 3}, [1])
         state = SampleBuffer(self.config.bounds()).state()
         ended = [Evaluation(2, set())]
-        return ControllerState(state, tickets, [], evaluates=True, evaluations=ended, num_restarts=1, records=measure())
+        counts = {"announced": 2, "num_restarts": 1}
+        return ControllerState(state, tickets, [], evaluates=True, evaluations=ended, records=measure(), **counts)
 
 
 def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
@@ -153,13 +154,17 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
     checkpoints.node.run.close()
     node = make_node(tmp_path, model, resumed=newest_checkpoint(checkpoints.node.run.path), publish_delay=3, steps=9)
     node.controller = SimpleNamespace(connect=lambda transport: None)
-    node.placement, node.swarm = SimpleNamespace(transport="none"), None
+    node.placement, node.swarm, node.restored = SimpleNamespace(transport="none"), None, SimpleNamespace(announced=0)
     publisher = Publisher(node, policy)
     version, published = publisher._delayed(3, policy.named_full_parameters())
     assert version == 1 and all(torch.equal(a, b) for (_, a), (_, b) in zip(published, held[1], strict=True))
     assert [name for name, _ in published] == [spec.name for spec in policy.sent_specs()], "in the order of sending"
     assert publisher.delayed.keys() == {1, 2}
     assert publisher._delayed(5, policy.named_full_parameters())[0] == 2
+    node.restored = SimpleNamespace(announced=3)  # the run was to end with that step
+    publisher = Publisher(node, policy)
+    versions = [publisher._delayed(step, policy.named_full_parameters())[0] for step in range(3, 9)]
+    assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
 
 
 # What fails

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ OF_TIME += ("ledger/tokens_resident",)
 """Metrics that depend on when something happened: times, rates, and what has come in until the line is written."""
 
 
-def start(folder: Path, *arguments: str, **options) -> Job:
+def start(folder: Path, *arguments: str, environment: dict[str, str] | None = None, **options) -> Job:
     """Start a run in a folder, or, with --resume, have the one that is there go on."""
     options = {} if arguments else OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
     arguments = (*arguments, *(f"--{name}={value}" for name, value in options.items()))
@@ -35,7 +36,8 @@ def start(folder: Path, *arguments: str, **options) -> Job:
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            | (environment or {}),
             start_new_session=True,
         )
     return Job(process, folder / "run", output_path)
@@ -125,3 +127,34 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     job = go_on(job)
     assert job.wait(60) == 0 and "has made 40 steps of 40; to go on, raise --steps" in job.output()
     assert (job.run_path / "events.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        {"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": i, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        for i in (0, 1)
+    ]
+    environments = [{k: str(v) for k, v in rank.items()} | {"MASTER_ADDR": "127.0.0.1"} for rank in ranks]
+    job, other = (start(tmp_path, environment=env, steps=40, async_ratio=1) for env in environments)
+    job.wait_until(lambda: job.num_steps() >= 6)
+    os.kill(other.process.pid, signal.SIGTERM)
+    assert 0 not in (other.wait(60), job.wait(60))
+    assert "after step" in other.output() and newest_checkpoint(job.run_path).step == job.num_steps()
+    before = [event for folder in (job.run_path, job.run_path / "node_1") for event in steps_in(folder)]
+    job = go_on(job, "--steps=24")
+    assert job.wait(60) == 0, job.output()[-3000:]
+    metrics, resumed = job.metrics(), job.events("run_resumed")[0]["step"]
+    assert [line["step"] for line in metrics] == list(range(1, 25)) and max(x["staleness/max"] for x in metrics) <= 1
+    after = [event for event in steps_in(job.run_path) if event["step"] > resumed]
+    groups = [group for event in before + after for group in event["groups"]]
+    assert len(groups) == len(set(groups)) == 4 * 24 == metrics[-1]["ledger/groups_consumed"]
+    assert_ledger_balances(metrics)
+
+
+def steps_in(folder: Path) -> list[dict]:
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "step"]

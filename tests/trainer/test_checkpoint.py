@@ -65,79 +65,88 @@ def rank_of(rank: int, folder: str, name: str, num_ranks: int) -> dist.ProcessGr
     return dist.new_group(backend="gloo")
 
 
-def train_and_save(rank: int, folder: str, config: Config, num_ranks: int) -> None:
-    """Train on, having saved in the middle from copies that were made there; rank 0 keeps how it ended."""
+def train_and_save(rank: int, folder: str, configs: dict[str, Config], num_ranks: int) -> None:
+    """For each config train on, having saved in the middle from copies made there; rank 0 keeps how it ended."""
     group = rank_of(rank, folder, "save", num_ranks)
-    policy = load(config)
-    train(policy, range(2), rank, num_ranks)
-    staged = make_stager(policy.device).stage(policy.state())
-    measured = train(policy, range(2, STEPS), rank, num_ranks)  # before it is written: copies do not change
-    write_shards(staged, os.path.join(folder, "resume"), group)
-    model = policy.module.model
-    frozen = {}
-    if config.lora_rank:
-        frozen = copies_on_rank_0((n, p.detach().full_tensor()) for n, p in named_base_parameters(model))
-    weights = weights_of(policy)
-    if rank == 0:
-        torch.save((measured, weights), os.path.join(folder, "unbroken.pt"))
-        WeightWriter(model, config.model).write(
-            *read_full_weights(os.path.join(folder, "resume"), frozen), os.path.join(folder, "people")
-        )
+    for name, config in configs.items():
+        policy = load(config)
+        train(policy, range(2), rank, num_ranks)
+        staged = make_stager(policy.device).stage(policy.state())
+        measured = train(policy, range(2, STEPS), rank, num_ranks)  # before it is written: copies do not change
+        part = os.path.join(folder, name, "resume")
+        write_shards(staged, part, group)
+        model, frozen = policy.module.model, {}
+        if config.lora_rank:
+            frozen = copies_on_rank_0((n, p.detach().full_tensor()) for n, p in named_base_parameters(model))
+        weights = weights_of(policy)
+        if rank == 0:
+            torch.save((measured, weights), os.path.join(folder, name, "unbroken.pt"))
+            people = os.path.join(folder, name, "people")
+            WeightWriter(model, config.model).write(*read_full_weights(part, frozen), people)
     dist.destroy_process_group()
 
 
-def load_and_train(rank: int, folder: str, config: Config, num_ranks: int) -> None:
+def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks: int) -> None:
     """Go on in new processes; rank 0 keeps how it began and ended."""
     group = rank_of(rank, folder, f"load {num_ranks}", num_ranks)
-    policy = load(config)
-    torch.rand(3)
-    policy.restore(os.path.join(folder, "resume"), group)
-    began = weights_of(policy)
-    found = train(policy, range(2, STEPS), rank, num_ranks), weights_of(policy), began, policy.num_updates
-    if rank == 0:
-        torch.save(found, os.path.join(folder, f"resumed on {num_ranks}.pt"))
+    for name, config in configs.items():
+        policy = load(config)
+        torch.manual_seed(77)
+        policy.restore(os.path.join(folder, name, "resume"), group)
+        began = weights_of(policy)
+        found = train(policy, range(2, STEPS), rank, num_ranks), weights_of(policy), began, policy.num_updates
+        if rank == 0:
+            torch.save(found, os.path.join(folder, name, f"resumed on {num_ranks}.pt"))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("saved_by", "variant"), [(1, v) for v in ("whole", "lora")] + [(2, v) for v in VARIANTS])
-def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(tmp_path, model, saved_by, variant):
-    config = make_config(model, **VARIANTS[variant])
-    assert run_ranks(train_and_save, saved_by, str(tmp_path), config, saved_by) == [0] * saved_by
-    unbroken, weights = torch.load(tmp_path / "unbroken.pt")
-    for num_ranks in {1, 2, 4} if variant in ("whole", "lora") else {2, 4}:
-        assert run_ranks(load_and_train, num_ranks, str(tmp_path), config, num_ranks) == [0] * num_ranks
-        measured, ended, began, num_updates = torch.load(tmp_path / f"resumed on {num_ranks}.pt")
-        assert num_updates == STEPS * config.minibatches, "warm-up begins anew where what was restored is ignored"
-        for_people = load_file(tmp_path / "people" / "model.safetensors")
-        assert began.keys() == for_people.keys() == weights.keys()
-        for name, tensor in began.items():
-            torch.testing.assert_close(for_people[name], tensor, rtol=1e-6, atol=1e-6)
-        if num_ranks == saved_by:
-            assert measured == unbroken
-            assert all(torch.equal(ended[name], tensor) for name, tensor in weights.items())
-        for ours, theirs in zip(measured, unbroken, strict=True):
-            assert ours["lr"] == theirs["lr"]
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-3)
+@pytest.mark.parametrize(("saved_by", "variants"), [(1, ["whole", "lora"]), (2, list(VARIANTS))])
+def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(tmp_path, model, saved_by, variants):
+    configs = {name: make_config(model, **VARIANTS[name]) for name in variants}
+    assert run_ranks(train_and_save, saved_by, str(tmp_path), configs, saved_by) == [0] * saved_by
+    for num_ranks in (1, 2, 4):
+        possible = {name: config for name, config in configs.items() if num_ranks % config.replicas == 0}
+        assert run_ranks(load_and_train, num_ranks, str(tmp_path), possible, num_ranks) == [0] * num_ranks
+        for name, config in possible.items():
+            assert_goes_on(tmp_path / name, config, num_ranks, is_equal=num_ranks == saved_by)
+
+
+def assert_goes_on(folder: pathlib.Path, config: Config, num_ranks: int, is_equal: bool) -> None:
+    """What was trained by so many ranks after the checkpoint is what the unbroken training made."""
+    unbroken, weights = torch.load(folder / "unbroken.pt")
+    measured, ended, began, num_updates = torch.load(folder / f"resumed on {num_ranks}.pt")
+    assert num_updates == STEPS * config.minibatches, "warm-up begins anew where what was restored is ignored"
+    for_people = load_file(folder / "people" / "model.safetensors")
+    assert began.keys() == for_people.keys() == weights.keys()
     assert any(not torch.equal(weights[name], tensor) for name, tensor in began.items()), "training moved nothing"
+    for name, tensor in began.items():
+        torch.testing.assert_close(for_people[name], tensor, rtol=1e-6, atol=1e-6)
+    if is_equal:
+        assert measured == unbroken
+        assert all(torch.equal(ended[name], tensor) for name, tensor in weights.items())
+    for ours, theirs in zip(measured, unbroken, strict=True):
+        assert ours["lr"] == theirs["lr"] and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-3)
 
 
 def test_nothing_in_the_shards_is_pickled(tmp_path, model):
-    assert run_ranks(train_and_save, 2, str(tmp_path), make_config(model), 2) == [0, 0]
-    for path in (tmp_path / "resume").iterdir():
+    assert run_ranks(train_and_save, 2, str(tmp_path), {"one": make_config(model)}, 2) == [0, 0]
+    for path in (tmp_path / "one" / "resume").iterdir():
         assert path.suffix == ".safetensors"
         load_file(path)
 
 
 def load_another(rank: int, folder: str, config: Config) -> None:
     group = rank_of(rank, folder, "another", 1)
-    pathlib.Path(folder, "error").write_text(error_of(load(config).restore, os.path.join(folder, "resume"), group))
+    pathlib.Path(folder, "error").write_text(
+        error_of(load(config).restore, os.path.join(folder, "one", "resume"), group)
+    )
     dist.destroy_process_group()
 
 
 def test_shards_of_another_model_are_refused_by_name(tmp_path, model):
-    assert run_ranks(train_and_save, 1, str(tmp_path), make_config(model, lora_rank=2), 1) == [0]
+    assert run_ranks(train_and_save, 1, str(tmp_path), {"one": make_config(model, lora_rank=2)}, 1) == [0]
     assert run_ranks(load_another, 1, str(tmp_path), make_config(model, lora_rank=3)) == [0]
     error = (tmp_path / "error").read_text()
     assert error.startswith("ValueError: ") and "lora_A of (2, " in error and "the model's is (3, " in error
