@@ -57,7 +57,9 @@ class Config:
     eval_every: int = 10
     """Steps between evaluations on held-out problems; 0 turns them off."""
     save_every: int = 0
-    """Steps between checkpoints; 0 saves only the last step."""
+    """Steps between checkpoints; 0 saves only the last step, and that in which the run is stopped."""
+    resume: str | None = None
+    """Directory of a run, runs/NAME, that goes on from its newest whole checkpoint, with its own options."""
     run_name: str | None = None
     """Name of the run's directory under runs_dir; unset makes one from task, algo, α and the time."""
 
@@ -128,6 +130,10 @@ class Config:
     """Held-out problems per evaluation, one sampled response each."""
     record: bool = False
     """Keep every batch that is consumed in the run's directory, for scripts/replay.py to train on again."""
+    keep_last: int = 0
+    """Newest checkpoints that are kept, older ones are deleted; 0 keeps all, but only two with what --resume needs."""
+    stop_after_s: float = 0.0
+    """Seconds after which the run must have ended: it saves and stops when one more step might be too long; 0: none."""
     runs_dir: str = "runs"
     """Directory that holds the runs."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
@@ -281,7 +287,7 @@ class Bounds:
 
 
 _AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coef", "eval_every", "save_every", "seed"}
-_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers"}  # all others at least 1
+_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers", "keep_last", "stop_after_s"}
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
     "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,
@@ -333,7 +339,7 @@ def _ranges(name: str, value: float) -> Mistakes:
     elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s", "join_timeout_s"):
         yield value <= 0, "above 0"
     elif not isinstance(value, bool):
-        low = int(name not in _AT_LEAST_0)
+        low = int(name not in _AT_LEAST_0)  # 1 for all others
         yield value < low, f"at least {low}"
 
 

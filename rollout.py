@@ -25,6 +25,7 @@ from data.messages import (
     Abort,
     Asleep,
     Connect,
+    Cut,
     Finished,
     Hold,
     Probed,
@@ -44,6 +45,7 @@ from data.models import load_tokenizer
 from data.records import Ticket, Trajectory
 from engine.environments import Environments, start_environments, turn_ends
 from engine.episode import Episode
+from engine.in_flight import read_in_flight, settle
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
 
@@ -74,7 +76,8 @@ class RolloutWorker:
             self.environments.close()
 
     async def _act_on_messages(self) -> None:
-        inbox = start_reading(self.connection)
+        # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
+        inbox = start_reading(self.connection, {Cut: lambda _: self._start(self._say_what_is_in_flight())})
         while not self._ended.done():
             match await inbox.get():
                 case Tickets(tickets):
@@ -188,6 +191,11 @@ class RolloutWorker:
         self.proxy.activity.stand("suspended")
         await suspend()
 
+    async def _say_what_is_in_flight(self) -> None:
+        await settle(self.proxy)
+        self._flush()  # what ends from here on ends after the answer
+        self.connection.send(read_in_flight(self.proxy, self._episodes))
+
     def _open_barrier(self) -> None:
         """Let all tickets go on that wait now; the next that come wait for the next time."""
         self._opened.set()
@@ -219,8 +227,9 @@ class RolloutWorker:
             self._ended.set_exception(self.proxy.death or task.exception())
 
 
-def start_reading(connection: Connection) -> asyncio.Queue:
-    """The messages of a connection; a thread reads them, so that the controller's sends never fill the pipe."""
+def start_reading(connection: Connection, at_once: dict[type, Callable] | None = None) -> asyncio.Queue:
+    """The messages of a connection but those of kinds that are acted on `at_once`; a thread reads them, so that the
+    controller's sends never fill the pipe."""
     loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
 
     def read() -> None:
@@ -229,7 +238,7 @@ def start_reading(connection: Connection) -> asyncio.Queue:
                 message = connection.recv()
             except (EOFError, OSError):
                 os._exit(1)  # the controller is gone, and nobody is left to tell
-            loop.call_soon_threadsafe(inbox.put_nowait, message)
+            loop.call_soon_threadsafe((at_once or {}).get(type(message), inbox.put_nowait), message)
 
     threading.Thread(target=read, name="read-controller", daemon=True).start()
     return inbox

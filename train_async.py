@@ -14,19 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.processes import Interrupted
 from config import Config
 from job.command_line import parse_config
 
 if TYPE_CHECKING:
     from job.node import Node
     from job.step_log import StepLog
-
-
-class Interrupted(Exception):
-    """A signal asked the run to stop: what to say, and its number."""
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 def train(config: Config, worker_main: Callable | None = None) -> None:
@@ -46,23 +40,26 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
 def train_on(node: "Node", log: "StepLog") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
+    from job.checkpoints import Checkpoints
     from job.publisher import Publisher
     from trainer import batch
     from trainer.policy import load_policy
 
     config = node.config
     policy = load_policy(config, node.model_path, node.device, node.clock)
+    checkpoints = Checkpoints(node, policy)
     publisher = Publisher(node, policy)
-    publisher.publish(0)
+    publisher.publish(node.first_version)
     log.begin()
-    for step in range(1, config.steps + 1):
-        groups = node.take_batch(step)
-        publisher.verify(step)
-        updates = batch.deal(groups, step, policy, node.cluster)
-        stats = policy.train_step(updates, policy_version=step - 1)
-        publisher.publish(step, groups)
-        log.write(step, groups, stats)
-        node.save_if_due(step, policy)
+    with checkpoints:  # from here on a signal lets the step end
+        for step in range(node.first_version + 1, config.steps + 1):
+            groups = node.take_batch(step)
+            publisher.verify(step)
+            updates = batch.deal(groups, step, policy, node.cluster)
+            stats = policy.train_step(updates, policy_version=step - 1)
+            publisher.publish(step, groups)
+            log.write(step, groups, stats)
+            checkpoints.save_if_due(step, publisher)
 
 
 def main() -> None:
@@ -78,7 +75,7 @@ def run_job(job: Callable[[], None]) -> None:
     try:
         job()
     except Interrupted as error:
-        fail(error.args[0], status=128 + error.args[1])
+        fail(str(error), status=error.args[1])
     except ValueError as error:
         fail(str(error), status=2)
     except (OSError, RuntimeError) as error:
@@ -88,7 +85,7 @@ def run_job(job: Callable[[], None]) -> None:
 def _interrupt(number: int, frame) -> None:
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_IGN)  # the way down is not to be interrupted
-    raise Interrupted(f"stopped by {signal.Signals(number).name}", number)
+    raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
 def fail(reason: str, status: int) -> None:

@@ -22,6 +22,13 @@ TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
+class Interrupted(Exception):
+    """Somebody asked the run to stop: what to say, and its exit status."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 def exit_with_parent(poll_s: float = 1.0) -> None:
     """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death.
 
@@ -126,6 +133,13 @@ def dump_stacks(pid: int) -> None:
 def dump_trainer_stacks() -> None:
     """Have all trainer ranks of this node write their stacks to stderr: this one, and torchrun's others."""
     dump_stacks(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+
+
+def has_lost_a_rank(num_ranks: int) -> bool:
+    """Whether fewer than torchrun's `num_ranks` ranks of this node are alive; it then ends the others by SIGTERM."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    return sum(map(_has_not_ended, psutil.Process(os.getppid()).children())) < num_ranks
 
 
 def _handles_sigusr1(pid: int) -> bool:

@@ -13,29 +13,12 @@ version. Freshness as in ROLL Flash (arXiv 2510.11345): a bound on every sample.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from config import Bounds
 from controller.ledger import DropReason, Ledger
+from controller.state import BufferState, Resident
 from data.records import Group, Trajectory
-
-
-@dataclass
-class _Resident:
-    """A group that holds a place: running while members are missing, finished when all have arrived."""
-
-    version: int
-    """Oldest version that its tokens can have: that of its admission, then of its start; the true one once finished."""
-    started: bool = False
-    num_failed: int = 0
-    members: dict[int, Trajectory] = field(default_factory=dict)
-    group: Group | None = None
-    rank: int = 0
-    """Place in the order in which groups finished."""
-
-    @property
-    def num_generated(self) -> int:
-        return sum(trajectory.num_generated for trajectory in self.members.values())
 
 
 class SampleBuffer:
@@ -53,13 +36,30 @@ class SampleBuffer:
     def __init__(self, bounds: Bounds):
         self.bounds = bounds
         self.trainer_version = self.published_version = 0
-        self._residents: dict[int, _Resident] = {}
+        self._residents: dict[int, Resident] = {}
         self._unpublished: list[int] = []  # trainer version that each consumed, unpublished group is to make
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
         self._num_finished = 0
         self._may_have_batch = False  # whether anything has happened since `take` had none that could give it one
         self._ledger = Ledger()
+
+    def state(self) -> BufferState:
+        """All that a resumed run needs of it, in which every batch was published; see `restore`."""
+        residents = {
+            group_id: replace(r, members=dict(r.members), group=None) for group_id, r in self._residents.items()
+        }
+        return BufferState(self.trainer_version, self.published_version, residents, self._ledger.state())
+
+    def restore(self, state: BufferState) -> None:
+        """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
+        self.trainer_version, self.published_version = state.trainer_version, state.published_version
+        self._ledger.restore(state.ledger)
+        for group_id, resident in state.residents.items():
+            members = dict(resident.members)
+            self._residents[group_id] = replace(resident, members=members, group=self._whole(group_id, members))
+        self._num_finished = 1 + max((resident.rank for resident in state.residents.values()), default=0)
+        self._may_have_batch = True
 
     @property
     def _is_bounded(self) -> bool:
@@ -85,7 +85,7 @@ class SampleBuffer:
             raise RuntimeError(f"group {group_id} has no place: all {most} are taken, {self.ledger()}")
         if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
-        self._residents[group_id] = _Resident(self._oldest_to_start)
+        self._residents[group_id] = Resident(self._oldest_to_start)
         self._ledger.issue()
         return self._oldest_to_start
 
@@ -113,9 +113,9 @@ class SampleBuffer:
         resident = self._residents.get(trajectory.group_id)
         self._check_belongs(trajectory, resident)
         resident.members[trajectory.member] = trajectory
-        if len(resident.members) < self.bounds.group_size:
+        resident.group = self._whole(trajectory.group_id, resident.members)
+        if resident.group is None:
             return None
-        resident.group = Group(trajectory.group_id, tuple(resident.members[i] for i in sorted(resident.members)))
         resident.version, resident.rank = resident.group.min_version, self._num_finished
         self._num_finished += 1
         self._may_have_batch = True
@@ -123,7 +123,12 @@ class SampleBuffer:
             self._closed[trajectory.group_id] = "aborted"
         return resident.group
 
-    def _check_belongs(self, trajectory: Trajectory, resident: _Resident | None) -> None:
+    def _whole(self, group_id: int, members: dict[int, Trajectory]) -> Group | None:
+        if len(members) < self.bounds.group_size:
+            return None
+        return Group(group_id, tuple(members[i] for i in sorted(members)))
+
+    def _check_belongs(self, trajectory: Trajectory, resident: Resident | None) -> None:
         who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
         if resident is None:
             raise RuntimeError(f"{who}, which is not resident")

@@ -16,10 +16,23 @@ from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
 from controller.evaluation import Evaluations, evaluation_metrics
 from controller.journal import Journal
+from controller.state import ControllerState, cut, restore
 from controller.tickets import TicketSource
 from controller.waiting import Changes
 from controller.workers import Disbelieved, Worker, Workers
-from data.messages import Asleep, Fetched, Finished, HoldReason, Probed, Ready, Receiving, Stopped, Updated, Waiting
+from data.messages import (
+    Asleep,
+    Fetched,
+    Finished,
+    HoldReason,
+    InFlight,
+    Probed,
+    Ready,
+    Receiving,
+    Stopped,
+    Updated,
+    Waiting,
+)
 from data.records import Group, Ticket, Trajectory
 from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
@@ -37,9 +50,10 @@ class Controller:
         record: Callable[..., None],
         clock: TrainerClock | None = None,
         num_nodes: int = 1,
+        restored: ControllerState | None = None,
     ):
-        """`record(event, **fields)` writes an event, `clock` is told what `take_batch` waits for, and `num_nodes` share
-        the groups of a step."""
+        """`record(event, **fields)` writes an event, `clock` is told what `take_batch` waits for, `num_nodes` share
+        the groups of a step, and a run that is resumed goes on from `restored`."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
         self.buffer = SampleBuffer(config.bounds(num_nodes))
@@ -47,8 +61,9 @@ class Controller:
         self.announcements = Announcements(workers, config.swarm.refresh_lag)
         self.evaluations = Evaluations()
         self.journal = Journal(record)
-        self._changed = Changes(config.timeout_s, workers, self.announcements, self.describe)
+        self._changed = Changes(config.timeout_s, workers, self.announcements, self.dispatcher.describe)
         self._stopping = False
+        restore(restored, self.dispatcher, self.evaluations)
 
     # Life of the workers
 
@@ -124,6 +139,8 @@ class Controller:
                     worker.fell_asleep()
                 case Probed(version, logprobs):
                     self.journal.probed(worker.index, version, logprobs)
+                case InFlight():
+                    worker.answer(message)
                 case Stopped(activity):
                     self.journal.active(worker.index, activity)
             self._fill()
@@ -183,9 +200,7 @@ class Controller:
                 return None
             self.dispatcher.drop_expired()
             if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
-                for worker in self.workers:
-                    if worker.is_up:
-                        worker.suspend()
+                self.workers.suspend()
             self._fill()
             if self.config.colocate == "sleep":
                 self._put_to_sleep()
@@ -201,13 +216,7 @@ class Controller:
         if self.evaluations.running is not None:
             self.finish_evaluations()
             self.clock.enter("wait")
-
         self._changed.wait_until(self.workers.fall_asleep, "engines to fall asleep")
-
-    def describe(self) -> str:
-        """One line on what every worker does and where the groups are."""
-        workers = ", ".join(worker.describe() for worker in self.workers)
-        return f"{workers}; {len(self.dispatcher.queue)} tickets queued; {self.buffer.ledger()}"
 
     # Weights and evaluation
 
@@ -227,10 +236,7 @@ class Controller:
         return deferred is not None and deferred.evaluate
 
     def publish(self, announcement: Announcement) -> None:
-        """Have all workers load these weights, at once or when the running evaluation has ended.
-
-        An evaluation is pinned to its version; training goes on meanwhile with the groups there are.
-        """
+        """Have all workers load these weights, at once or when the evaluation that runs, of one version, has ended."""
         with self._changed:
             self._changed.notify_all()
             if self.evaluations.running is None:
@@ -253,6 +259,12 @@ class Controller:
         self.clock.enter("evaluate")
         with self._changed:
             self._changed.wait_until(lambda: self.evaluations.running is None, "an evaluation")
+
+    def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
+        """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
+        `take_batch`, in which `measure()` gives the lengths of its records; sampling goes on."""
+        with self._changed:
+            return cut(self._changed, self.dispatcher, self.evaluations, measure)
 
     # What was measured
 

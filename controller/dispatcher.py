@@ -103,6 +103,11 @@ class Dispatcher:
         for group_id in self.buffer.groups_of(worker):
             self._drop(group_id, "shut_out")
 
+    def describe(self) -> str:
+        """One line on what every worker does and where the groups are."""
+        workers = ", ".join(worker.describe() for worker in self.workers)
+        return f"{workers}; {len(self.queue)} tickets queued; {self.buffer.ledger()}"
+
     # Tickets
 
     def can_go_on(self) -> bool:
@@ -114,6 +119,11 @@ class Dispatcher:
         if active and self.queue.has_training_tickets:
             return True
         return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
+
+    def unfinished(self) -> list[Ticket]:
+        """Tickets of training groups whose trajectories are waited for: those that workers have, then the others."""
+        given = sorted((t for worker in self.workers for t in worker.awaited), key=lambda t: t.ticket_id)
+        return [t for t in (*given, *self.queue) if self.buffer.is_running(t.group_id)]
 
     def fill(self) -> None:
         """Admit groups, unless the round of a batch is still running, and send out what can start."""

@@ -83,6 +83,14 @@ class Evaluations:
         self.running = None
         return evaluation
 
+    def ended(self) -> list[Evaluation]:
+        """The evaluations that have ended since the last `take_ended`."""
+        return list(self._ended)
+
+    def restore(self, ended: list[Evaluation]) -> None:
+        """Go on with those that had `ended`; one that was running is started anew with its weights."""
+        self._ended = list(ended)
+
     def take_ended(self) -> list[Evaluation]:
         """Take the evaluations that have ended since the last call."""
         ended, self._ended = self._ended, []

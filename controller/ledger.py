@@ -20,6 +20,14 @@ class Ledger:
     def __init__(self) -> None:
         self._counts = dict.fromkeys(COUNTS, 0)
 
+    def state(self) -> dict[str, int]:
+        """All that was counted; see `restore`."""
+        return dict(self._counts)
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Count on from a `state`."""
+        self._counts |= state
+
     def issue(self) -> None:
         """Count a group that was admitted."""
         self._counts["groups_issued"] += 1

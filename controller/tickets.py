@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from config import Config
+from controller.state import IDS_PER_NODE, TicketState
 from controller.workers import Worker
-from data.records import EVALUATION_GROUP, Ticket
+from data.records import EVALUATION_GROUP, Partial, Ticket
 from data.tasks import Problem
 
-IDS_PER_NODE = 10**9
-"""Groups and tickets of node n are numbered from n times this."""
 NUM_CHECKED_PROMPTS = 512
 """Training prompts whose length is checked before anything starts; the others are when their turn comes."""
 
@@ -39,6 +38,16 @@ class TicketSource:
         self._next_group = self._next_ticket = node * IDS_PER_NODE
         self._problems: dict[int, int] = {}  # group -> index of its problem, while it may have to be issued again
         self._put_back: deque[int] = deque()  # problems to issue again
+
+    def state(self) -> TicketState:
+        """All that a resumed run needs of it."""
+        counts = self._next_problem, self._next_group, self._next_ticket
+        return TicketState(*counts, dict(self._problems), list(self._put_back))
+
+    def restore(self, state: TicketState) -> None:
+        """Go on from a `state`."""
+        self._next_problem, self._put_back = state.next_problem, deque(state.put_back)
+        self._next_group, self._next_ticket, self._problems = state.next_group, state.next_ticket, dict(state.problems)
 
     def check_prompts(self) -> None:
         """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
@@ -93,6 +102,13 @@ class TicketSource:
         self._next_ticket += 1
         return replace(ticket, ticket_id=self._next_ticket)
 
+    def going_on(self, ticket: Ticket, partial: Partial) -> Ticket:
+        """Make the ticket of a response that goes on from what there is of it: by a seed that sampled none of that, and
+        with weights that are as new at least."""
+        seed = self._seed_of(2, ticket.seed, len(partial.tokens))
+        min_version = max(ticket.min_version, int(partial.policy_versions[-1]))
+        return replace(ticket, prefix=partial, seed=seed, min_version=min_version)
+
     def _ticket(
         self, group_id: int, member: int, num_members: int, problem: Problem, tokens: tuple[int, ...], min_version: int
     ) -> Ticket:
@@ -117,6 +133,9 @@ class TicketSource:
     def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
         # Evaluation problems have no group of their own; their version takes its place.
         stream = [1, min_version, member, attempt] if group_id == EVALUATION_GROUP else [0, group_id, member, attempt]
+        return self._seed_of(*stream)
+
+    def _seed_of(self, *stream: int) -> int:
         return int(np.random.SeedSequence([self.config.seed, *stream]).generate_state(1)[0]) >> 1
 
     def _encode(self, problem: Problem) -> tuple[int, ...]:
@@ -142,6 +161,9 @@ class TicketQueue:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets)
 
     @property
     def has_training_tickets(self) -> bool:

@@ -15,12 +15,14 @@ from cluster.placement import Placement, WorkerSpec
 from cluster.processes import dump_trainer_stacks, kill_session
 from cluster.worker_process import WorkerProcess
 from config import Config
-from data.messages import Fetch, HoldReason, Sleep, Stop, Suspend, Update
+from data.messages import Cut, Fetch, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from data.records import Ticket
 from weights.transport import Announcement
 
 MAX_RESTARTS = 3
 """Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
+CUT_S = 30.0
+"""Time that workers have to say how far their responses are; those of one that does not are sampled again."""
 STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
 
@@ -68,6 +70,10 @@ class Worker:
     """Time that a token takes here, of late, seconds; 0 before the first."""
     num_restarts: int = 0
     """Restarts since a ticket came back from it."""
+    is_asked: bool = False
+    """Whether it was asked how far its responses are, and has not said it yet."""
+    in_flight: InFlight | None = None
+    """What it said of that last."""
     held: HoldReason | None = None
     """Reason that the worker was told for having no ticket."""
 
@@ -113,6 +119,23 @@ class Worker:
     def fell_asleep(self) -> None:
         """Note that the worker has given up its memory."""
         self.state = "asleep"
+
+    def ask(self) -> None:
+        """Have the worker say how far its responses are."""
+        self.is_asked, self.in_flight = True, None
+        self.process.send(Cut())
+
+    def gives_up(self, deadline: float) -> bool:
+        """Whether the time is over that it had to say so; said once."""
+        if time.monotonic() < deadline:
+            return False
+        self.is_asked = False
+        print(f"warning: {self.describe()} does not say how far it is; if resumed, that is sampled again", flush=True)
+        return True
+
+    def answer(self, in_flight: InFlight) -> None:
+        """Note what the worker has said."""
+        self.is_asked, self.in_flight = False, in_flight
 
     def can_start(self, min_version: int) -> bool:
         """Whether the engine is up and has been sent weights that are new enough."""
@@ -238,12 +261,26 @@ class Workers:
         print(f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
         self._workers[worker.index] = self._start(worker.index, worker.num_restarts + 1)
 
+    def suspend(self) -> None:
+        """Have all workers stop sampling until the next update."""
+        for worker in self:
+            if worker.is_up:
+                worker.suspend()
+
     def fall_asleep(self) -> bool:
         """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
         for worker in self:  # one that was started again in between is told when it is up
             if worker.state in ("sampling", "suspended") and not worker.owed:  # it would wake it again
                 worker.fall_asleep()
         return all(worker.state == "asleep" for worker in self)
+
+    def ask(self) -> Callable[[], bool]:
+        """Have this node's workers say how far their responses are. Returns what tells whether none is waited for."""
+        deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)  # else the wait ends the run
+        for worker in self:
+            if worker.is_up and not worker.is_remote:
+                worker.ask()
+        return lambda: not any(worker.is_asked and not worker.gives_up(deadline) for worker in self)
 
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start, or to

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from data.records import Ticket, Trajectory
+from data.records import Partial, Ticket, Trajectory
 
 HoldReason = Literal["weights", "version", "bound", "evaluation", "round"]
 
@@ -83,6 +83,11 @@ class Abort:
 @dataclass(frozen=True)
 class Suspend:
     """Stop sampling until the next update; what is running goes on then."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Say at once how far your responses are (`InFlight`), and sample on."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,15 @@ class Waiting:
     """Tickets that have come to the barrier since the last message."""
 
     ticket_ids: list[int]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """How far the responses are that have not ended."""
+
+    partials: list[Partial]
+    lost: dict[int, int]
+    """Ticket -> tokens of what nobody can go on from: responses of several turns, or of a group by one request."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 T is the length of one trajectory in tokens, prompt and everything after it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,21 @@ import numpy as np
 FinishReason = Literal["stop", "length", "failed", "aborted"]
 EVALUATION_GROUP = -1
 """group_id of evaluation tickets; they never enter the buffer."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A response as far as it has come, which another worker can go on from. Written by a rollout worker."""
+
+    ticket_id: int
+    tokens: np.ndarray
+    """[R] int64, those of the response alone, at least one."""
+    behavior_logprobs: np.ndarray
+    """[R] float32, nats; as in Trajectory."""
+    policy_versions: np.ndarray
+    """[R] int32, steps; as in Trajectory."""
+    finish_reason: FinishReason | None
+    """Why it has ended, and waits for its reward alone; None while it is sampled."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,8 @@ class Ticket:
     """Sampling seed, from run seed, group, member and attempt."""
     min_version: int
     """Policy version that the worker must have loaded before it starts, steps."""
+    prefix: Partial | None = field(default=None, compare=False)
+    """What there is of the response from before the run was resumed, to go on from."""
 
     @property
     def is_evaluation(self) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.records import FinishReason
+from data.records import FinishReason, Partial
 from engine.vllm_setup import token_versions
 
 
@@ -19,6 +19,17 @@ class Completion:
     versions: np.ndarray
     """[R] int32."""
     finish_reason: FinishReason
+
+    @classmethod
+    def of(cls, partial: Partial) -> "Completion":
+        """What there is of a response from before a resume."""
+        tokens, reason = partial.tokens.tolist(), partial.finish_reason or "aborted"
+        return cls(tokens, partial.behavior_logprobs, partial.policy_versions, reason)
+
+    def partial(self, ticket_id: int) -> Partial:
+        """The response, for another worker to go on from; one that is aborted has not ended."""
+        reason = None if self.finish_reason == "aborted" else self.finish_reason
+        return Partial(ticket_id, np.array(self.tokens, np.int64), self.logprobs, self.versions, reason)
 
 
 @dataclass
@@ -36,6 +47,14 @@ class Request:
     def tokens(self) -> list[int]:
         """All tokens sampled so far, which the next engine request goes on from."""
         return [token for segment in self.segments for token in segment.tokens]
+
+    def keep_only(self, version: int) -> int:
+        """Give up what was sampled unless all of it is of one version. Returns the tokens given up."""
+        if all((segment.versions == version).all() for segment in self.segments):
+            return 0
+        num_tokens = len(self.tokens)
+        self.segments.clear()
+        return num_tokens
 
     def end(self, finish_reason: FinishReason) -> Completion:
         """The whole response: what was sampled between updates, joined."""

@@ -37,7 +37,8 @@ class Episode:
         wait_before_turn: Callable = _go_on,
         wait_before_step: Callable = _go_on,
     ):
-        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn, and the barriers around it."""
+        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn, and the barriers around it; it
+        is given a prefix where the ticket has one."""
         self.config, self.ticket, self.member, self.environment = config, ticket, member, environment
         self.request_id: str | None = None
         """The request that is being sampled now."""
@@ -46,7 +47,8 @@ class Episode:
         self._task: asyncio.Task | None = None
         self._aborted = False
         self._tokens: list[int] = []
-        self._turns: list[tuple[int, Completion]] = []  # position of the first token, and what was sampled
+        self.turns: list[tuple[int, Completion]] = []
+        """Position of the first token, and what was sampled."""
         self._times: list[tuple[float, float, float]] = []
         self._reward = 0.0
 
@@ -103,14 +105,15 @@ class Episode:
 
     async def _act(self, max_tokens: int) -> Completion:
         """One turn of the policy."""
-        turn = len(self._turns)
+        turn = len(self.turns)
         self.request_id = f"{self.ticket.ticket_id}.{turn}"
         seed = self.ticket.seed + turn * _SEEDS_PER_TURN
+        prefix = [] if self.ticket.prefix is None else [Completion.of(self.ticket.prefix)]  # of its only turn
         try:
-            completion = await self._generate(self.request_id, tuple(self._tokens), seed, max_tokens)
+            completion = await self._generate(self.request_id, tuple(self._tokens), seed, max_tokens, *prefix)
         finally:
             self.request_id = None
-        self._turns.append((len(self._tokens), completion))
+        self.turns.append((len(self._tokens), completion))
         self._tokens += completion.tokens
         return completion
 
@@ -119,7 +122,7 @@ class Episode:
         loss_mask = np.zeros(length, dtype=bool)
         behavior_logprobs = np.zeros(length, dtype=np.float32)
         policy_versions = np.full(length, -1, dtype=np.int32)
-        for start, completion in self._turns:
+        for start, completion in self.turns:
             turn = slice(start, start + len(completion.tokens))
             loss_mask[turn] = True
             behavior_logprobs[turn] = completion.logprobs
@@ -135,7 +138,7 @@ class Episode:
             reward=self._reward if finish_reason in ("stop", "length") else float("nan"),
             finish_reason=finish_reason,
             failure=failure,
-            num_turns=len(self._turns),
+            num_turns=len(self.turns),
             started_at=started_at,
             ended_at=time.time(),
             worker=worker,

@@ -39,7 +39,8 @@ class LLMProxy:
         self.activity = Activity()
         """What this worker does; the proxy notes requests and updates in it, its owner the rest."""
         self._num_scores = 0
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
+        """Responses on their way, by the ids that they were asked for with."""
         self._returned = asyncio.Event()  # an engine request ended
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -80,16 +81,26 @@ class LLMProxy:
     # Sampling
 
     async def generate(
-        self, request_id: str, prompt_tokens: tuple[int, ...], seed: int, max_tokens: int | None = None
+        self,
+        request_id: str,
+        prompt_tokens: tuple[int, ...],
+        seed: int,
+        max_tokens: int | None = None,
+        prefix: Completion | None = None,
     ) -> Completion:
-        """Sample one response, of at most `max_tokens` tokens (max_response_tokens), through any updates."""
+        """Sample one response, or what follows a `prefix` of it, through any updates: at most `max_tokens` tokens
+        (max_response_tokens) in all."""
+        if prefix is not None and prefix.finish_reason != "aborted":
+            return prefix
         max_tokens = max_tokens or self.config.max_response_tokens
-        request = self._requests[request_id] = Request()
+        request = self.requests[request_id] = Request(segments=[] if prefix is None else [prefix])
         try:
             while True:
                 await self._until_resumed()
                 if request.aborted:
                     return request.end("aborted")
+                if self.config.on_update == "restart":  # in which every response is of one version
+                    self.sampled.discarded += request.keep_only(self.version)
                 segment = await self._sample_segment(request, request_id, prompt_tokens, seed, max_tokens)
                 request.segments.append(segment)
                 if segment.finish_reason != "aborted" or request.aborted:
@@ -100,7 +111,7 @@ class LLMProxy:
                 elif len(request.tokens) == max_tokens:
                     return request.end("length")
         finally:
-            del self._requests[request_id]
+            del self.requests[request_id]
 
     async def _until_resumed(self) -> None:
         """Wait while sampling stands; else a request would be stamped and salted with the version that is going."""
@@ -127,14 +138,14 @@ class LLMProxy:
         self, request_id: str, prompt_tokens: tuple[int, ...], seed: int, num_responses: int
     ) -> list[Completion]:
         """Sample several responses by one request; all are returned when the last has ended."""
-        request = self._requests[request_id] = Request()
+        request = self.requests[request_id] = Request()
         try:
             await self._until_resumed()
             request.engine_id = request_id
             max_tokens = self.config.max_response_tokens
             return await self._sample(request_id, list(prompt_tokens), seed, max_tokens, num_responses)
         finally:
-            del self._requests[request_id]
+            del self.requests[request_id]
 
     async def _sample(
         self, engine_id: str, prompt_tokens: list[int], seed: int, max_tokens: int, num_responses: int
@@ -175,7 +186,7 @@ class LLMProxy:
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; each returns what it has, with finish reason `aborted`. Unknown ids are passed over."""
-        requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
         for request in requests:
             request.aborted = True
         await self.engine.abort([request.engine_id for request in requests if request.engine_id is not None])
@@ -200,7 +211,7 @@ class LLMProxy:
 
     async def _interrupt(self) -> None:
         """Abort every engine request and wait until all have returned; their responses go on after `resume`."""
-        while engine_ids := [r.engine_id for r in self._requests.values() if r.engine_id is not None]:
+        while engine_ids := [r.engine_id for r in self.requests.values() if r.engine_id is not None]:
             self._returned.clear()
             await self.engine.abort(engine_ids)
             with contextlib.suppress(TimeoutError):  # the engine does not know yet one that has just been sent to it

@@ -128,6 +128,27 @@ def sampling_params(config: Config, stop_token_ids: list[int], seed: int, max_to
     )
 
 
+def request_states(engine, request_id: str) -> list:
+    """vLLM's own records of a request that runs, one for each response; none of one that has ended."""
+    processor = engine.output_processor
+    return [processor.request_states[internal_id] for internal_id in processor.external_req_ids.get(request_id, ())]
+
+
+def num_sampled(engine, request_id: str) -> int:
+    """Tokens of all responses of a request that runs, those included that have ended and wait for the others."""
+    states = request_states(engine, request_id)
+    ended = states[0].parent_req.output_aggregator if states and states[0].parent_req is not None else []
+    num_ended = sum(len(output.token_ids) for output in ended if output is not None)
+    return num_ended + sum(state.detokenizer.num_output_tokens() for state in states)
+
+
+def output_so_far(state):
+    """The CompletionOutput of a request for one response, as if it were aborted now; it is not touched."""
+    from vllm.v1.engine import FinishReason
+
+    return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
+
+
 # vLLM 0.26 and 0.32: 0.26 stamps no versions on tokens, and takes the wire options with each update
 
 

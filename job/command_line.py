@@ -40,7 +40,12 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
         name = unknown[0].partition("=")[0]
         known = [f"--{flag(field)}" for _, field, _ in option_texts() if field]
         raise ValueError(f"{name} is no option{nearest(name, known)}; --help lists all")
-    return replace(default, **{name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
+    chosen = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()}
+    if chosen.get("resume"):
+        from job.resume import resumed_config  # and with it what only a resumed run needs
+
+        return resumed_config(chosen)
+    return replace(default, **chosen)
 
 
 def _make_parser(default: Config) -> argparse.ArgumentParser:

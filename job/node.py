@@ -26,19 +26,21 @@ from cluster.processes import dump_trainer_stacks, exit_with_parent, ignore_sign
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
+from controller.state import ControllerState
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import load_task
 from job.probe import Probe
+from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
+from records.manifest import Checkpoint
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
 
 if TYPE_CHECKING:
     from job.swarm import Swarm
-    from trainer.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Node:
     controller: Controller | None = None
     swarm: "Swarm | None" = None
     """Where machines join that sample for this node from elsewhere."""
+    watch: NodeWatch | None = None
+    resumed: Checkpoint | None = None
+    """What the run goes on from; None for a new one."""
+    restored: ControllerState | None = None
+    """What the controller goes on from."""
     on_end: ExitStack = field(default_factory=ExitStack)
     """Takes down what was started, last first."""
 
@@ -72,11 +79,10 @@ class Node:
             write_batch(batch_path(self.run.path, step), step, groups)
         return groups
 
-    def save_if_due(self, step: int, policy: "Policy") -> None:
-        """Write the checkpoint of every `save_every`-th step and of the last; collective."""
-        if is_due(step, self.config.save_every, self.config.steps):
-            self.clock.enter("save")
-            policy.save(str(self.run.checkpoint_path(step)) if self.cluster.is_first else "")
+    @property
+    def first_version(self) -> int:
+        """Policy version that this start of the run begins with: 0, or that of the checkpoint that it goes on from."""
+        return self.resumed.step if self.resumed else 0
 
     def say_where(self) -> None:
         """Say, on rank 0, where the records of the finished run are."""
@@ -103,11 +109,13 @@ class Start:
     on_end: ExitStack
     """Takes down what was started, last first."""
     watch: NodeWatch
+    resumed: Checkpoint | None
 
     def make_node(self, model_path: str, **of_leader) -> Node:
         """The node; `of_leader` are the fields that only a leader has."""
-        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock
-        return Node(*fields, Probe(self.config), on_end=self.on_end, **of_leader)
+        probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else [])
+        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, probe
+        return Node(*fields, **of_leader, watch=self.watch, resumed=self.resumed, on_end=self.on_end)
 
     def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
         """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""
@@ -133,11 +141,12 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     cluster = join(config, "cuda" if visible_gpus() else "cpu")
     if dist.is_initialized():
         on_end.callback(dist.destroy_process_group)
+    resumed = find_checkpoint(config, cluster)
     watch = NodeWatch(cluster)
     try:
         rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
-        start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch)
+        start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
         start.dump_stacks_by(dump_trainer_stacks)
         node = (lead or start_rollout)(start) if cluster.is_leader else None
         model_path = cluster.broadcast_on_node(node and node.model_path)
@@ -172,10 +181,11 @@ def start_rollout(start: Start) -> Node:
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
     tickets = _make_tickets(config, cluster, model_path)
-    run = _open_records(config, cluster, model_path)
+    restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
+    run = _open_records(start, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
     workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
-    controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes)
+    controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes, restored)
     start.on_end.callback(controller.stop)
     start.dump_stacks_by(workers.dump_stacks)
     swarm = None
@@ -191,7 +201,8 @@ def start_rollout(start: Start) -> Node:
     if any(worker.shared_with_rank is not None for worker in start.placement.workers):
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         controller.wait_until_ready()
-    return start.make_node(model_path, run=run, tokenizer=tokenizer, controller=controller, swarm=swarm)
+    of_leader = {"run": run, "tokenizer": tokenizer, "controller": controller, "swarm": swarm, "restored": restored}
+    return start.make_node(model_path, **of_leader)
 
 
 def _fit_memory(start: Start, model_path: str) -> Placement:
@@ -206,15 +217,18 @@ def _fit_memory(start: Start, model_path: str) -> Placement:
     return placement
 
 
-def _open_records(config: Config, cluster: Cluster, model_path: str) -> RunDirectory:
-    """Make the run directory on rank 0, and on the leaders of other nodes a folder of their own; collective on them."""
-    run = None
+def _open_records(start: Start, model_path: str) -> RunDirectory:
+    """Make the run directory on rank 0, and on the leaders of other nodes a folder of their own, or go on with what is
+    there; collective on them."""
+    config, cluster, run = start.config, start.cluster, None
+    resumed = start.resumed and start.resumed.event(cluster.node)
     if cluster.is_first:
         weights = weights_sha256(model_path) if config.record else None
-        run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights)
+        run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights, resumed=resumed)
         print(f"run directory: {run.path}", flush=True)
     run_name = cluster.gather(run and run.path.name)[0]
-    return run or RunDirectory(config, cluster.num_ranks, node_folder=f"{run_name}/node_{cluster.node}")
+    folder = f"{run_name}/node_{cluster.node}"
+    return run or RunDirectory(config, cluster.num_ranks, node_folder=folder, resumed=resumed)
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

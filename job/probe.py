@@ -1,5 +1,6 @@
 """How far apart engine and trainer are at the same weights: both score the same probe, and what differs is recorded."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +22,10 @@ NUM_VERSIONS = 64
 class Probe:
     """Some sequences of the first batch, and the trainer's log-probs of them by version until an engine's come."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, tokens: Iterable[Iterable[int]] = ()):
+        """`tokens` are token ids of the sequences of a run that goes on."""
         self._length = min(MAX_TOKENS, config.max_sequence_tokens - 1)
-        self._sequences: list[TrainSequence] = []
+        self._sequences = [_sequence(np.array(ids, dtype=np.int64)) for ids in tokens]
         self._own: dict[int, list[np.ndarray]] = {}
 
     @property

@@ -1,9 +1,10 @@
 """The trainer's side of publishing: which version, and when."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data.records import Group
@@ -31,7 +32,7 @@ class Publisher:
 
             self._verifier = Verifier(self.config, node.cluster, node.tokenizer)
             node.on_end.callback(self._verifier.close)
-        self._snapshots: collections.deque[tuple[int, list[tuple[str, Tensor]]]] = collections.deque()
+        self._snapshots = collections.deque(self._resumed_snapshots())
 
     def verify(self, step: int) -> None:
         """Check a share of what joined machines sampled, with the weights that the step begins with; collective."""
@@ -66,12 +67,26 @@ class Publisher:
 
     def _announce(self, version: int, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights to where workers read them, when there is room, and have the workers load them."""
-        controller, is_evaluated = self.node.controller, self.config.eval_every > 0
-        evaluate = controller.withdraw() or (is_evaluated and is_due(step, self.config.eval_every, self.config.steps))
+        controller, is_resumed = self.node.controller, step and step == self.node.first_version
+        is_due_now = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
+        evaluate = controller.withdraw() or (self.node.restored.evaluates if is_resumed else is_due_now)
         staged = controller.stage(version, parameters)
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         controller.publish(Announcement(version, step, staged, self.node.probe.tokens, evaluate))
+
+    @property
+    def delayed(self) -> dict[int, list[tuple[str, Tensor]]]:
+        """Full weights of the versions that are held back, by version, without the newest; copies, none is changed."""
+        return dict(list(self._snapshots)[:-1])
+
+    def _resumed_snapshots(self) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
+        """What was held back, but for what is older than weights that were announced: a last step's are at once."""
+        node, names = self.node, [spec.name for spec in self.policy.sent_specs()]
+        for version in node.resumed.delayed if node.resumed and node.controller else ():
+            if version >= node.restored.announced:
+                weights = load_file(node.resumed.delayed_path(version))
+                yield version, [(name, weights[name]) for name in names]
 
     def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""

@@ -39,6 +39,7 @@ class StepLog:
         self.node, self.clock = node, node.clock
         self.progress: Progress | None = None
         self.tokens_before = 0
+        """Tokens that were generated until the last step."""
         self.step_times: list[StepTimes] = []
         self.published_at: dict[int, float] = {}
         """Version -> Unix time, seconds."""
@@ -50,6 +51,8 @@ class StepLog:
     def __enter__(self) -> "StepLog":
         if self.node.cluster.is_first:
             self.progress = Progress(self.node.config.steps)
+            if self.node.first_version:
+                self.tokens_before, self.has_signal = self.node.run.last_metrics()["tokens/generated"], True
         return self
 
     def __exit__(self, *_) -> None:
@@ -127,7 +130,7 @@ class StepLog:
         self.step_times.append(step_times(groups, metrics, decoding_s, sampled, self.tokens_before))
         published_at = self.published_at
         self.broadcasts_s += [max(0.0, at - published_at[v]) for v, at in known.rollout.updates if v in published_at]
-        if step == last:
+        if step == last and len(self.step_times) >= MIN_STEPS:  # fewer where the run goes on from one of them
             advice = self._advice()
             self.node.run.record("advice", text=advice)
             print(advice, flush=True)

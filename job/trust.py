@@ -34,11 +34,13 @@ def mistake_in(
     version that was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.
     """
     generated = np.flatnonzero(trajectory.loss_mask)
+    num_known = _num_known(trajectory, generated, ticket)
     mistakes = chain(  # lazily: each may count on those before
         _of_ticket_and_arrays(trajectory, ticket, vocab_size),
         _of_places(trajectory, generated, ticket, config),
+        _of_prefix(num_known, len(generated), ticket, config),
         _of_values(trajectory, generated, vocab_size),
-        _of_versions(trajectory, generated, ticket.min_version, newest_version),
+        _of_versions(trajectory, generated, num_known, (ticket.min_version, newest_version)),
         _of_ending_and_times(trajectory, len(generated), config),
     )
     return next(mistakes, None)
@@ -74,6 +76,21 @@ def _of_places(t: Trajectory, generated: np.ndarray, ticket: Ticket, config: Con
         yield f"{t.num_turns} turns, {len(t.turns)} of them with times, not {least} to {most} by its tokens"
 
 
+def _num_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
+    """Generated tokens that were the ticket's prefix: all of that, or none."""
+    if ticket.prefix is None:
+        return 0
+    places = generated[: len(ticket.prefix.tokens)]
+    names = ("tokens", "behavior_logprobs", "policy_versions")
+    are_same = all(np.array_equal(getattr(t, name)[places], getattr(ticket.prefix, name)) for name in names)
+    return len(places) if are_same else 0
+
+
+def _of_prefix(num_known: int, num_generated: int, ticket: Ticket, config: Config) -> Iterator[str]:
+    if ticket.prefix is not None and num_generated and not num_known and config.on_update != "restart":
+        yield "another beginning than the ticket's"
+
+
 def _of_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterator[str]:
     logprobs = t.behavior_logprobs[generated].tolist()
     total, least = sum(logprobs), -len(logprobs) * log(vocab_size) - MAX_SURPRISE
@@ -83,9 +100,9 @@ def _of_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterato
         yield "a log-prob of a token that is not generated"
 
 
-def _of_versions(t: Trajectory, generated: np.ndarray, oldest: int, newest: int) -> Iterator[str]:
-    versions = t.policy_versions[generated].tolist()
-    if t.policy_versions.tolist().count(-1) < len(t.tokens) - len(versions):
+def _of_versions(t: Trajectory, generated: np.ndarray, num_known: int, bounds: tuple[int, int]) -> Iterator[str]:
+    versions, (oldest, newest) = t.policy_versions[generated[num_known:]].tolist(), bounds
+    if t.policy_versions.tolist().count(-1) < len(t.tokens) - len(generated):
         yield "a version of a token that is not generated"
     if versions and not (oldest <= versions[0] and versions[-1] <= newest and versions == sorted(versions)):
         yield f"versions {versions[0]} … {versions[-1]}, not ascending from {oldest} at least to {newest} at most"

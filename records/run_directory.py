@@ -1,18 +1,20 @@
 """The directory of a run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
 
-run.json        command, config, git commit and uncommitted changes, package versions, hardware
+run.json        command, config, git commit and uncommitted changes, package versions, hardware; how it was resumed
 metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
-checkpoints/    step_N/, Hugging Face safetensors
+checkpoints/    step_N/, Hugging Face safetensors, and below resume/ what --resume needs
 batches/        step_00000N.safetensors, what each step was trained on; with --record only
 """
 
+import fcntl
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import sys
@@ -36,32 +38,77 @@ class RunDirectory:
     its own, and events. Where nodes share no file system, only that is in a directory of the run's name there.
     """
 
-    def __init__(self, config: Config, num_ranks: int = 1, *, node_folder: str = "", weights_sha256: str | None = None):
+    def __init__(
+        self,
+        config: Config,
+        num_ranks: int = 1,
+        *,
+        node_folder: str = "",
+        weights_sha256: str | None = None,
+        resumed: dict | None = None,
+    ):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
         `node_folder` is RUN/node_N, on a node other than the first. A run that ended before its first step, as one that
         was refused, gives its name back. Raises ValueError if the name is taken otherwise: no step is ever overwritten.
+        With `resumed`, what the first event says of the checkpoint that the run goes on from, its records are cut back
+        to `resumed["records"]`, bytes of each file.
         """
         self.path = Path(config.runs_dir) / (node_folder or config.run_name or _default_name(config))
-        if not node_folder and _ended_before_first_step(self.path):
-            shutil.rmtree(self.path)
-        try:
-            self.path.mkdir(parents=True)
-        except FileExistsError:
-            raise ValueError(f"run directory {self.path} exists; give another --run-name, or move it away") from None
+        if resumed is None:
+            self._make(is_first=not node_folder)
+        self.path.mkdir(parents=True, exist_ok=True)  # of a node that is new in a run that goes on
         self._lock = threading.Lock()
         self._files = {
             name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
             for name in (("events",) if node_folder else ("metrics", "events", "samples"))
         }
-        recorded = {"weights_sha256": weights_sha256} if weights_sha256 else {}
-        (self.path / "run.json").write_text(json.dumps(_provenance(config, num_ranks) | recorded, indent=1) + "\n")
-        self._wandb = None if node_folder else _start_wandb(config, self.path)
-        self.record("run_started")
+        self._lock_and_cut_back(resumed["records"] if resumed else {})
+        made = _provenance(config, num_ranks) | ({"weights_sha256": weights_sha256} if weights_sha256 else {})
+        made = _write_provenance(self.path / "run.json", made, resumed)
+        self._wandb = None if node_folder else _start_wandb(config, self.path, made["wandb_id"], resumed)
+        if resumed is None:
+            self.record("run_started")
+        else:
+            self.record("run_resumed", **resumed)
+
+    def _lock_and_cut_back(self, sizes: dict[str, int]) -> None:
+        """Keep other processes from going on with the run, and leave so many bytes of its files."""
+        try:
+            fcntl.flock(self._files["events"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process has ended
+        except BlockingIOError:
+            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first") from None
+        for name, file in self._files.items():
+            _cut_back(Path(file.name), sizes.get(name, 0))
+
+    def _make(self, is_first: bool) -> None:
+        if is_first and _ended_before_first_step(self.path):
+            shutil.rmtree(self.path)
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(
+                f"run directory {self.path} exists; give another --run-name, move it away, or go on with it: --resume"
+            ) from None
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step goes."""
         return self.path / "checkpoints" / f"step_{step}"
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file of lines so far, by its name."""
+        with self._lock:
+            return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
+
+    def flush(self) -> None:
+        """Have all lines so far reach the disk."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
+    def last_metrics(self) -> dict[str, float]:
+        """The newest line of metrics; empty before the first step."""
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return json.loads(lines[-1]) if lines else {}
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics."""
@@ -104,6 +151,13 @@ class RunDirectory:
                 raise
 
 
+def _cut_back(file: Path, num_bytes: int) -> None:
+    """Leave the first bytes of a file of lines; of one that has fewer, as somebody has cut it, its whole lines."""
+    if file.stat().st_size < num_bytes:
+        num_bytes = file.read_bytes().rfind(b"\n") + 1
+    os.truncate(file, num_bytes)
+
+
 def _plain(value):
     """JSON has neither NaN nor numpy's scalars."""
     if hasattr(value, "item"):
@@ -132,7 +186,7 @@ def _provenance(config: Config, num_ranks: int) -> dict:
     return {
         "command": [Path(sys.executable).name, *sys.argv],
         "world_size": num_ranks,
-        "config": config.as_dict(),
+        "config": config.as_dict() | {"resume": None},
         "git_commit": _git("rev-parse", "HEAD"),
         "git_diff": _git("diff", "HEAD"),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
@@ -140,6 +194,20 @@ def _provenance(config: Config, num_ranks: int) -> dict:
         "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": _cpu_name(), "gpus": gpus},
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _write_provenance(path: Path, made: dict, resumed: dict | None) -> dict:
+    """Write run.json and return it; that of a run that goes on keeps how it began, and lists how it went on."""
+    made |= {"wandb_id": secrets.token_hex(4)}
+    if resumed is not None and path.exists():
+        of_start = ("command", "world_size", "git_commit", "git_diff", "started_at")
+        start = {"step": resumed["step"]} | {name: made[name] for name in of_start}
+        made = {"wandb_id": made["wandb_id"]} | json.loads(path.read_text()) | {"config": made["config"]}
+        made["resumed"] = [*made.get("resumed", []), start]
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(made, indent=1) + "\n")
+    partial.replace(path)
+    return made
 
 
 def _git(*args: str) -> str | None:
@@ -166,12 +234,19 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _start_wandb(config: Config, path: Path):
+def _start_wandb(config: Config, path: Path, run_id: str, resumed: dict | None):
+    """Begin the run at Weights & Biases, or go on with it: online from the checkpoint's step on, which its server cuts
+    it back to; offline it has no record of the steps that are made again."""
     if config.wandb == "disabled":
         return None
     import wandb
 
-    return wandb.init(project="async-rl", name=path.name, dir=str(path), mode=config.wandb, config=config.as_dict())
+    which = {"id": run_id}
+    if resumed is not None:
+        moment = {"resume_from": f"{run_id}?_step={resumed['step']}"}
+        which = moment if config.wandb == "online" else {"id": run_id, "resume": "allow"}
+    of_run = {"project": "async-rl", "name": path.name, "dir": str(path), "config": config.as_dict()}
+    return wandb.init(mode=config.wandb, **of_run, **which)
 
 
 class Progress:

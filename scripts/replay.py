@@ -179,6 +179,7 @@ def lead(start, recording: Recording, evaluate: bool):
 
 def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective."""
+    from job.node import is_due
     from trainer import batch
 
     config, clock = node.config, node.clock
@@ -194,7 +195,9 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
         clock.enter("other")
         if node.cluster.is_leader:
             write_metrics(node, step, groups, stats, evaluated, clock.next_step(), progress)
-        node.save_if_due(step, policy)
+        if is_due(step, config.save_every, config.steps):
+            clock.enter("save")
+            policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")
 
 
 def evaluate_last(node, policy) -> dict[str, float]:

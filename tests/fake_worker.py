@@ -12,8 +12,10 @@ from data.messages import (
     Abort,
     Asleep,
     Connect,
+    Cut,
     Finished,
     Hold,
+    InFlight,
     Proceed,
     Ready,
     Receiving,
@@ -27,7 +29,7 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.records import Trajectory
+from data.records import Partial, Trajectory
 from records.time_ledger import Activity
 
 
@@ -89,6 +91,10 @@ def run_fake_worker(spec, connection):
                     else:
                         members = range(ticket.member, ticket.member + ticket.num_members)
                         finish([answer(ticket, version, spec, member) for member in members])
+            case Cut() if spec.model_path == "dies at the cut" and not os.path.exists(spec.log_path + ".died"):
+                die_once(spec)
+            case Cut() if spec.model_path != "does not say":
+                send(InFlight([partial(ticket, version) for ticket in hanging.values()], {}))
             case Abort(ticket_ids):
                 aborted = [hanging.pop(i) for i in ticket_ids if i in hanging]
                 finish([trajectory(t, version, spec, "aborted") for t in aborted])
@@ -107,6 +113,13 @@ def run_fake_worker(spec, connection):
             case Stop():
                 send(Stopped(activity.report()))
                 return
+
+
+def partial(ticket, version):
+    """A token more than there was."""
+    versions = [] if ticket.prefix is None else ticket.prefix.policy_versions.tolist()
+    versions = np.array([*versions, version], np.int32)
+    return Partial(ticket.ticket_id, np.full(len(versions), 5), np.zeros(len(versions), np.float32), versions, None)
 
 
 def die_once(spec):

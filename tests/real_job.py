@@ -129,17 +129,28 @@ def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict, r
     script = ["train_async.py"] if law is None else ["scripts/latency.py", law]
     switches = [f"--{'' if value else 'no-'}{name}" for name, value in options.items() if isinstance(value, bool)]
     arguments = [f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)] + switches
-    command = [sys.executable, "-m", "torch.distributed.run", *agent]
+    run = [f"--runs-dir={tmp_path}", "--run-name=run", *arguments]
+    return _launch([*agent, *script, *run], tmp_path / "run", output_path, root)
+
+
+def resume_job(job: Job, num_ranks: int = 1, **options) -> Job:
+    """Have a job that has ended go on, with changed options."""
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    agent = ["--standalone", f"--nproc-per-node={num_ranks}", "train_async.py", f"--resume={job.run_path}"]
+    return _launch([*agent, *arguments], job.run_path, job.output_path.with_name("output_resumed.txt"), ROOT)
+
+
+def _launch(arguments: list[str], run_path: Path, output_path: Path, root: Path) -> Job:
     with open(output_path, "w") as output:
         process = subprocess.Popen(
-            [*command, *script, f"--runs-dir={tmp_path}", "--run-name=run", *arguments],
+            [sys.executable, "-m", "torch.distributed.run", *arguments],
             cwd=root,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,
         )
-    return Job(process, tmp_path / "run", output_path)
+    return Job(process, run_path, output_path)
 
 
 def join_machine(job: Job) -> Job:

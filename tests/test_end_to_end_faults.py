@@ -10,6 +10,8 @@ import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, start_job
 from tiny_policy import save_unservable_model
 
+from records.manifest import newest_checkpoint
+
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
 
 
@@ -97,6 +99,8 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
     (ended,) = job.events("run_ended")
     assert ended["status"] == "ended early" and f"stopped by {number.name}" in ended["reason"]
     assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
+    if num_steps:
+        assert newest_checkpoint(job.run_path).step == job.num_steps(), "in the loop the step ends and is saved"
 
 
 @pytest.mark.slow

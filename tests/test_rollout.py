@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import queue
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from data.environments import make_environment
 from data.messages import (
     Abort,
     Connect,
+    Cut,
     Finished,
+    InFlight,
     Proceed,
     Ready,
     Stop,
@@ -203,6 +206,22 @@ def test_a_trajectory_that_is_given_up_ends_before_its_next_turn(driver):
     assert reasons == {"aborted": 1, "stop": 7}
 
 
+def test_tokens_that_a_resumed_run_could_not_go_on_from_are_said_by_ticket(driver):
+    """As the environments cannot be saved: those of all turns so far, here of one."""
+    running, said = {ticket.ticket_id for ticket in driver.start_group(5)}, []
+
+    def ask(turn):
+        if turn == 1:
+            driver.pipe.send(Cut())
+            said.append(driver.receive())
+
+    trajectories = driver.finish(running, ask)
+    (in_flight,) = said
+    assert isinstance(in_flight, InFlight) and not in_flight.partials
+    first_turns = {t.ticket_id: turns_of(t)[0] for t in trajectories if t.num_turns > 1}
+    assert in_flight.lost == {ticket_id: end - start for ticket_id, (start, end) in first_turns.items()} != {}
+
+
 def test_evaluation_waits_at_no_barrier(driver):
     tickets = driver.tickets.for_evaluation(driver.version)
     driver.pipe.send(Tickets(tickets))
@@ -249,6 +268,7 @@ class MortalEngine:
     def __init__(self, lifetime_s):
         self.dies_at = time.monotonic() + lifetime_s
         self.engine_core = self
+        self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
 
     @property
     def errored(self):
@@ -268,18 +288,18 @@ class MortalEngine:
 class FullPipe:
     """A pipe whose messages are all there from the start; `sent` is what the worker says."""
 
-    def __init__(self, messages):
-        self.sent, self._inbox = [], queue.SimpleQueue()
+    def __init__(self, messages, sent=None):
+        self.sent, self._inbox = [] if sent is None else sent, queue.SimpleQueue()
         for message in messages:
             self._inbox.put(message)
         self.send, self.recv = self.sent.append, self._inbox.get
 
 
-def serve(engine, messages):
-    """Have a worker with that engine serve to the end, which comes soon. Returns what it says."""
+def serve(engine, messages, said=None):
+    """Have a worker with that engine serve to the end, which comes soon. Returns what it says, also in `said`."""
     config = Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
     spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), str(tiny_agent_path(TASK)), "shm", "")
-    pipe = FullPipe(messages)
+    pipe = FullPipe(messages, said)
 
     async def start_proxy(spec, stop_token_ids):
         return LLMProxy(spec.config, engine, stop_token_ids)
@@ -305,6 +325,14 @@ def test_a_worker_whose_engine_dies_ends_at_once_whatever_it_waits_for(message, 
     with pytest.raises(RuntimeError, match="the engine is dead"):
         serve(engine, [Tickets([ticket]), *([message] if message else [])])
     assert engine.is_shut_down
+
+
+def test_how_far_responses_are_is_said_while_an_update_still_waits_for_them(ticket):
+    said = []
+    with pytest.raises(RuntimeError, match="the engine is dead"):
+        serve(MortalEngine(0.5), [Tickets([ticket]), Update(0, [], ()), Cut()], said)
+    assert [type(message) for message in said] == [Ready, InFlight]
+    assert said[1].lost == {ticket.ticket_id: 0}
 
 
 def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):

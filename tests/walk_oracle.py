@@ -49,12 +49,44 @@ class Oracle:
         self.disbelieved = None
         """Worker that is being shut out."""
         self.evaluating, self.evaluated_version, self.num_evaluations = set(), -1, 0
+        self.prefixes = {}
+        """Ticket -> what there was of its response when the run was resumed."""
+        self.is_resuming = False
+        self.is_longer = False
+        """Whether it had made its last step, whose weights are published at once, and was given some more."""
+
+    # What a resumed run begins with
+
+    def resume(self, state, num_lost):
+        """All that was there at the cut is in its state, and is what counts from here on: the tokens of responses that
+        nobody can go on from, `num_lost`, are dropped."""
+        self.is_resuming, self.problem_of, self.prefixes = True, {}, {}
+        self.num_evaluations -= bool(self.evaluating)
+        assert state.evaluates == bool(self.evaluating)
+        self.evaluating = set()
+        self.discard(num_lost)
+        residents = {i: group for i, group in self.groups.items() if group.state in ("running", "finished")}
+        assert residents.keys() == state.buffer.residents.keys()
+        for group_id, group in residents.items():
+            found = state.buffer.residents[group_id].members
+            assert {i: vars_of(t) for i, t in found.items()} == {i: vars_of(t) for i, t in group.members.items()}
+            group.members = dict(found)
+            waiting = [ticket for ticket in state.queue if ticket.group_id == group_id]
+            members = [t.member + i for t in waiting for i in range(t.num_members)]
+            assert len(set(members)) == len(members) and not set(members) & found.keys()
+            assert (group.state == "finished") == (len(found) == self.config.group_size)
+            assert group.state == "running" or not waiting
+            assert group.state == "finished" or len(found) + len(members) >= self.config.group_size
+        for ticket in state.queue:
+            assert ticket.group_id in residents
 
     # What is issued
 
     def announce(self, version, trainer_version, evaluate):
         assert not self.evaluating, "weights were announced in the middle of an evaluation"
-        assert version >= self.announced and trainer_version > self.announced_trainer_version
+        assert version >= self.announced and trainer_version > self.announced_trainer_version - self.is_resuming
+        assert version == self.announced or not self.is_resuming
+        self.is_resuming = False
         self.announced, self.announced_trainer_version = version, trainer_version
         if evaluate and self.num_eval_problems:
             self.evaluating, self.evaluated_version = set(range(self.num_eval_problems)), version
@@ -77,6 +109,8 @@ class Oracle:
         for ticket in tickets:
             assert ticket.ticket_id not in self.problem_of
             self.problem_of[ticket.ticket_id] = int(ticket.answer)
+            if ticket.prefix is not None:
+                self.prefixes[ticket.ticket_id] = ticket.prefix.policy_versions.tolist()
             if ticket.group_id == EVALUATION_GROUP:
                 assert version == ticket.min_version == self.evaluated_version
                 continue
@@ -128,6 +162,7 @@ class Oracle:
                 assert set(versions.tolist()) == {self.evaluated_version}
             return
         self.tokens["generated"] += trajectory.num_generated
+        self._check_prefix(trajectory)
         group = self.groups[trajectory.group_id]
         if trajectory.group_id in self.closed:
             self.tokens[self.closed[trajectory.group_id]] += trajectory.num_generated
@@ -138,6 +173,15 @@ class Oracle:
                 self._close(trajectory.group_id, "failed")
         else:
             self._add(trajectory, group)
+
+    def _check_prefix(self, trajectory):
+        """A response goes on from what there was of it; under `restart`, as long as that is of the same weights."""
+        prefix = self.prefixes.get(trajectory.ticket_id, [])
+        versions = trajectory.policy_versions[trajectory.loss_mask].tolist()
+        assert versions == sorted(versions)
+        if self.config.on_update != "restart" and trajectory.finish_reason != "aborted":
+            assert versions[: len(prefix)] == prefix
+        assert self.config.on_update != "restart" or len(set(versions)) < 2 or self.config.is_multi_turn
 
     def _add(self, trajectory, group):
         assert trajectory.finish_reason in ("stop", "length") and trajectory.member not in group.members
@@ -197,7 +241,8 @@ class Oracle:
                 True,
             )
         ):
-            assert lags == {min(self.trainer_version, config.publish_delay)}, f"lags {lags} at α = 0"
+            expected = min(self.trainer_version, config.publish_delay)
+            assert lags == {expected} or (self.is_longer and max(lags) <= expected), f"lags {lags} at α = 0"
 
     # After every event
 
@@ -237,6 +282,12 @@ class Oracle:
             | {reason: ledger[f"groups_dropped_{reason}"] for reason in ("failed", "filtered")}
         )
         assert {problem for problem, state in self.problems.items() if state == "put back"} == set(put_back)
+
+
+def vars_of(trajectory):
+    """The fields of a trajectory, to be compared with those of another."""
+    fields = vars(trajectory).items()
+    return {name: repr(value.tolist() if hasattr(value, "tolist") else value) for name, value in fields}
 
 
 class WatchedTickets(TicketSource):

@@ -16,9 +16,11 @@ import numpy as np
 from controller.workers import Worker, Workers
 from data.messages import (
     Abort,
+    Cut,
     Fetch,
     Fetched,
     Finished,
+    InFlight,
     Proceed,
     Ready,
     SampledTokens,
@@ -28,7 +30,7 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.records import EVALUATION_GROUP, Trajectory
+from data.records import EVALUATION_GROUP, Partial, Trajectory
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Episode:
     turn: int = 0
     turn_start: int = 0
     is_aborted: bool = False
+    is_whole: bool = False
+    """Whether it was sampled to its end before the run was resumed."""
 
 
 class WalkProcess:
@@ -61,6 +65,8 @@ class WalkProcess:
         self.sent_version = -1
         """Version of the newest update sent to it."""
         self.fetching = None
+        self.is_asked = False
+        """Whether it was asked how far its responses are, which it says at once."""
         self.lapsed = set()
         """Tickets that were taken from it, as it had them for too long."""
         self.num_given = 0
@@ -69,6 +75,10 @@ class WalkProcess:
     # What the controller calls
 
     def send(self, message):
+        if isinstance(message, Cut):
+            assert self.walk.controller.workers[self.index].is_remote is False, "a machine that joined is not asked"
+            self.is_asked = True
+            return
         self.inbox.append(message)
         if isinstance(message, Update):
             self.sent_version = message.version
@@ -93,6 +103,8 @@ class WalkProcess:
         if not self.is_up:
             yield "start", self.start
             return
+        if self.is_asked:
+            yield "say", self.say
         if self.loading is None and self.inbox:
             yield "read", self.read
         if self.fetching is not None:
@@ -133,6 +145,20 @@ class WalkProcess:
                 for episode in itertools.chain(*(self.episodes.get(ticket_id, ()) for ticket_id in ticket_ids)):
                     episode.is_aborted = True
 
+    def say(self):
+        """How far its responses are, also in the middle of an update."""
+        self.is_asked, partials, lost = False, [], {}
+        for ticket_id, episodes in self.episodes.items():
+            if episodes[0].ticket.group_id == EVALUATION_GROUP:
+                continue
+            if self.config.is_multi_turn or len(episodes) > 1:
+                lost[ticket_id] = sum(len(episode.versions) for episode in episodes)
+            elif versions := episodes[0].versions:
+                reason = "stop" if "scoring" in (episodes[0].state, episodes[0].waits_for) else None
+                zeros, versions = np.zeros(len(versions), np.int64), np.array(versions, np.int32)
+                partials.append(Partial(ticket_id, zeros, zeros.astype(np.float32), versions, reason))
+        self.outbox.append(InFlight(partials, lost))
+
     def fetch(self):
         """Weights have come, while it went on."""
         self.outbox.append(Fetched(self.fetching))
@@ -153,9 +179,12 @@ class WalkProcess:
         if episode.is_aborted:
             self._end(episode, "aborted")
         elif episode.state in ("ready", "sampling"):
+            if self.config.on_update == "restart" and not episode.is_whole:
+                self._start_over_if_older(episode)
             episode.state = "sampling"
-            episode.versions.append(self.version)
-            if self.rng.random() < 0.4:
+            if not episode.is_whole:
+                episode.versions.append(self.version)
+            if episode.is_whole or self.rng.random() < 0.4:
                 episode.state = "sampled"
                 self._after_sampling(episode.ticket)
         elif self.rng.random() < self.walk.failure_share:
@@ -165,6 +194,12 @@ class WalkProcess:
             self._wait_or_go([episode], self.config.scheduling == "lockstep", "ready")
         else:
             self._end(episode, self.rng.choice(["stop", "length"]))
+
+    def _start_over_if_older(self, episode):
+        """What there was before the run was resumed may be of other weights."""
+        if set(episode.versions[episode.turn_start :]) - {self.version}:
+            self.discarded += len(episode.versions) - episode.turn_start
+            del episode.versions[episode.turn_start :]
 
     # How a worker and its engine behave
 
@@ -188,6 +223,10 @@ class WalkProcess:
         turns = 1 + self.rng.randrange(3) if self.config.is_multi_turn and not evaluates else 1
         members = range(ticket.member, ticket.member + ticket.num_members)
         self.episodes[ticket.ticket_id] = [Episode(ticket, member, turns) for member in members]
+        if ticket.prefix is not None:
+            (episode,) = self.episodes[ticket.ticket_id]
+            episode.versions = ticket.prefix.policy_versions.tolist()
+            episode.is_whole = ticket.prefix.finish_reason is not None
         self._wait_or_go(self.episodes[ticket.ticket_id], self.config.scheduling == "lockstep", "ready")
 
     def _wait_or_go(self, episodes, is_barrier, state):
@@ -255,6 +294,18 @@ class WalkWorkers(Workers):
     def __init__(self, walk, config, placement):
         super().__init__(config, placement, "", Path(), main=None)
         self.walk = walk
+
+    def ask(self):
+        """As the real ones; who waits for the answers lets the workers act."""
+        have_answered = super().ask()
+
+        def let_act():
+            while not have_answered():
+                self.walk.act([*self.walk.events_of_workers(), *self.walk.events_of_leaving()])
+                self.walk.oracle.check()
+            return True
+
+        return let_act
 
     def _start(self, index, num_restarts=0):
         process = WalkProcess(self.config, index, self.walk)

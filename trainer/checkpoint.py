@@ -1,15 +1,57 @@
-"""A checkpoint in Hugging Face's format: it appears whole, or not at all."""
+"""What a checkpoint has of the trainer: weights in Hugging Face's format for people, and shards to go on from.
+
+Shards are written by torch.distributed.checkpoint as safetensors, each rank its own, so nothing in them is unpickled,
+and any number of ranks reads them. They are written from copies, in the background; `StagedState` is such copies.
+"""
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trainer import lora
+
+BYTES_BESIDE_WEIGHTS = 32e6
+"""Room for tokenizer, config and what else is small."""
+SHARD_FILE_BYTES = 1 << 30
+"""Size from which a rank's shards go to another file, as each file is put together in memory, bytes."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+StagedState = dict[str, Tensor]
+"""Copies of `training_state` in host memory, sharded like it."""
+
+
+# Weights for people
+
+
+class WeightWriter:
+    """Writes weights, config and tokenizer to a folder, as transformers reads them; may be used by a thread."""
+
+    def __init__(self, model: PreTrainedModel, base_path: str):
+        """Read what goes with each checkpoint of a model; the tokenizer is that of the folder `base_path`."""
+        with torch.device("meta"):  # its own, as FSDP exchanges the parameters of the trained one while it computes
+            self._skeleton = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        self.base_path = base_path
+        with tempfile.TemporaryDirectory() as folder:
+            AutoTokenizer.from_pretrained(base_path, trust_remote_code=False).save_pretrained(folder)
+            self._tokenizer = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+    def write(self, weights: dict[str, Tensor], adapters: dict[str, Tensor], folder: str) -> None:
+        """Write full weights by Hugging Face name to `folder`, and full adapters, if any, to `folder`/adapter."""
+        self._skeleton.save_pretrained(folder, state_dict=weights)
+        for name, content in self._tokenizer.items():
+            Path(folder, name).write_bytes(content)
+        if adapters:
+            lora.write_adapter(os.path.join(folder, "adapter"), adapters, self.base_path)
 
 
 def try_write(
@@ -24,7 +66,7 @@ def try_write(
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        _check_space(sum(t.nbytes for t in [*state.values(), *adapters.values()]), folder)
+        check_space(sum(t.nbytes for t in [*state.values(), *adapters.values()]), folder)
         if os.path.exists(path):
             raise FileExistsError(f"{path} exists already")
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
@@ -49,11 +91,133 @@ def copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tens
     return copies
 
 
-def _check_space(weight_bytes: int, folder: str) -> None:
-    """Raise OSError if `folder` has no room for the weights and 32 MB beside them (tokenizer, config)."""
-    needed, free = weight_bytes + 32e6, shutil.disk_usage(folder).free
+def check_space(num_bytes: int, folder: str, what: str = "float32 weights") -> None:
+    """Raise OSError if `folder` has no room for `num_bytes` of `what` and BYTES_BESIDE_WEIGHTS."""
+    needed, free = num_bytes + BYTES_BESIDE_WEIGHTS, shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"needs {needed / 1e9:.3f} GB ({weight_bytes / 1e9:.3f} of float32 weights + 0.032), "
+            f"needs {needed / 1e9:.3f} GB ({num_bytes / 1e9:.3f} of {what} + {BYTES_BESIDE_WEIGHTS / 1e9:.3f}), "
             f"{free / 1e9:.3f} GB free in {folder}; make room or change --runs-dir"
         )
+
+
+# Shards to go on from
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """All that training changes here, by name: trained weights, AdamW's moments and its count of updates, and the
+    random numbers of this rank. Live, and sharded as the model is; an optimizer that has made no update has zeros."""
+    state, counts = {}, []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            moments = optimizer.state[parameter]
+            if not moments:
+                moments |= {"step": torch.zeros(())} | {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            state[f"weights.{name}"] = parameter.detach()
+            state |= {f"{moment}.{name}": moments[moment].detach() for moment in MOMENTS}
+            counts.append(moments["step"])
+    state["updates"] = torch.stack(counts)
+    return state | _random_state()
+
+
+def _random_state() -> dict[str, Tensor]:
+    """State of torch's generators of this rank, by name, [bytes] uint8."""
+    on_cpu, on_gpu = _random_names(dist.get_rank())
+    state = {on_cpu: torch.get_rng_state()}
+    return state | ({on_gpu: torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def _random_names(rank: int) -> tuple[str, str]:
+    return f"random.cpu.{rank}", f"random.cuda.{rank}"
+
+
+def make_stager(device: torch.device) -> DefaultStager:
+    """Copies a training state to host memory, pinned where it comes from a GPU, and the same memory each time."""
+    is_gpu = device.type == "cuda"
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=is_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_gpu
+        )
+    )
+
+
+def num_state_bytes(state: dict[str, Tensor]) -> int:
+    """Bytes of a training state on all ranks together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def write_shards(state: StagedState, folder: str, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of a state to `folder`, flushed to disk; collective on `group`. Raises OSError."""
+    num_ranks, total = dist.get_world_size(group), 0
+    numbers = {name: 1 for rank in range(num_ranks) for name in _random_names(rank)}  # rank 0's counts for all
+    for name, tensor in state.items():
+        numbers[name] = 1 + total // SHARD_FILE_BYTES
+        total += tensor.numel() * tensor.element_size() // num_ranks
+    writer = dcp.HuggingFaceStorageWriter(folder, numbers, save_distributed=True)
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        raise OSError(_reason(error)) from None
+
+
+def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup) -> None:
+    """Read what `write_shards` wrote, by any number of ranks, into a live state of the same model; collective.
+
+    Random numbers are those of the rank with the same number, if there was one. Raises ValueError if it is of another
+    model.
+    """
+    reader = dcp.HuggingFaceStorageReader(folder)
+    saved = {name: tuple(of.size) for name, of in reader.read_metadata().state_dict_metadata.items()}
+    wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith("random.")}
+    for name, tensor in wanted.items():
+        if saved.get(name) != tuple(tensor.shape):
+            found = f"{name} of {saved.get(name)}, the model's is {tuple(tensor.shape)}"
+            raise ValueError(f"{folder} has {found}: it is of another model")
+    try:
+        dcp.load(wanted, storage_reader=reader, process_group=group)
+    except CheckpointException as error:
+        raise OSError(_reason(error)) from None
+
+
+def restore_training_state(
+    model: nn.Module, optimizer: torch.optim.AdamW, folder: str, group: dist.ProcessGroup
+) -> int:
+    """Have model, optimizer and random numbers go on from a folder of `write_shards`; collective.
+
+    Returns the number of updates that were made.
+    """
+    state = training_state(model, optimizer)
+    read_shards(state, folder, group)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter, count in zip(trained, state["updates"], strict=True):
+        optimizer.state[parameter]["step"].copy_(count)
+    on_cpu, on_gpu = _random_names(dist.get_rank())
+    torch.set_rng_state(state[on_cpu])
+    if on_gpu in state:
+        torch.cuda.set_rng_state(state[on_gpu])
+    return int(state["updates"].max())
+
+
+def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Full trained weights, and full adapters, from a folder of `write_shards`; by one process.
+
+    `base` are the frozen weights, into which adapters are merged; without them all is trained.
+    """
+    written = dcp.HuggingFaceStorageReader(folder).read_metadata()
+    weights, files = {}, {}
+    for index, chunk in written.storage_data.items():
+        if index.fqn.startswith("weights."):
+            if chunk.relative_path not in files:
+                files[chunk.relative_path] = safe_open(chunk.relative_path, framework="pt")
+            name, part = index.fqn.removeprefix("weights."), files[chunk.relative_path].get_tensor(index.fqn)
+            whole = weights.setdefault(name, torch.empty(written.state_dict_metadata[index.fqn].size))
+            whole[tuple(slice(at, at + size) for at, size in zip(index.offset, chunk.shape, strict=True))] = part
+    if not base:
+        return weights, {}
+    return {name: lora.merge(name, weight, weights) for name, weight in base.items()}, weights
+
+
+def _reason(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed, in one line."""
+    rank, (reason, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {' '.join(str(reason).split()) or type(reason).__name__}"

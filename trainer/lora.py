@@ -96,6 +96,14 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     return torch.addmm(weight.float(), lora_b, lora_a, alpha=SCALE)
 
 
+def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
+    """What `merged` gives, from full adapters by name."""
+    owner = name.removesuffix(".weight")
+    if name == owner or f"{owner}.lora_A" not in adapters:
+        return weight.float()
+    return torch.addmm(weight.float(), adapters[f"{owner}.lora_B"], adapters[f"{owner}.lora_A"], alpha=SCALE)
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let the model compute as its base does inside of the block; a model without adapters does anyway."""

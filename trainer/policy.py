@@ -17,7 +17,7 @@ from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
 from algos.proximal import loglinear
 from config import Config
 from records.time_ledger import TrainerClock
-from trainer.checkpoint import copies_on_rank_0, try_write
+from trainer.checkpoint import copies_on_rank_0, restore_training_state, training_state, try_write
 from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import merged, named_adapters, named_base_parameters, without_adapters
@@ -146,6 +146,14 @@ class Policy:
         dist.broadcast_object_list(failure, src=0, device=self.device)
         if failure[0]:
             raise OSError(failure[0])
+
+    def state(self) -> dict[str, Tensor]:
+        """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""
+        return training_state(self.module.model, self.optimizer)
+
+    def restore(self, folder: str, group: dist.ProcessGroup) -> None:
+        """Go on from a state that `write_shards` wrote, warm-up included; collective on the gloo group of all ranks."""
+        self.num_updates = restore_training_state(self.module.model, self.optimizer, folder, group)
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         batch = pack(bundles, self.module.one_row, self.config.share_prefix)

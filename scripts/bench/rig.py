@@ -90,7 +90,7 @@ class Rig:
         suspended, deadline = self.config.over_sampling > 1, time.monotonic() + IDLE_TIMEOUT_S
         while any(worker.loading or (worker.running and not suspended) for worker in self.controller.workers):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not idle after {IDLE_TIMEOUT_S:g} s: {self.controller.describe()}")
+                raise RuntimeError(f"not idle after {IDLE_TIMEOUT_S:g} s: {self.controller.dispatcher.describe()}")
             time.sleep(0.01)
         time.sleep(SETTLE_S)
 

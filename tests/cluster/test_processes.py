@@ -86,6 +86,28 @@ def test_stacks_are_asked_only_of_processes_that_can_give_them():
         process.wait()
 
 
+def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_path):
+    (tmp_path / "ranks.py").write_text(
+        f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from cluster.processes import has_lost_a_rank\n"
+        "def say(what): os.write(1, f'{what} {has_lost_a_rank(2)}\\n'.encode())\n"
+        "def end(number, frame): say('lost'); sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "say('before'); time.sleep(2)\n"
+        "if sys.argv[1] == 'killed' and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)"
+    )
+    said = {}
+    for how in ("killed", "stopped"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        job = subprocess.Popen([*command, tmp_path / "ranks.py", how], stdout=subprocess.PIPE, text=True)
+        assert [job.stdout.readline() for _ in range(2)] == ["before False\n"] * 2
+        if how == "stopped":
+            job.terminate()
+        said[how] = job.communicate(timeout=60)[0]
+    assert said == {"killed": "lost True\n", "stopped": "lost False\n" * 2}
+
+
 def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
     faults = (
         "import resource; from cluster.processes import keep_freed_memory\n"

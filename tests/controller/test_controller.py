@@ -41,7 +41,14 @@ class Session:
 
 @contextmanager
 def session(
-    tmp_path, answers=lambda index: "ok", eval_answers=(), num_workers=1, model="fine", transport="shm", **options
+    tmp_path,
+    answers=lambda index: "ok",
+    eval_answers=(),
+    num_workers=1,
+    model="fine",
+    transport="shm",
+    restored=None,
+    **options,
 ):
     defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 30.0}
     config = Config(**{**defaults, **options})
@@ -57,6 +64,7 @@ def session(
         Workers(config, Placement((None,), 1, workers, transport), model, tmp_path, run_fake_worker),
         TicketSource(config, prompts),
         lambda event, **fields: events.append({"event": event, **fields}),
+        restored=restored,
     )
     started = Session(controller, transport)
     started.events = events

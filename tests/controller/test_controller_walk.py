@@ -5,10 +5,12 @@ WALKS in the environment sets how many walks there are, of which a fifth are not
 be made again. The rarest of the faults that were once planted showed in 5 walks of 1,000.
 """
 
+import copy
 import math
 import os
 import random
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import pytest
 from walk_oracle import Oracle, WatchedTickets
@@ -17,15 +19,18 @@ from walk_worker import WalkProcess, WalkWorkers
 from cluster.placement import Placement, WorkerPlacement
 from config import Config
 from controller.controller import Controller
+from controller.state import ControllerState
 from controller.tickets import PromptSource
 from controller.workers import MAX_RESTARTS, Disbelieved
-from data.messages import Finished, Updated
+from data import plain
+from data.messages import Finished, InFlight, Updated
 from data.tasks import Problem
 from weights.transport import Announcement, Staged, TwoBuffers
 
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10
 MAX_EVENTS = 30_000
+RARE = {"die": 0.01, "cut": 0.05, "crash": 0.02}
 
 
 def draw_options(rng):
@@ -80,31 +85,50 @@ class WalkTransport(TwoBuffers):
         self.oracle.announce(info["version"], info["trainer_version"], info["evaluate"])
 
 
+@dataclass
+class Saved:
+    """What a checkpoint has, and what was true then."""
+
+    state: bytes
+    oracle: Oracle
+    num_lost: int
+    version: int
+    is_last: bool
+    evaluations: list
+
+
 class Walk:
-    """One run, an event at a time."""
+    """One run, an event at a time; all of it may be thrown away and gone on with from a checkpoint."""
 
     def __init__(self, config, num_workers, num_eval_problems, rng):
         self.config, self.rng = config, rng
+        self.num_workers, self.num_eval_problems, self.steps = num_workers, num_eval_problems, config.steps
         self.failure_share = rng.choice([0.0, 0.0, 0.1])
-        self.buffers = [None, None]
-        self.oracle = Oracle(config, num_eval_problems)
-        self.transport = WalkTransport(self.oracle)
-        prompts = PromptSource(
-            train_problem=lambda index: Problem("", str(index), index if config.is_multi_turn else None),
-            eval_problems=[Problem("", str(-1 - index)) for index in range(num_eval_problems)],
-            encode=lambda problem: [2, 3],
-        )
-        tickets = WatchedTickets(config, prompts)
-        tickets.oracle = self.oracle
-        workers = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(num_workers))
-        placement = Placement((None,), 1, workers, "shm")
-        self.controller = Controller(config, WalkWorkers(self, config, placement), tickets, self._record)
-        end_leases, self.is_ending_leases = self.controller.dispatcher.leases.end, False
-        self.controller.dispatcher.leases.end = lambda: self._note_leases(end_leases)  # also when a message comes
-        self.controller.launch()
         self.weights = {}
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
+        self.cuts_left, self.crashes_left, self.saved = rng.choice([0, 3, 12]), rng.choice([1, 4]), None
+        self.is_to_be_longer = rng.random() < 0.2
+        self._begin(Oracle(config, num_eval_problems), None)
+
+    def _begin(self, oracle, state):
+        """Start the processes of a run, a new one if there is no state."""
+        config, self.oracle, self.state = self.config, oracle, state
+        self.buffers, self.transport = [None, None], WalkTransport(oracle)
+        self.delivering, self.said_lost = {}, {}
+        prompts = PromptSource(
+            train_problem=lambda index: Problem("", str(index), index if config.is_multi_turn else None),
+            eval_problems=[Problem("", str(-1 - index)) for index in range(self.num_eval_problems)],
+            encode=lambda problem: [2, 3],
+        )
+        tickets = WatchedTickets(config, prompts)
+        tickets.oracle = oracle
+        placed = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(self.num_workers))
+        workers = WalkWorkers(self, config, Placement((None,), 1, placed, "shm"))
+        self.controller = Controller(config, workers, tickets, self._record, restored=state)
+        end_leases, self.is_ending_leases = self.controller.dispatcher.leases.end, False
+        self.controller.dispatcher.leases.end = lambda: self._note_leases(end_leases)  # also when a message comes
+        self.controller.launch()
         self.version, self.trainer, self.evaluations = 0, "connecting", []
 
     # Events
@@ -113,26 +137,35 @@ class Walk:
         """Until all steps are made and the last evaluation has ended."""
         for _ in range(MAX_EVENTS):
             if self.trainer == "finishing" and self.controller.evaluations.running is None:
-                return self._check_end()
-            events = [*self._events_of_workers()]
+                self._check_end()
+                if not self.is_to_be_longer:
+                    return
+                self.is_to_be_longer = False
+                self._cut()
+                self._crash()
+            events = [*self.events_of_workers()]
             if self.trainer == "waiting" and not events and [*self.controller.workers]:
-                assert self.take(), f"nothing can happen any more: {self.controller.describe()}"
+                assert self.take(), f"nothing can happen any more: {self.controller.dispatcher.describe()}"
             else:
                 events += self._events_of_trainer()
-                assert events, f"nothing can happen any more: {self.trainer}, {self.controller.describe()}"
-                self._choose(events)()
+                assert events, f"nothing can happen any more: {self.trainer}, {self.controller.dispatcher.describe()}"
+                self.act(events)
             self.oracle.check()
-        raise AssertionError(f"no end after {MAX_EVENTS} events: {self.controller.describe()}")
+        raise AssertionError(f"no end after {MAX_EVENTS} events: {self.controller.dispatcher.describe()}")
+
+    def act(self, events):
+        """Let one of them happen."""
+        self._choose(events)()
 
     def _choose(self, events):
         """Events of the same kind and worker are as fast as each other; of the others some are far slower in a walk."""
         for kind, _ in events:
             if kind not in self.weights:
                 self.weights[kind] = self.rng.choice([0.03, 0.3, 1.0, 1.0])
-        rare = [0.01 if kind[0] == "die" else self.weights[kind] for kind, _ in events]
-        return self.rng.choices([event for _, event in events], rare)[0]
+        weights = [RARE.get(kind[0], self.weights[kind]) for kind, _ in events]
+        return self.rng.choices([event for _, event in events], weights)[0]
 
-    def _events_of_workers(self):
+    def events_of_workers(self):
         for worker in list(self.controller.workers):
             process = worker.process
             for kind, event in process.events():
@@ -150,6 +183,14 @@ class Walk:
                 yield ("train", -1), self._end_step
             case "publishing" if self.transport.free_buffer() is not None:
                 yield ("publish", -1), self._publish
+        is_between_steps = self.trainer in ("waiting", "finishing") and self.controller.announcements.deferred is None
+        if is_between_steps and self.cuts_left:
+            yield ("cut", -1), self._cut
+        if self.saved is not None and self.crashes_left:
+            yield ("crash", -1), self._crash
+        yield from self.events_of_leaving()
+
+    def events_of_leaving(self):
         for worker in self.controller.workers:
             if worker.is_up and worker.process.exit_code is None and (self.deaths_left or worker.is_remote):
                 yield ("die", worker.index), lambda worker=worker: self._kill(worker)
@@ -161,6 +202,29 @@ class Walk:
             self.joins_left or (self.config.listen and not [*self.controller.workers])
         ):
             yield ("join", -1), self._join
+
+    def _cut(self):
+        """Workers act, and die, while it waits for what they say."""
+        self.cuts_left, self.said_lost = max(0, self.cuts_left - 1), {}
+        state = self.controller.cut(lambda: {"events": self.oracle.num_events})
+        said = [self.said_lost.get(ticket.ticket_id, 0) for ticket in state.queue]
+        where = self.version, self.version == self.steps
+        self.saved = Saved(plain.encode(state), copy.deepcopy(self.oracle), sum(said), *where, [*self.evaluations])
+
+    def _crash(self):
+        """Everything is thrown away, and the run goes on from the checkpoint."""
+        self.crashes_left = max(0, self.crashes_left - 1)
+        self.controller.stop()
+        saved, state = self.saved, plain.decode(ControllerState, self.saved.state)
+        oracle = copy.deepcopy(saved.oracle)
+        assert state.records == {"events": oracle.num_events}
+        oracle.resume(state, saved.num_lost)
+        self._begin(oracle, state)
+        self.version, self.evaluations = saved.version, [*saved.evaluations]
+        if saved.is_last:  # else there is nothing left to do
+            self.steps, oracle.is_longer = saved.version + 2, True
+        oracle.check()
+        oracle.check_ledger(self.controller.take_report().ledger)
 
     def _join(self):
         self.joins_left = max(0, self.joins_left - 1)
@@ -195,6 +259,8 @@ class Walk:
             self.delivering = {(t.ticket_id, t.member): t for t in in_time}
         elif isinstance(message, Updated):
             self.oracle.discard(message.sampled.discarded)
+        elif isinstance(message, InFlight):
+            self.said_lost |= message.lost
         self.controller.on_message(worker, message)
         if self.config.scheduling != "batch":
             for other in self.controller.workers:
@@ -213,13 +279,15 @@ class Walk:
     def _connect(self):
         self.controller.connect(self.transport)
         self._end_step()
+        if self.state is not None:
+            self.evaluate = self.state.evaluates
 
     def take(self):
         """The trainer asks for a batch; whether it got one. That none can come must never be said: it is wrong or a
         deadlock."""
         batch = self.controller.take_batch_if_ready()
         if batch is None:
-            assert self.controller._can_get_batch(), f"no batch can come: {self.controller.describe()}"
+            assert self.controller._can_get_batch(), f"no batch can come: {self.controller.dispatcher.describe()}"
             return False
         self.oracle.consume(batch)
         self.version, self.trainer = self.version + 1, "training"
@@ -228,14 +296,15 @@ class Walk:
         return True
 
     def _end_step(self):
-        every, is_last = self.config.eval_every, self.version == self.config.steps
+        every, is_last = self.config.eval_every, self.version == self.steps
         self.evaluate = every > 0 and (is_last or self.version % every == 0)
         self.evaluate |= self.controller.withdraw()
         self.trainer = "publishing"
 
     def _publish(self):
-        is_last = self.version == self.config.steps
-        version = self.version if is_last else max(0, self.version - self.config.publish_delay)
+        is_last = self.version == self.steps
+        oldest = 0 if self.state is None else self.state.announced
+        version = self.version if is_last else max(oldest, self.version - self.config.publish_delay)
         buffer = self.transport.take_buffer()
         self.buffers[buffer] = version
         info = {"buffer": buffer, "version": version, "trainer_version": self.version, "evaluate": self.evaluate}
@@ -244,7 +313,7 @@ class Walk:
 
     def _check_end(self):
         self.evaluations += self.controller.evaluations.take_ended()
-        assert self.oracle.trainer_version == self.config.steps
+        assert self.oracle.trainer_version == self.steps
         self.oracle.check_end(self.controller.take_report().ledger, self.evaluations, self.controller.tickets._put_back)
 
 
@@ -275,7 +344,7 @@ def test_a_worker_that_still_loads_a_version_when_it_is_announced_again_is_woken
     with ExitStack() as stack:
         stack.callback(walk.controller.stop)
         while walk.version < 1 or walk.trainer != "waiting":
-            events = [*walk._events_of_workers(), *walk._events_of_trainer()]
+            events = [*walk.events_of_workers(), *walk._events_of_trainer()]
             walk._choose([event for event in events if event[0] != ("load", 1)])()
         slow = walk.controller.workers[1]
         slow.process.load()

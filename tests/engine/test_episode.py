@@ -4,13 +4,14 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from config import Config
 from data.environments import TextEnvironment, make_environment
-from data.records import Ticket
+from data.records import Partial, Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
 from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
@@ -99,6 +100,41 @@ def test_a_trajectory_ends_when_its_tokens_are_used_up():
     trajectory = asyncio.run(episode.run(0))
     assert trajectory.finish_reason == "length" and trajectory.reward == 0.0
     assert len(trajectory.tokens) - len(generate.prompts[0]) <= 5 and trajectory.num_turns >= 1
+
+
+class Answers:
+    """Scores a response by how many characters it has, and remembers it."""
+
+    async def score(self, answer, response):
+        self.response = response
+        return float(len(response))
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_response_that_goes_on_is_whole_in_its_trajectory_and_where_it_is_scored(has_ended):
+    """With what there was before the run was resumed, which may be all of it but for its reward."""
+    begun, rest = TOKENIZER.encode("12"), [*TOKENIZER.encode("34"), EOS]
+    numbers = np.arange(len(begun), dtype=np.float32)
+    partial = Partial(7, np.array(begun), -numbers, numbers.astype(np.int32), "stop" if has_ended else None)
+    given = []
+
+    async def generate(request_id, prompt_tokens, seed, max_tokens, prefix):
+        given.append((prompt_tokens, max_tokens, prefix.finish_reason))
+        if has_ended:
+            return prefix
+        joined = np.append(prefix.logprobs, [-9.0] * 3), np.append(prefix.versions, [9] * 3)
+        return Completion(prefix.tokens + rest, *joined, "stop")
+
+    ticket, rewards = replace(make_ticket((4, 5)), prefix=partial), Answers()
+    episode = make_episode(SingleTurn(ticket, TOKENIZER, rewards), generate, ticket, task="addition")
+    trajectory = asyncio.run(episode.run(0))
+    assert given == [((4, 5), 100, "stop" if has_ended else "aborted")]
+    after = [] if has_ended else rest
+    assert trajectory.tokens.tolist() == [4, 5, *begun, *after]
+    assert trajectory.policy_versions.tolist() == [-1, -1, *range(len(begun)), *[9] * len(after)]
+    assert trajectory.behavior_logprobs.tolist() == [0, 0, *-numbers, *[-9.0] * len(after)]
+    assert rewards.response == ("12" if has_ended else "1234") and trajectory.finish_reason == "stop"
+    assert (trajectory.num_turns, len(trajectory.turns)) == (1, 1)
 
 
 class Broken(TextEnvironment):

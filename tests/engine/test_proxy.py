@@ -2,131 +2,22 @@
 
 import asyncio
 import dataclasses
-import os
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from engine_pair import PROMPT
 from fake_link import SocketLink
-from tiny_policy import VOCAB, load, save_tiny_model
+from tiny_policy import VOCAB
 
-from cluster.placement import WorkerPlacement, WorkerSpec
 from config import Config
 from engine.proxy import LLMProxy
-from engine.vllm_setup import split_wire_options, worker_environment
-from trainer.packing import TrainSequence
+from engine.vllm_setup import split_wire_options
 from weights.nccl import CHUNK_BYTES, NcclTransport
-from weights.shm import ShmTransport
 from weights.transport import ParameterSpec
 
-PROMPT = tuple(range(3, 13))
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
-
-
-class Pair:
-    """A trainer's policy and an engine, joined by the shm transport."""
-
-    def __init__(self, config):
-        self.config = config
-        self.policy = load(config)
-        specs = [ParameterSpec(n, torch.float32, tuple(p.shape)) for n, p in self.policy.named_full_parameters()]
-        self.transport = ShmTransport(specs)
-        self.loop = asyncio.new_event_loop()
-        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
-        self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
-        self.run(self.proxy.connect(self.transport.init_info()))
-        self.sync(0)
-
-    def run(self, coroutine):
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
-
-    async def shutdown(self):
-        """End the engine while its loop runs: only then are its sockets closed, and open ones hang their collection."""
-        self.proxy.shutdown()
-        await asyncio.sleep(0.1)
-
-    def perturb(self):
-        """Move every weight of the trainer, as a step would."""
-        with torch.no_grad():
-            for parameter in self.policy.module.parameters():
-                parameter.mul_(1.0 + 0.4 * (torch.rand_like(parameter) - 0.5))
-
-    def weights(self):
-        return [parameter.detach().clone() for parameter in self.policy.module.parameters()]
-
-    def restore(self, weights):
-        with torch.no_grad():
-            for parameter, saved in zip(self.policy.module.parameters(), weights, strict=True):
-                parameter.copy_(saved)
-
-    def stage(self, version):
-        return self.transport.stage(version, self.policy.named_full_parameters())
-
-    def sync(self, version):
-        staged = self.stage(version)
-        return self.run(self.proxy.update(version, staged.messages))
-
-    @contextmanager
-    def on_update(self, mode):
-        """Treat running requests at an update this way."""
-        before, self.proxy.config = self.proxy.config, dataclasses.replace(self.proxy.config, on_update=mode)
-        yield
-        self.proxy.config = before
-
-    def generate_through_updates(self, num_updates=3, num_responses=24):
-        """Responses that several updates interrupt, and the weights of every version they can have."""
-        weights = {self.proxy.version: self.weights()}
-        first_version = self.proxy.version
-
-        async def generate():
-            seeds = range(100, 100 + num_responses)
-            tasks = [asyncio.create_task(self.proxy.generate(f"mid-{seed}", PROMPT, seed)) for seed in seeds]
-            for version in range(first_version + 1, first_version + 1 + num_updates):
-                await asyncio.sleep(0.04)
-                self.perturb()
-                weights[version] = self.weights()
-                await self.proxy.update(version, self.stage(version).messages)
-            return await asyncio.gather(*tasks)
-
-        return self.run(generate()), weights
-
-    def gaps(self, completion, weights):
-        """[R] nats: engine's log-prob of each token − the trainer's under the version that the token claims."""
-        now, gaps = self.weights(), np.full(len(completion.tokens), np.nan)
-        for version in set(completion.versions.tolist()):
-            self.restore(weights[version])
-            of_version = completion.versions == version
-            gaps[of_version] = (completion.logprobs - self.trainer_logprobs(PROMPT, completion.tokens))[of_version]
-        self.restore(now)
-        return gaps
-
-    def generate(self, name, prompt=PROMPT, seed=1):
-        return self.run(self.proxy.generate(name, prompt, seed))
-
-    def trainer_logprobs(self, prompt, tokens, raw=False):
-        whole = np.array([*prompt, *tokens])
-        mask = np.arange(len(whole)) >= len(prompt)
-        unused = np.zeros(len(whole), np.float32)
-        sequence = TrainSequence(whole, mask, unused, np.zeros(len(whole), np.int32), 0.0, 0.0)
-        return self.policy.score([[sequence]], raw=raw)[0].numpy()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    torch.set_num_threads(1)
-    before = dict(os.environ)
-    os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    path = save_tiny_model(str(tmp_path_factory.mktemp("model")))
-    pair = Pair(Config(model=path, temperature=0.7, top_p=0.9, max_prompt_tokens=200, max_response_tokens=100, lr=1e-3))
-    yield pair
-    pair.run(pair.shutdown())
-    dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def test_engine_and_trainer_agree_after_a_sync_and_only_then(pair):

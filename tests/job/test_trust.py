@@ -8,7 +8,7 @@ import pytest
 
 from config import Config
 from data.environments import make_environment
-from data.records import Ticket
+from data.records import Partial, Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
 from engine.environments import EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
@@ -40,6 +40,20 @@ def sampling(*turns, versions=(5,)):
         tokens = (words + [EOS] * (reason == "stop"))[:max_tokens]
         stamps = np.sort(np.resize(np.array(versions, np.int32), len(tokens)))
         return Completion(tokens, np.full(len(tokens), -0.5, np.float32), stamps, reason)
+
+    return generate
+
+
+PREFIX = Partial(70, np.array([7, 8]), np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), None)
+
+
+def going_on(*turn, versions=(6, 7)):
+    """A policy that goes on from what it is given."""
+
+    async def generate(request_id, prompt_tokens, seed, max_tokens, prefix):
+        rest = await sampling(turn, versions=versions)(request_id, prompt_tokens, seed, max_tokens - len(prefix.tokens))
+        joined = [(prefix.logprobs, rest.logprobs), (prefix.versions, rest.versions)]
+        return Completion(prefix.tokens + rest.tokens, *map(np.concatenate, joined), rest.finish_reason)
 
     return generate
 
@@ -81,6 +95,10 @@ HONEST = {
     "aborted without a token": lambda: (*run(SINGLE, sampling(("", "aborted"))), SINGLE),
     "aborted in its turn": lambda: (*run(SINGLE, sampling(("1 2", "aborted"))), SINGLE),
     "through an update": lambda: (*run(SINGLE, sampling(("1 2 3 4", "stop"), versions=(5, 6, 7))), SINGLE),
+    "stop of one that goes on": lambda: (*run(SINGLE, going_on("1 2", "stop"), prefix=PREFIX, min_version=6), SINGLE),
+    "length of one that goes on": lambda: (*run(SINGLE, going_on("1 " * 20, "length"), prefix=PREFIX), SINGLE),
+    "aborted as it went on": lambda: (*run(SINGLE, going_on("", "aborted"), prefix=PREFIX, min_version=6), SINGLE),
+    "aborted before it went on": lambda: (*run(SINGLE, going_on(), abort=True, prefix=PREFIX), SINGLE),
     "of a ticket for all": lambda: (*run(SINGLE, sampling(("1", "stop")), member=3, num_members=8), SINGLE),
     "stop after turns": lambda: (*run(SEVERAL, sampling(*[(str(n), "stop") for n in range(1, 21)])), SEVERAL),
     "cut turns": lambda: (*run(SEVERAL, sampling(*[("1", "length")] * 30, versions=(6,))), SEVERAL),
@@ -225,3 +243,25 @@ def test_a_response_cut_short_passes_for_one_that_stopped_as_which_tokens_end_a_
 def test_a_clock_that_is_set_back_a_little_is_no_lie():
     trajectory, ticket, config = HONEST["stop"]()
     assert look(replace(trajectory, ended_at=trajectory.ended_at - 0.5), ticket, config) is None
+
+
+@pytest.mark.parametrize("name", ["tokens", "behavior_logprobs", "policy_versions"])
+def test_one_that_does_not_go_on_from_what_there_was_is_found_out(name):
+    trajectory, ticket, config = HONEST["stop of one that goes on"]()
+    array = getattr(trajectory, name).copy()
+    array[len(PROMPT)] += 1 if name != "behavior_logprobs" else -1
+    lie = replace(trajectory, **{name: array})
+    assert look(lie, ticket, config) == "another beginning than the ticket's"
+
+
+def test_what_comes_after_what_there_was_has_the_versions_that_were_asked_for():
+    trajectory, ticket = run(SINGLE, going_on("1 2", "stop", versions=(5, 7)), prefix=PREFIX, min_version=6)
+    assert look(trajectory, ticket, SINGLE) == "versions 5 … 7, not ascending from 6 at least to 7 at most"
+
+
+def test_under_restart_one_may_begin_anew_with_the_versions_that_were_asked_for():
+    restart = replace(SINGLE, on_update="restart")
+    ticket = make_ticket(restart, prefix=PREFIX, min_version=6)
+    for version, is_honest in ((6, True), (5, False)):
+        trajectory, _ = run(restart, sampling(("1 2", "stop"), versions=(version,)))
+        assert (look(trajectory, ticket, restart) is None) == is_honest

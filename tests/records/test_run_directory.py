@@ -39,6 +39,17 @@ def test_a_run_that_ended_before_its_first_step_gives_its_name_back(tmp_path):
     run.close()
 
 
+def test_a_run_that_has_not_ended_is_not_gone_on_with(tmp_path):
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    run = RunDirectory(config)
+    resumed = {"step": 1, "records": {}, "skipped": []}
+    with pytest.raises(ValueError, match="one is written by a run that has not ended"):
+        RunDirectory(config, resumed=resumed)
+    assert len(lines(run, "events")) == 1, "nothing is cut back"
+    run.close()
+    RunDirectory(config, resumed=resumed).close()
+
+
 def test_every_line_is_on_disk_at_once_and_is_json_whatever_the_numbers(tmp_path):
     run = RunDirectory(Config(runs_dir=str(tmp_path)))
     run.log_metrics({"step": 1, "a": float("nan"), "b": np.float32(0.5), "c": float("inf")})

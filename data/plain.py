@@ -1,0 +1,54 @@
+"""Records as bytes: msgpack of dataclasses, plain values and arrays, and of nothing else.
+
+No pickle, which would run what a stranger, or a file that somebody changed, says. An array is its dtype, shape and
+bytes, and of the dtypes that records have. All else is a ValueError.
+"""
+
+import functools
+import math
+
+import msgspec
+import numpy as np
+
+DTYPES = ("<i8", "|b1", "<f4", "<i4")
+"""Of the arrays in records; arrays of any other are refused."""
+
+
+def encode(value: object) -> bytes:
+    """A record as bytes. Raises TypeError for what it does not know, as an array of another dtype."""
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def decode(kind: type, data: bytes) -> object:
+    """The record of a class, or of another type, in its bytes. Arrays cannot be written to.
+
+    Raises ValueError if the bytes are not of it.
+    """
+    try:
+        return _decoder(kind).decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the last for lists in lists in lists
+        raise ValueError(f"a broken {getattr(kind, '__name__', kind)}: {error}") from None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.ndarray) and value.dtype.str in DTYPES:
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__}, dtype {getattr(value, 'dtype', None)}, is not written")
+
+
+def _array(kind: type, value: object) -> np.ndarray:
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind} is not read")
+    match value:
+        case [str(dtype), [*shape], bytes(data)] if dtype in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+            is_whole = len(data) == math.prod(shape) * np.dtype(dtype).itemsize
+            if is_whole and (dtype != "|b1" or not data.translate(None, b"\0\1")):  # numpy sums what another byte says
+                return np.frombuffer(data, dtype).reshape(shape)
+    raise ValueError("an array is dtype, shape and as many bytes as these have")
+
+
+@functools.cache
+def _decoder(kind: type) -> msgspec.msgpack.Decoder:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_array)

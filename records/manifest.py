@@ -1,0 +1,139 @@
+"""Checkpoints on disk: which are there and whole, by the manifest that is written last into each.
+
+It says what the checkpoint is of, and the size and digest of every other file, so that one which is cut, changed or
+missing is found. Nothing that is read here is unpickled.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+FORMAT = 1
+"""Of checkpoints; those of another are not read."""
+PART, MANIFEST = "resume", "manifest.json"
+"""Folder in a checkpoint of what only --resume needs, and the file there."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint, and what its manifest says."""
+
+    path: Path
+    step: int
+    num_nodes: int
+    frozen_sha256: str
+    """Of the files of the weights that are not trained (LoRA, reference), which it does not have; empty without."""
+    probes: list[list[list[int]]]
+    """Token ids of the sequences of each node's probe."""
+    records: list[dict[str, int]]
+    """How many bytes of each of its records count, by node."""
+    delayed: list[int]
+    """Versions whose weights are in delayed_VERSION.safetensors."""
+    skipped: list[str]
+    """Newer checkpoints that are not whole, and why."""
+
+    @property
+    def part(self) -> Path:
+        """Folder of what is not for people."""
+        return self.path / PART
+
+    def probe_of(self, node: int) -> list[list[int]]:
+        """The probe that a node goes on with."""
+        return self.probes[node % self.num_nodes]
+
+    def event(self, node: int) -> dict:
+        """What is recorded, on a node, of where the run goes on."""
+        records = self.records[node] if node < self.num_nodes else {}
+        return {"step": self.step, "records": records, "skipped": self.skipped}
+
+    def delayed_path(self, version: int) -> Path:
+        """Where the weights of a version are that publish_delay held back."""
+        return self.part / f"delayed_{version}.safetensors"
+
+
+def write_manifest(checkpoint: Path, files: dict[str, tuple[int, str]], **facts) -> None:
+    """Write the manifest of the checkpoint in a folder, with what `measured` gave of its files, and flush it."""
+    manifest = {"format": FORMAT, "facts": facts, "files": files}
+    file = checkpoint / PART / MANIFEST
+    file.write_text(json.dumps({"manifest": manifest, "blake3": _digest_of(manifest)}))
+    flush(file)
+
+
+def read_manifest(checkpoint: Path) -> dict:
+    """The facts of a checkpoint of which every file is as it was written. Raises ValueError that says what is not."""
+    try:
+        written = json.loads((checkpoint / PART / MANIFEST).read_text(encoding="utf-8"))
+        manifest, digest = written["manifest"], written["blake3"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{checkpoint}: {MANIFEST} cannot be read ({type(error).__name__})") from None
+    if digest != _digest_of(manifest):
+        raise ValueError(f"{checkpoint}: {MANIFEST} is not as it was written")
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{checkpoint}: its format is {manifest['format']}, and this code reads {FORMAT}")
+    for name, (size, digest) in manifest["files"].items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise ValueError(f"{checkpoint}: {name} is missing")
+        if file.stat().st_size != size:
+            raise ValueError(f"{checkpoint}: {name} has {file.stat().st_size} bytes of {size}")
+        if measured(file)[1] != digest:
+            raise ValueError(f"{checkpoint}: {name} is not as it was written")
+    return manifest["facts"]
+
+
+def measured(file: Path) -> tuple[int, str]:
+    """Size of a file in bytes, and its BLAKE3."""
+    return file.stat().st_size, blake3().update_mmap(file).hexdigest()
+
+
+def _digest_of(manifest: dict) -> str:
+    return blake3(json.dumps(manifest).encode()).hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint by its name; −1 of what has another name."""
+    found = re.fullmatch(r"step_(\d+)", path.name)
+    return int(found[1]) if found else -1
+
+
+def checkpoints_in(folder: Path) -> Iterator[Path]:
+    """The checkpoints in a folder that a run might go on from, oldest first, whole or not."""
+    found = sorted(folder.glob(f"step_*/{PART}"), key=lambda part: step_of(part.parent))
+    return (part.parent for part in found if step_of(part.parent) >= 0)
+
+
+def newest_checkpoint(run: Path) -> Checkpoint:
+    """The newest whole checkpoint of a run. Raises ValueError if there is none."""
+    skipped = []
+    for path in reversed(list(checkpoints_in(run / "checkpoints"))):
+        try:
+            return Checkpoint(path=path, skipped=skipped, **read_manifest(path))
+        except ValueError as error:
+            skipped.append(str(error))
+    reasons = "".join(f"; {reason}" for reason in skipped)
+    raise ValueError(f"--resume {run}: no whole checkpoint is there{reasons}; begin a new run")
+
+
+def set_aside(checkpoint: Checkpoint) -> None:
+    """Rename what is newer than a checkpoint, as it is not whole, so that its steps may be saved again; and delete what
+    was half written, or half deleted."""
+    for path in checkpoint.path.parent.iterdir():
+        if step_of(path) > checkpoint.step:
+            path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
+        elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
+            shutil.rmtree(path)

@@ -1,0 +1,28 @@
+"""The engine that these tests share, one for each of their files."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_pair import Pair
+from tiny_policy import save_tiny_model
+
+from cluster.placement import WorkerPlacement
+from config import Config
+from engine.vllm_setup import worker_environment
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    torch.set_num_threads(1)
+    before = dict(os.environ)
+    os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    path = save_tiny_model(str(tmp_path_factory.mktemp("model")))
+    pair = Pair(Config(model=path, temperature=0.7, top_p=0.9, max_prompt_tokens=200, max_response_tokens=100, lr=1e-3))
+    yield pair
+    pair.run(pair.shutdown())
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)

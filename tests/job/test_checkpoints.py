@@ -1,0 +1,345 @@
+"""When a run is saved, what is left of it whatever happens meanwhile, and how signals and a limit of time end it."""
+
+import datetime
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_policy import load, random_sequences, save_tiny_model
+
+from cluster.cluster import Cluster, Peer, form_cluster
+from cluster.processes import Interrupted
+from config import Config
+from controller.buffer import SampleBuffer
+from controller.evaluation import Evaluation
+from controller.state import ControllerState, TicketState
+from job import checkpoints as module
+from job.checkpoints import Checkpoints
+from job.publisher import Publisher
+from job.resume import controller_of
+from records.manifest import PART, checkpoints_in, newest_checkpoint
+from records.run_directory import RunDirectory
+from records.time_ledger import TrainerClock
+from trainer.batch import distribute
+
+CPU, BUDGET = torch.device("cpu"), 60
+PUBLISHER = SimpleNamespace(delayed={})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
+
+
+class Rollout:
+    """A controller of which there is only what is saved."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def cut(self, measure):
+        tickets = TicketState(5, 5, 9, {3: 3}, [1])
+        state = SampleBuffer(self.config.bounds()).state()
+        ended = [Evaluation(2, set())]
+        counts = {"announced": 2, "num_restarts": 1}
+        return ControllerState(state, tickets, [], evaluates=True, evaluations=ended, records=measure(), **counts)
+
+
+def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
+    """The surroundings of a rank, without rollout."""
+    config = Config(model=model, runs_dir=str(tmp_path), run_name="one", algo="reinforce", lr=0.01, **options)
+    cluster, run, controller = cluster or Cluster(), None, None
+    if cluster.is_leader:
+        folder = "" if cluster.is_first else f"one/node_{cluster.node}"
+        run = RunDirectory(config, node_folder=folder, resumed=resumed and resumed.event(cluster.node))
+        controller = Rollout(config)
+    probe = SimpleNamespace(tokens=((1, 2, 3),))
+    of_rank = {"device": CPU, "clock": TrainerClock(), "probe": probe, "watch": SimpleNamespace(reason=None)}
+    return SimpleNamespace(
+        config=config, cluster=cluster, run=run, controller=controller, resumed=resumed, on_end=None, **of_rank
+    )
+
+
+@pytest.fixture
+def saved(tmp_path, model, one_rank):
+    """Checkpoints of a new run, by its options."""
+
+    def make(**options):
+        node = make_node(tmp_path, model, **options)
+        return Checkpoints(node, load(node.config))
+
+    return make
+
+
+def folder_of(checkpoints: Checkpoints) -> Path:
+    return checkpoints.node.run.path / "checkpoints"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+
+
+def train(policy, steps) -> None:
+    for step in steps:
+        policy.train_step(distribute([random_sequences(4, seed=step)], 1, BUDGET)[0], policy_version=12)
+
+
+# What is saved
+
+
+def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
+    checkpoints = saved(save_every=2, steps=5)
+    policy, node = checkpoints.policy, checkpoints.node
+    for step in range(1, 6):
+        train(policy, [step])
+        node.run.log_metrics({"step": step})
+        checkpoints.save_if_due(step, PUBLISHER)
+    checkpoints.writer.wait()
+    assert names(folder_of(checkpoints)) == ["step_2", "step_4", "step_5"], "every second, and the last"
+    node.run.close()
+    found = newest_checkpoint(node.run.path)
+    assert (found.step, found.probes, found.skipped) == (5, [[[1, 2, 3]]], [])
+    assert found.records[0]["metrics"] == (node.run.path / "metrics.jsonl").stat().st_size
+    resumed = Checkpoints(make_node(tmp_path, model, resumed=found, save_every=2), load(node.config))
+    assert resumed.policy.num_updates == 5
+    assert all(torch.equal(tensor, weights(policy)[name]) for name, tensor in weights(resumed.policy).items())
+    state = controller_of(found, model, Cluster(), node.config)
+    assert state.tickets == TicketState(5, 5, 9, {3: 3}, [1]) and state.evaluations[0].version == 2
+
+
+def test_the_manifest_names_every_file_that_is_there(saved):
+    checkpoints = saved(steps=1)
+    checkpoints.save_if_due(1, PUBLISHER)
+    checkpoints.writer.wait()
+    folder = folder_of(checkpoints) / "step_1"
+    manifest = json.loads((folder / PART / "manifest.json").read_text())["manifest"]
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert there - manifest["files"].keys() == {"resume/manifest.json"} and manifest["files"].keys() < there
+
+
+def test_what_is_written_is_what_was_there_at_the_cut_and_training_goes_on_meanwhile(saved):
+    checkpoints = saved(save_every=1, steps=9)
+    policy, may_write, write = checkpoints.policy, threading.Event(), checkpoints.writer.weights.write
+    checkpoints.writer.weights.write = lambda *args: may_write.wait(60) and write(*args)
+    train(policy, [1])
+    at_the_cut = weights(policy)
+    checkpoints.save_if_due(1, PUBLISHER)
+    assert not (folder_of(checkpoints) / "step_1").exists()
+    train(policy, [2, 3])
+    may_write.set()
+    checkpoints.writer.wait()
+    for name, tensor in load_file(folder_of(checkpoints) / "step_1" / "model.safetensors").items():
+        assert torch.equal(tensor, at_the_cut[name]) and not torch.equal(tensor, weights(policy)[name])
+
+
+def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, model, saved):
+    checkpoints = saved(steps=3, publish_delay=3, async_ratio=0.0)
+    policy = checkpoints.policy
+    held = {v: [(spec.name, torch.full(spec.shape, float(v))) for spec in policy.sent_specs()] for v in (1, 2)}
+    checkpoints.save_if_due(3, SimpleNamespace(delayed=held))
+    checkpoints.writer.wait()
+    checkpoints.node.run.close()
+    node = make_node(tmp_path, model, resumed=newest_checkpoint(checkpoints.node.run.path), publish_delay=3, steps=9)
+    node.controller = SimpleNamespace(connect=lambda transport: None)
+    node.placement, node.swarm, node.restored = SimpleNamespace(transport="none"), None, SimpleNamespace(announced=0)
+    publisher = Publisher(node, policy)
+    version, published = publisher._delayed(3, policy.named_full_parameters())
+    assert version == 1 and all(torch.equal(a, b) for (_, a), (_, b) in zip(published, held[1], strict=True))
+    assert [name for name, _ in published] == [spec.name for spec in policy.sent_specs()], "in the order of sending"
+    assert publisher.delayed.keys() == {1, 2}
+    assert publisher._delayed(5, policy.named_full_parameters())[0] == 2
+    node.restored = SimpleNamespace(announced=3)  # the run was to end with that step
+    publisher = Publisher(node, policy)
+    versions = [publisher._delayed(step, policy.named_full_parameters())[0] for step in range(3, 9)]
+    assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
+
+
+# What fails
+
+
+def test_a_write_that_fails_is_one_line_at_the_next_save_and_leaves_the_older_checkpoint_as_it_was(saved):
+    checkpoints = saved(save_every=1, steps=9, keep_last=1)
+    checkpoints.save_if_due(1, PUBLISHER)
+    checkpoints.writer.wait()
+    before = {path: path.read_bytes() for path in folder_of(checkpoints).rglob("*") if path.is_file()}
+
+    def fail(*_):
+        raise OSError(28, "No space\nleft on device")
+
+    checkpoints.writer.weights.write = fail
+    checkpoints.save_if_due(2, PUBLISHER)
+    with pytest.raises(OSError, match=r"step_2 was not written: .+No space left on device$"):
+        checkpoints.save_if_due(3, PUBLISHER)
+    assert {path: path.read_bytes() for path in folder_of(checkpoints).rglob("*") if path.is_file()} == before
+    assert names(folder_of(checkpoints)) == ["step_1"] and newest_checkpoint(checkpoints.node.run.path).step == 1
+
+
+def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(saved, monkeypatch):
+    checkpoints = saved(steps=1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e6))
+    checkpoints.save_if_due(1, PUBLISHER)
+    with pytest.raises(OSError, match=r"needs 0\.03\d GB \(0\.00\d of weights and optimizer state \+ 0\.032\), 0\.001"):
+        checkpoints.writer.wait()
+    assert names(folder_of(checkpoints)) == []
+
+
+def test_a_thread_that_dies_of_a_bug_is_not_taken_for_success(saved, monkeypatch):
+    checkpoints = saved(steps=1)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    checkpoints.writer.weights.write = lambda *_: {}["bug"]
+    checkpoints.save_if_due(1, PUBLISHER)
+    with pytest.raises(RuntimeError, match="the thread that wrote the checkpoint of step 1 has died"):
+        checkpoints.writer.wait()
+
+
+def test_a_checkpoint_is_never_written_over(saved):
+    checkpoints = saved(save_every=1, steps=9)
+    (folder_of(checkpoints) / "step_1").mkdir(parents=True)
+    checkpoints.save_if_due(1, PUBLISHER)
+    with pytest.raises(OSError, match="step_1 exists already"):
+        checkpoints.writer.wait()
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "kept", "can_resume"), [(0, [1, 2, 3, 4], [3, 4]), (1, [4], [4]), (3, [2, 3, 4], [2, 3, 4])]
+)
+def test_older_checkpoints_go_when_a_newer_one_is_there(saved, keep_last, kept, can_resume):
+    checkpoints = saved(save_every=1, steps=4, keep_last=keep_last)
+    for step in range(1, 5):
+        checkpoints.save_if_due(step, PUBLISHER)
+    checkpoints.writer.wait()
+    folder = folder_of(checkpoints)
+    assert names(folder) == [f"step_{step}" for step in kept]
+    assert [path.name for path in checkpoints_in(folder)] == [f"step_{step}" for step in can_resume]
+    assert all((folder / name / "model.safetensors").exists() for name in names(folder))
+
+
+# How it ends
+
+
+@pytest.fixture
+def at_once():
+    """Handlers of both signals that end at once, as a run has before its first step."""
+
+    def end(number, frame):
+        raise Interrupted("at once", 128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_end_and_be_saved_and_then_ends_the_run(saved, at_once, number, capsys):
+    checkpoints = saved(steps=9)
+    what = rf"stopped by {number.name} after step 1, which is saved"
+    with pytest.raises(Interrupted, match=what) as ended, checkpoints:
+        signal.raise_signal(number)
+        assert f"{number.name}: saves and ends after this step" in capsys.readouterr().out
+        checkpoints.save_if_due(1, PUBLISHER)
+        raise AssertionError("went on")
+    assert ended.value.args[1] == 128 + number
+    assert newest_checkpoint(checkpoints.node.run.path).step == 1
+    with pytest.raises(Interrupted, match="at once"):
+        signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_and_the_end_of_another_node_end_the_run_at_once(saved, at_once, second):
+    checkpoints = saved(steps=9)
+    with pytest.raises(Interrupted, match="at once"), checkpoints:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(second)
+    checkpoints.node.watch.reason = "node 1 is gone"
+    checkpoints._asked_by = 0
+    with pytest.raises(Interrupted, match="at once"), checkpoints:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_in_the_last_step_lets_the_run_finish(saved, at_once):
+    checkpoints = saved(steps=1)
+    with checkpoints:
+        signal.raise_signal(signal.SIGTERM)
+        checkpoints.save_if_due(1, PUBLISHER)
+    assert newest_checkpoint(checkpoints.node.run.path).step == 1
+
+
+def test_a_run_stops_before_a_step_that_may_be_too_long_for_its_time(saved, monkeypatch):
+    elapsed = time.time() - module.psutil.Process().create_time()
+    checkpoints = saved(steps=9, stop_after_s=elapsed + 100)
+    what = r"--stop-after-s .+ nearly over, after step 3, which is saved"
+    with pytest.raises(Interrupted, match=what) as ended, checkpoints:
+        checkpoints.save_if_due(1, PUBLISHER)
+        checkpoints._longest_step_s = 40  # and a save as long, as none is known yet
+        checkpoints.save_if_due(2, PUBLISHER)
+        assert not folder_of(checkpoints).exists()
+        checkpoints.writer.longest_s = 65
+        checkpoints.save_if_due(3, PUBLISHER)
+    assert ended.value.args[1] == 75 and newest_checkpoint(checkpoints.node.run.path).step == 3
+
+
+def test_an_error_in_the_run_lets_what_is_being_written_come_to_its_end(saved):
+    checkpoints = saved(save_every=1, steps=9)
+    write = checkpoints.writer.weights.write
+    checkpoints.writer.weights.write = lambda *args: time.sleep(0.5) or write(*args)
+    with pytest.raises(RuntimeError, match="not finite"), checkpoints:
+        checkpoints.save_if_due(1, PUBLISHER)
+        raise RuntimeError("not finite")
+    assert newest_checkpoint(checkpoints.node.run.path).step == 1
+
+
+# Several ranks
+
+
+def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
+    """Two nodes of a rank each train on while they save; node 1 is asked to stop."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    peers = [Peer(node, "ab"[node]) for node in (0, 1)]
+    cluster = form_cluster(peers, rank, store, "gloo", datetime.timedelta(seconds=60))
+    if rank == 1:
+        dist.barrier()  # rank 0 makes the run's directory
+    node = make_node(Path(folder), model, cluster=cluster, save_every=1, steps=99)
+    if rank == 0:
+        dist.barrier()
+    policy = load(node.config)
+    checkpoints = Checkpoints(node, policy)
+    ended = ""
+    try:
+        with checkpoints:
+            for step in range(1, 100):
+                policy.train_step(distribute([random_sequences(4, seed=step)], 2, BUDGET)[rank], policy_version=12)
+                if rank == 1 and step == 4:
+                    signal.raise_signal(signal.SIGTERM)
+                checkpoints.save_if_due(step, PUBLISHER)
+    except Interrupted as error:
+        ended = str(error)
+    assert ended.startswith("stopped by SIGTERM after step 4, which is saved")
+    kept = weights(policy)
+    if rank == 0:
+        torch.save(kept, os.path.join(folder, "kept.pt"))
+    dist.destroy_process_group()
+
+
+def test_two_nodes_save_while_they_train_stop_together_and_one_goes_on(tmp_path, model, one_rank):
+    assert run_ranks(save_on_two_ranks, 2, str(tmp_path), model) == [0, 0]
+    found = newest_checkpoint(tmp_path / "one")
+    assert (found.step, found.num_nodes, found.probes) == (4, 2, [[[1, 2, 3]]] * 2)
+    assert found.records[1].keys() == {"events"} and found.records[0].keys() == {"metrics", "events", "samples"}
+    resumed = Checkpoints(make_node(tmp_path, model, resumed=found), load(Config(model=model, algo="reinforce")))
+    kept = torch.load(tmp_path / "kept.pt")
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in weights(resumed.policy).items())

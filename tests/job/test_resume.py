@@ -1,0 +1,246 @@
+"""What a run may go on with, and from: options, whole checkpoints, and records that are cut back."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.cluster import Cluster
+from config import Config
+from job.command_line import read_options
+from job.resume import MAY_CHANGE, find_checkpoint
+from records.manifest import (
+    MANIFEST,
+    PART,
+    checkpoints_in,
+    measured,
+    newest_checkpoint,
+    set_aside,
+    write_manifest,
+)
+from records.run_directory import RunDirectory
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+OTHER = {
+    "task": "gsm8k", "algo": "tis", "on_update": "resume", "stale_policy": "drop", "scheduling": "batch", "lr": "0.5",
+    "advantage": "rloo", "proximal": "loglinear", "loss_aggregation": "constant", "kl_estimator": "k1", "top_p": "0.5",
+    "algo_args": "clip_high=0.3", "weight_sync": "shm", "colocate": "sleep", "wandb": "offline", "model": "another",
+    "save_memory": "optimizer", "swarm_args": "verify_share=0.5", "listen": "127.0.0.1:1", "run_name": "another",
+    "runs_dir": "elsewhere", "data_path": "here", "gpu_memory_utilization": "0.5", "temperature": "0.5",
+}  # fmt: skip
+"""Values that are not the default's; numbers are made one larger, and switches turned."""
+
+
+def make_run(tmp_path, **options):
+    directory = RunDirectory(Config(runs_dir=str(tmp_path / "runs"), run_name="one", **options))
+    directory.close()
+    return directory.path
+
+
+def changed(field):
+    """The arguments that change an option, and the value that they give it."""
+    if isinstance(field.default, bool):
+        return [f"--{'no-' * field.default}{field.name}"]
+    return [f"--{field.name}", OTHER.get(field.name) or str((field.default or 0) + 1)]
+
+
+@pytest.mark.parametrize("field", [f for f in dataclasses.fields(Config) if f.name != "resume"], ids=lambda f: f.name)
+def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_elsewhere(tmp_path, field):
+    run = make_run(tmp_path)
+    arguments = ["--resume", str(run), *changed(field)]
+    if field.name in MAY_CHANGE:
+        config = read_options(arguments)
+        assert getattr(config, field.name) != field.default
+        assert dataclasses.replace(config, **{field.name: field.default}) == read_options(["--resume", str(run)])
+        return
+    with pytest.raises(ValueError, match=f"--{field.name.replace('_', '-')} .+ cannot change .+ has ") as caught:
+        read_options(arguments)
+    own = getattr(read_options(["--resume", str(run)]), field.name)
+    assert f"has {own};" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_option_that_may_change_is_one():
+    assert set(MAY_CHANGE) < {field.name for field in dataclasses.fields(Config)}
+
+
+def test_a_run_goes_on_with_its_own_options_where_it_is_now(tmp_path):
+    make_run(tmp_path, lr=0.25, algo_args=("clip_high=0.3",), steps=7)
+    moved = shutil.move(tmp_path / "runs" / "one", tmp_path / "two")
+    config = read_options(["--resume", str(moved), "--lr", "0.5", "--group-size", "8"])
+    assert (config.lr, config.algo_args, config.steps) == (0.5, ("clip_high=0.3",), 7)
+    assert Path(config.runs_dir, config.run_name) == tmp_path / "two" and config.resume == str(moved)
+
+
+def test_a_machine_may_not_become_less_late_than_what_is_sampled_already(tmp_path):
+    run = make_run(tmp_path, swarm_args=("refresh_lag=2",))
+    read_options(["--resume", str(run), "--swarm-args", "refresh_lag=2", "lease_s=5"])
+    with pytest.raises(ValueError, match=r"refresh_lag=0 cannot change .+ has 2"):
+        read_options(["--resume", str(run), "--swarm-args", "lease_s=5"])
+
+
+def test_where_no_run_is_or_one_of_other_code_one_line_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"--resume .+nothing: no run is there .+ give a run's directory, runs/NAME$"):
+        read_options(["--resume", str(tmp_path / "nothing")])
+    run = make_run(tmp_path)
+    made = json.loads((run / "run.json").read_text())
+    made["config"]["an_old_option"] = 1
+    (run / "run.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match="made by other code, which had an_old_option"):
+        read_options(["--resume", str(run)])
+
+
+# Checkpoints
+
+
+def make_checkpoint(run, step):
+    path = run / "checkpoints" / f"step_{step}"
+    (path / PART).mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights" * step)
+    (path / PART / "shard.safetensors").write_bytes(b"state" * 1000)
+    (path / PART / "node_0.msgpack").write_bytes(b"groups")
+    files = {str(f.relative_to(path)): measured(f) for f in path.rglob("*") if f.is_file()}
+    facts = {"step": step, "num_nodes": 1, "frozen_sha256": "", "probes": [[]], "records": [{}], "delayed": []}
+    write_manifest(path, files, **facts)
+    return path
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "shard.safetensors", "node_0.msgpack", MANIFEST])
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_gone_on_from(tmp_path, name, damage, capsys):
+    run = make_run(tmp_path)
+    older, newer = make_checkpoint(run, 9), make_checkpoint(run, 10)
+    assert newest_checkpoint(run).path == newer
+    (file,) = newer.rglob(name)
+    damage(file)
+    found = find_checkpoint(Config(resume=str(run), steps=11), Cluster())
+    assert (found.path, found.step) == (older, 9)
+    said = capsys.readouterr().out
+    assert said.startswith(f"warning: skipped checkpoint {newer}: ") and name in said and said.count("\n") == 1
+    (newer.parent / "step_12.tmp").mkdir()
+    (newer.parent / "step_3.old-77").mkdir()
+    set_aside(found)
+    assert [path.name.partition(".torn-")[0] for path in sorted(newer.parent.iterdir())] == ["step_10", "step_9"]
+    assert list(checkpoints_in(newer.parent)) == [older], "its step may be saved again"
+
+
+def test_where_no_checkpoint_is_whole_one_line_says_what_is_wrong_with_each(tmp_path):
+    run = make_run(tmp_path)
+    with pytest.raises(ValueError, match="no whole checkpoint is there; begin a new run"):
+        find_checkpoint(Config(resume=str(run)), Cluster())
+    (make_checkpoint(run, 3) / "model.safetensors").unlink()
+    cut(make_checkpoint(run, 6) / "model.safetensors")
+    what = r"step_6: model.safetensors has 41 bytes of 42; .+step_3: model.safetensors is missing; begin"
+    with pytest.raises(ValueError, match=what) as caught:
+        find_checkpoint(Config(resume=str(run)), Cluster())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_another_format_is_not_read(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    monkeypatch.setattr("records.manifest.FORMAT", 99)
+    make_checkpoint(run, 3)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="its format is 99, and this code reads 1"):
+        newest_checkpoint(run)
+
+
+@pytest.mark.parametrize("steps", [10, 4])
+def test_resume_past_the_target_ends_well_and_changes_nothing(tmp_path, capsys, steps):
+    run = make_run(tmp_path)
+    make_checkpoint(run, 10)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as ended:
+        find_checkpoint(Config(resume=str(run), steps=steps), Cluster())
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == (
+        f"finished already: {run} has made 10 steps of {steps}; to go on, raise --steps\n"
+    )
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_half_written_or_set_aside_is_no_checkpoint(tmp_path):
+    run = make_run(tmp_path)
+    make_checkpoint(run, 3)
+    for name in ("step_6.tmp", "step_6.torn-12", "step_1.old-12", "step_x"):
+        shutil.copytree(run / "checkpoints" / "step_3", run / "checkpoints" / name)
+    (run / "checkpoints" / "step_8").mkdir()
+    assert [path.name for path in checkpoints_in(run / "checkpoints")] == ["step_3"]
+
+
+# Records
+
+
+def lines(run, name):
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_records_go_on_in_the_same_files_from_where_they_were_at_the_checkpoint(tmp_path):
+    config = Config(runs_dir=str(tmp_path), run_name="one", steps=4)
+    run = RunDirectory(config, 2)
+    for step in (1, 2):
+        run.log_metrics({"step": step})
+        run.record("step", step=step)
+        run.log_sample(step=step)
+        if step == 1:
+            sizes = run.sizes()
+    run.close(RuntimeError("killed"))
+    changed = dataclasses.replace(config, resume=str(run.path), steps=9)
+    go_on = {"step": 1, "records": sizes, "skipped": []}
+    for _ in range(2):
+        run = RunDirectory(changed, 1, resumed=go_on)
+        assert run.last_metrics() == {"step": 1}
+        run.log_metrics({"step": 2, "again": True})
+        run.close()
+    assert lines(run.path, "metrics") == [{"step": 1}, {"step": 2, "again": True}]
+    assert lines(run.path, "samples") == [{"step": 1}]
+    assert [e["event"] for e in lines(run.path, "events")] == ["run_started", "step", "run_resumed", "run_ended"]
+    made = json.loads((run.path / "run.json").read_text())
+    assert (made["world_size"], made["config"]["steps"], made["config"]["resume"]) == (2, 9, None)
+    assert [(start["step"], start["world_size"]) for start in made["resumed"]] == [(1, 1), (1, 1)]
+
+
+def test_records_that_somebody_has_cut_shorter_go_on_after_their_last_whole_line(tmp_path):
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    run = RunDirectory(config)
+    run.record("one")
+    run.record("two")
+    sizes = run.sizes()
+    run.close()
+    os.truncate(run.path / "events.jsonl", sizes["events"] - 3)
+    run = RunDirectory(config, resumed={"step": 1, "records": sizes, "skipped": []})
+    run.close()
+    assert [e["event"] for e in lines(run.path, "events")] == ["run_started", "one", "run_resumed", "run_ended"]
+
+
+def test_a_node_that_was_not_there_before_gets_a_folder(tmp_path):
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    run = RunDirectory(config, node_folder="one/node_1", resumed={"step": 1, "records": {}, "skipped": []})
+    run.close()
+    assert [e["event"] for e in lines(run.path, "events")] == ["run_resumed", "run_ended"]
+
+
+def test_weights_and_biases_go_on_in_the_same_run(tmp_path):
+    config = Config(runs_dir=str(tmp_path), run_name="one", wandb="offline")
+    run = RunDirectory(config)
+    run.log_metrics({"step": 1})
+    go_on = {"step": 1, "records": run.sizes(), "skipped": []}
+    run.close()
+    run = RunDirectory(config, resumed=go_on)
+    run.log_metrics({"step": 2})
+    run.close()
+    ids = {re.match(r"offline-run-\w+-(\w+)", path.name)[1] for path in (run.path / "wandb").glob("offline-run-*")}
+    assert ids == {json.loads((run.path / "run.json").read_text())["wandb_id"]}

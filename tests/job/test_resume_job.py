@@ -1,0 +1,160 @@
+"""Whole runs, with sampling that follows from seeds in place of an engine, that end in every way and go on."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_job import ROOT, Job, assert_ledger_balances
+
+from records.batches import weights_sha256
+from records.manifest import newest_checkpoint
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+OPTIONS = {
+    "groups-per-step": 4, "group-size": 4, "max-response-tokens": 24, "eval-every": 4, "eval-problems": 8,
+    "save-every": 4, "timeout-s": 60, "run-name": "run",
+}  # fmt: skip
+OF_TIME = ("time/", "trainer_time/", "worker_time/", "rollout/", "eval/", "tokens/generated", "ledger/tokens_generated")
+OF_TIME += ("ledger/tokens_resident",)
+"""Metrics that depend on when something happened: times, rates, and what has come in until the line is written."""
+
+
+def start(folder: Path, *arguments: str, environment: dict[str, str] | None = None, **options) -> Job:
+    """Start a run in a folder, or, with --resume, have the one that is there go on."""
+    options = {} if arguments else OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
+    arguments = (*arguments, *(f"--{name}={value}" for name, value in options.items()))
+    arguments = (*arguments, f"--runs-dir={folder}")
+    output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
+    with open(output_path, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "tests/fake_job.py", *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            | (environment or {}),
+            start_new_session=True,
+        )
+    return Job(process, folder / "run", output_path)
+
+
+def go_on(job: Job, *arguments: str) -> Job:
+    return start(job.run_path.parent, f"--resume={job.run_path}", *arguments)
+
+
+def kill(job: Job) -> int:
+    """SIGKILL a run and all its processes, and give the number of its steps."""
+    processes = job.descendants()
+    os.killpg(job.process.pid, signal.SIGKILL)
+    for process in processes:
+        process.kill()
+    job.process.wait()
+    return job.num_steps()
+
+
+def has_saved(job: Job, num_checkpoints: int) -> bool:
+    return len(list((job.run_path / "checkpoints").glob("step_*/config.json"))) >= num_checkpoints
+
+
+def without_times(line: dict) -> dict:
+    return {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
+
+
+def evaluations(job: Job) -> dict[int, float]:
+    return {line["eval/policy_version"]: line["eval/accuracy"] for line in job.metrics() if "eval/accuracy" in line}
+
+
+def assert_every_group_is_consumed_once(job: Job, num_steps: int) -> None:
+    """All steps are in the records, in order; no group is in two of them, none was skipped, and the ledger agrees."""
+    steps, metrics = job.events("step"), job.metrics()
+    assert [event["step"] for event in steps] == [line["step"] for line in metrics] == list(range(1, num_steps + 1))
+    groups = [group for event in steps for group in event["groups"]]
+    assert len(groups) == len(set(groups)) == 4 * num_steps == metrics[-1]["ledger/groups_consumed"]
+    issued = len(groups) + metrics[-1]["ledger/groups_resident"]
+    assert metrics[-1]["ledger/groups_issued"] == issued and max(groups) < issued
+    assert_ledger_balances(metrics)
+
+
+def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_the_bit(tmp_path):
+    folders = [tmp_path / "unbroken", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    unbroken, job = (start(folder, steps=24, async_ratio=0) for folder in folders)
+    job.wait_until(lambda: has_saved(job, 1) and job.num_steps() >= 6)
+    num_steps = kill(job)
+    assert num_steps < 24, "it ended before it was killed"
+    job = go_on(job)
+    assert job.wait() == 0 == unbroken.wait(), job.output()[-3000:]
+    (resumed,) = job.events("run_resumed")
+    assert 4 <= resumed["step"] <= num_steps and resumed["step"] % 4 == 0
+    lines, expected = ([without_times(line) for line in run.metrics()] for run in (job, unbroken))
+    assert lines == expected and {"loss/grad_norm", "drift/k3"} < lines[0].keys()
+    assert evaluations(job) == evaluations(unbroken) and evaluations(job).keys() >= {0, 24}
+    for step in (20, 24):
+        folder = f"checkpoints/step_{step}"
+        assert weights_sha256(job.run_path / folder) == weights_sha256(unbroken.run_path / folder)
+    assert_every_group_is_consumed_once(job, 24)
+
+
+@pytest.mark.slow
+def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_every_group_once(tmp_path):
+    job = start(tmp_path, steps=60, async_ratio=1, keep_last=2)
+    job.wait_until(lambda: job.num_steps() >= 5)
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(60) == 128 + signal.SIGTERM
+    num_steps = job.num_steps()
+    assert f"stopped by SIGTERM after step {num_steps}, which is saved: --resume goes on" in job.output()
+    assert newest_checkpoint(job.run_path).step == num_steps
+    job = go_on(job)
+    job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
+    kill(job)
+    job = go_on(job, "--stop-after-s=1", "--steps=40")
+    assert job.wait(60) == 75 and "stopped by --stop-after-s 1, which is nearly over" in job.output()
+    assert newest_checkpoint(job.run_path).step == job.num_steps() > num_steps
+    job = go_on(job, "--stop-after-s=0")
+    assert job.wait(60) == 0, job.output()[-3000:]
+    assert_every_group_is_consumed_once(job, 40)
+    assert max(line["staleness/max"] for line in job.metrics()) <= 1
+    assert len(job.events("run_resumed")) == 3
+    made = json.loads((job.run_path / "run.json").read_text())
+    assert made["config"]["steps"] == 40 and len(made["resumed"]) == 3 and made["config"]["stop_after_s"] == 0
+    before = (job.run_path / "events.jsonl").read_bytes()
+    job = go_on(job)
+    assert job.wait(60) == 0 and "has made 40 steps of 40; to go on, raise --steps" in job.output()
+    assert (job.run_path / "events.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        {"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": i, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        for i in (0, 1)
+    ]
+    environments = [{k: str(v) for k, v in rank.items()} | {"MASTER_ADDR": "127.0.0.1"} for rank in ranks]
+    job, other = (start(tmp_path, environment=env, steps=40, async_ratio=1) for env in environments)
+    job.wait_until(lambda: job.num_steps() >= 6)
+    os.kill(other.process.pid, signal.SIGTERM)
+    assert 0 not in (other.wait(60), job.wait(60))
+    assert "after step" in other.output() and newest_checkpoint(job.run_path).step == job.num_steps()
+    before = [event for folder in (job.run_path, job.run_path / "node_1") for event in steps_in(folder)]
+    job = go_on(job, "--steps=24")
+    assert job.wait(60) == 0, job.output()[-3000:]
+    metrics, resumed = job.metrics(), job.events("run_resumed")[0]["step"]
+    assert [line["step"] for line in metrics] == list(range(1, 25)) and max(x["staleness/max"] for x in metrics) <= 1
+    after = [event for event in steps_in(job.run_path) if event["step"] > resumed]
+    groups = [group for event in before + after for group in event["groups"]]
+    assert len(groups) == len(set(groups)) == 4 * 24 == metrics[-1]["ledger/groups_consumed"]
+    assert_ledger_balances(metrics)
+
+
+def steps_in(folder: Path) -> list[dict]:
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "step"]

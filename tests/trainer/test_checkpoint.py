@@ -1,0 +1,167 @@
+"""The trainer's part of a checkpoint, by real gloo ranks: to the bit for as many ranks, and close for others."""
+
+import os
+import pathlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_policy import error_of, load, random_sequences, save_tiny_model
+
+from config import Config
+from trainer.batch import distribute
+from trainer.checkpoint import WeightWriter, copies_on_rank_0, make_stager, read_full_weights, write_shards
+from trainer.lora import named_base_parameters
+
+BUDGET, STEPS = 60, 5
+VARIANTS = {
+    "whole": {},
+    "lora": {"lora_rank": 1},  # one row: all ranks but one have nothing of lora_A
+    "offloaded": {"save_memory": ("optimizer",)},
+    "activations": {"save_memory": ("activations",)},
+    "two replicas": {"replicas": 2},
+    "minibatches": {"minibatches": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
+
+
+def make_config(model: str, **options) -> Config:
+    return Config(model=model, algo="reinforce", lr=0.01, warmup=8, max_tokens_per_microbatch=BUDGET, **options)
+
+
+def train(policy, steps, rank: int, num_ranks: int) -> list[dict]:
+    """Steps on batches that depend on the step alone; what each measured."""
+    measured = []
+    for step in steps:
+        updates = [random_sequences(6, seed=10 * step + i) for i in range(policy.config.minibatches)]
+        share = distribute(updates, num_ranks, BUDGET)[rank]
+        measured.append(policy.train_step(share, policy_version=12) | {"random": torch.rand(()).item()})
+    return measured
+
+
+def weights_of(policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+
+
+def rank_of(rank: int, folder: str, name: str, num_ranks: int) -> dist.ProcessGroup:
+    """Join the other ranks; returns a gloo group of its own."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    store = dist.FileStore(os.path.join(folder, f"store {name}"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    return dist.new_group(backend="gloo")
+
+
+def train_and_save(rank: int, folder: str, configs: dict[str, Config], num_ranks: int) -> None:
+    """For each config train on, having saved in the middle from copies made there; rank 0 keeps how it ended."""
+    group = rank_of(rank, folder, "save", num_ranks)
+    for name, config in configs.items():
+        policy = load(config)
+        train(policy, range(2), rank, num_ranks)
+        staged = make_stager(policy.device).stage(policy.state())
+        measured = train(policy, range(2, STEPS), rank, num_ranks)  # before it is written: copies do not change
+        part = os.path.join(folder, name, "resume")
+        write_shards(staged, part, group)
+        model, frozen = policy.module.model, {}
+        if config.lora_rank:
+            frozen = copies_on_rank_0((n, p.detach().full_tensor()) for n, p in named_base_parameters(model))
+        weights = weights_of(policy)
+        if rank == 0:
+            torch.save((measured, weights), os.path.join(folder, name, "unbroken.pt"))
+            people = os.path.join(folder, name, "people")
+            WeightWriter(model, config.model).write(*read_full_weights(part, frozen), people)
+    dist.destroy_process_group()
+
+
+def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks: int) -> None:
+    """Go on in new processes; rank 0 keeps how it began and ended."""
+    group = rank_of(rank, folder, f"load {num_ranks}", num_ranks)
+    for name, config in configs.items():
+        policy = load(config)
+        torch.manual_seed(77)
+        policy.restore(os.path.join(folder, name, "resume"), group)
+        began = weights_of(policy)
+        found = train(policy, range(2, STEPS), rank, num_ranks), weights_of(policy), began, policy.num_updates
+        if rank == 0:
+            torch.save(found, os.path.join(folder, name, f"resumed on {num_ranks}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("saved_by", "variants"), [(1, ["whole", "lora"]), (2, list(VARIANTS))])
+def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(tmp_path, model, saved_by, variants):
+    configs = {name: make_config(model, **VARIANTS[name]) for name in variants}
+    assert run_ranks(train_and_save, saved_by, str(tmp_path), configs, saved_by) == [0] * saved_by
+    for num_ranks in (1, 2, 4):
+        possible = {name: config for name, config in configs.items() if num_ranks % config.replicas == 0}
+        assert run_ranks(load_and_train, num_ranks, str(tmp_path), possible, num_ranks) == [0] * num_ranks
+        for name, config in possible.items():
+            assert_goes_on(tmp_path / name, config, num_ranks, is_equal=num_ranks == saved_by)
+
+
+def assert_goes_on(folder: pathlib.Path, config: Config, num_ranks: int, is_equal: bool) -> None:
+    """What was trained by so many ranks after the checkpoint is what the unbroken training made."""
+    unbroken, weights = torch.load(folder / "unbroken.pt")
+    measured, ended, began, num_updates = torch.load(folder / f"resumed on {num_ranks}.pt")
+    assert num_updates == STEPS * config.minibatches, "warm-up begins anew where what was restored is ignored"
+    for_people = load_file(folder / "people" / "model.safetensors")
+    assert began.keys() == for_people.keys() == weights.keys()
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in began.items()), "training moved nothing"
+    for name, tensor in began.items():
+        torch.testing.assert_close(for_people[name], tensor, rtol=1e-6, atol=1e-6)
+    if is_equal:
+        assert measured == unbroken
+        assert all(torch.equal(ended[name], tensor) for name, tensor in weights.items())
+    for ours, theirs in zip(measured, unbroken, strict=True):
+        assert ours["lr"] == theirs["lr"] and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_in_the_shards_is_pickled(tmp_path, model):
+    assert run_ranks(train_and_save, 2, str(tmp_path), {"one": make_config(model)}, 2) == [0, 0]
+    for path in (tmp_path / "one" / "resume").iterdir():
+        assert path.suffix == ".safetensors"
+        load_file(path)
+
+
+def load_another(rank: int, folder: str, config: Config) -> None:
+    group = rank_of(rank, folder, "another", 1)
+    pathlib.Path(folder, "error").write_text(
+        error_of(load(config).restore, os.path.join(folder, "one", "resume"), group)
+    )
+    dist.destroy_process_group()
+
+
+def test_shards_of_another_model_are_refused_by_name(tmp_path, model):
+    assert run_ranks(train_and_save, 1, str(tmp_path), {"one": make_config(model, lora_rank=2)}, 1) == [0]
+    assert run_ranks(load_another, 1, str(tmp_path), make_config(model, lora_rank=3)) == [0]
+    error = (tmp_path / "error").read_text()
+    assert error.startswith("ValueError: ") and "lora_A of (2, " in error and "the model's is (3, " in error
+
+
+def save_to_a_full_disk(rank: int, folder: str, config: Config) -> None:
+    import resource
+    import signal
+
+    group = rank_of(rank, folder, "full", 2)
+    policy = load(config)
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    error = error_of(write_shards, policy.state(), os.path.join(folder, "resume"), group)
+    pathlib.Path(folder, f"error {rank}").write_text(error) if rank == 0 else None
+    if rank == 1:
+        assert error.startswith("OSError: rank 1: ") and "File too large" in error
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_cannot_write_is_known_to_all_in_one_line(tmp_path, model):
+    assert run_ranks(save_to_a_full_disk, 2, str(tmp_path), make_config(model)) == [0, 0]
+    error = (tmp_path / "error 0").read_text()
+    assert error.startswith("OSError: rank 1: ") and "File too large" in error and "\n" not in error
