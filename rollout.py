@@ -6,16 +6,15 @@ nothing waits for a batch, unless a baseline asks for a barrier.
 """
 
 import asyncio
-import faulthandler
 import functools
 import os
-import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from setproctitle import setproctitle
 
@@ -48,6 +47,7 @@ from engine.episode import Episode
 from engine.in_flight import read_in_flight, settle
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
+from records.standstill import end_what_is_stopped, write_stacks_to
 
 
 class RolloutWorker:
@@ -265,11 +265,12 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
     `start(spec, connection)` is awaited and gives the worker, whose `serve()` is awaited then.
     """
+    end_what_is_stopped(spec.config.timeout_s / 2)  # before it loses the terminal, and knows no agent any more
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.setsid()  # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    write_stacks_to(Path(spec.log_path).with_name("stacks.txt"))
     exit_with_parent()
     keep_freed_memory()
     setproctitle(f"rollout {spec.placement.worker}")

@@ -43,6 +43,7 @@ def train_on(node: "Node", log: "StepLog") -> None:
     from job.checkpoints import Checkpoints
     from job.publisher import Publisher
     from trainer import batch
+    from trainer.guards import keep_what_fails
     from trainer.policy import load_policy
 
     config = node.config
@@ -56,7 +57,8 @@ def train_on(node: "Node", log: "StepLog") -> None:
             groups = node.take_batch(step)
             publisher.verify(step)
             updates = batch.deal(groups, step, policy, node.cluster)
-            stats = policy.train_step(updates, policy_version=step - 1)
+            with keep_what_fails(policy, node.cluster, node.run and node.run.path, step, groups):
+                stats = policy.train_step(updates, policy_version=step - 1)
             publisher.publish(step, groups)
             log.write(step, groups, stats)
             checkpoints.save_if_due(step, publisher)

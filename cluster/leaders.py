@@ -1,8 +1,6 @@
 """How leaders of nodes talk to each other: over gloo, apart from the trainer's process group."""
 
 import datetime
-import faulthandler
-import functools
 import pickle
 import queue
 import threading
@@ -11,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from cluster.processes import dump_own_stacks
 
 
 class Leaders:
@@ -23,7 +23,7 @@ class Leaders:
     def __init__(self, store: dist.Store, node: int, num_nodes: int, timeout: datetime.timedelta):
         """Connect; collective over leaders."""
         self.num_nodes, self.timeout_s = num_nodes, timeout.total_seconds()
-        self.dump_stacks: Callable[[], None] = functools.partial(faulthandler.dump_traceback, all_threads=True)
+        self.dump_stacks: Callable[[], str] = dump_own_stacks
         """Called when a wait takes too long."""
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), node, num_nodes, timeout)
 
@@ -59,8 +59,7 @@ class Leaders:
             return
         if "timed out" not in str(error).lower():
             raise error
-        self.dump_stacks()
         raise RuntimeError(
             f"waited {self.timeout_s:g} s for all other nodes; if a step or a checkpoint only takes that long, raise "
-            "--timeout-s, of which this is twice"
+            f"--timeout-s, of which this is twice; {self.dump_stacks()}"
         ) from error

@@ -7,8 +7,6 @@ at their next collective; and in one of NCCL's, when its timeout ends.
 
 import contextlib
 import datetime
-import faulthandler
-import functools
 import os
 import re
 import signal
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.cluster import Cluster
+from cluster.processes import dump_own_stacks
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
 LONGEST_RUN = datetime.timedelta(days=365)
@@ -39,7 +38,7 @@ class NodeWatch:
     def __init__(self, cluster: Cluster, name: str = "watch"):
         """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store."""
         self.cluster = cluster
-        self.dump_stacks: Callable[[], None] = functools.partial(faulthandler.dump_traceback, all_threads=True)
+        self.dump_stacks: Callable[[], str] = dump_own_stacks
         """Called if a node is lost."""
         self.reason: str | None = None
         """Why the first node to end did so, where it was no good end."""
@@ -70,6 +69,8 @@ class NodeWatch:
 
         No signal comes from here any more.
         """
+        if isinstance(error, RuntimeError) and "timed out" in str(error).lower():  # a collective of torch's
+            error = RuntimeError(f"{error}; {self.dump_stacks()}")
         deadline = time.monotonic() + NOTICE_S
         while isinstance(error, RuntimeError) and self._threads and not self.reason and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -110,7 +111,7 @@ class NodeWatch:
                 return
             self.reason = reason
             if lost:
-                self.dump_stacks()
+                self.reason = f"{reason}; {self.dump_stacks()}"
             if not self._is_ending:
                 os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_S)

@@ -1,4 +1,4 @@
-"""Small facts about processes that several of ours need: dying with the parent, and dumping stacks."""
+"""Small facts about processes that several of ours need: dying with the parent, or all together, and memory."""
 
 import contextlib
 import ctypes
@@ -19,6 +19,7 @@ KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
 """Freed memory that malloc keeps at the top of its heap; largest piece that it takes from there, the most it allows."""
 # torchrun's variables would make a child believe that it is a trainer rank.
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
+RUN_ID = "TORCHELASTIC_RUN_ID"
 TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -115,37 +116,14 @@ def _session_members(pid: int) -> list[psutil.Process]:
     return members
 
 
-def dump_stacks(pid: int) -> None:
-    """Ask a process and its descendants for a dump of their Python stacks, on each one's stderr.
-
-    Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others. This process dumps
-    its own stacks while it holds the interpreter's lock: a signal's handler would walk frames that may be changing.
-    """
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for member in [process, *process.children(recursive=True)]:
-            if member.pid == os.getpid():
-                faulthandler.dump_traceback(all_threads=True)
-            elif _handles_sigusr1(member.pid):
-                os.kill(member.pid, signal.SIGUSR1)
-
-
-def dump_trainer_stacks() -> None:
-    """Have all trainer ranks of this node write their stacks to stderr: this one, and torchrun's others."""
-    dump_stacks(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+def dump_own_stacks() -> str:
+    """Dump this process's Python stacks, where nothing better is known. Returns, for an error line, where they are."""
+    faulthandler.dump_traceback(all_threads=True)
+    return "its stacks are above"
 
 
 def has_lost_a_rank(num_ranks: int) -> bool:
     """Whether fewer than torchrun's `num_ranks` ranks of this node are alive; it then ends the others by SIGTERM."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if RUN_ID not in os.environ:
         return False
     return sum(map(_has_not_ended, psutil.Process(os.getppid()).children())) < num_ranks
-
-
-def _handles_sigusr1(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            caught = next(line for line in status if line.startswith("SigCgt:"))
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from cluster.placement import WorkerSpec
-from cluster.processes import dump_stacks, kill_session
+from cluster.processes import kill_session
 
 LOG_LINES_SHOWN = 15
 JOIN_TIMEOUT_S = 10.0
@@ -80,10 +80,6 @@ class WorkerProcess:
         self.process.join(timeout=timeout_s)
         kill_session(self.process.pid)
         self.process.join()
-
-    def dump_stacks(self) -> None:
-        """Have the process and its children write their stacks to the log."""
-        dump_stacks(self.process.pid)
 
     def death_report(self) -> str:
         """Who died and how, then the first error and the last lines of the log."""

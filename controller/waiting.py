@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from controller.announcements import Announcements
 from controller.workers import Workers
+from records.standstill import dump_stacks
 
 
 class Changes(threading.Condition):
@@ -25,8 +26,9 @@ class Changes(threading.Condition):
     def wait_until(self, done: Callable[[], Any], what: str, can_come: Callable[[], bool] = lambda: True) -> Any:
         """Wait until `done()`, which is asked after every change, and return what it gives; the caller holds the lock.
 
-        The start of a worker, or its coming, has a timeout of its own and does not count. Raises what went wrong in the
-        background, RuntimeError after the timeout, and without it once `can_come()` says that the wait is in vain.
+        The start of a worker, or its coming, has a timeout of its own; this one begins anew when it is there. Raises
+        what went wrong in the background, RuntimeError after the timeout, and without it once `can_come()` says that
+        the wait is in vain.
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
@@ -39,7 +41,9 @@ class Changes(threading.Condition):
                     f"{what} can never come: nothing runs, and nothing may start before the next weights are "
                     f"published; state: {self.describe()}"
                 )
-            if time.monotonic() > deadline and not self.workers.are_coming:
+            if self.workers.are_coming:
+                deadline = time.monotonic() + self.timeout_s
+            elif time.monotonic() > deadline:
                 self._raise_with_stacks(f"waited {self.timeout_s:.0f} s for {what}")
 
     def _check(self) -> None:
@@ -50,6 +54,4 @@ class Changes(threading.Condition):
             self._raise_with_stacks(str(error))
 
     def _raise_with_stacks(self, what: str) -> NoReturn:
-        self.workers.dump_stacks()
-        logs = "stacks of the workers are in their logs, worker_*.log"
-        raise RuntimeError(f"{what}; {logs}; state: {self.describe()}") from None
+        raise RuntimeError(f"{what}; {dump_stacks()}; state: {self.describe()}") from None

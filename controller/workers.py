@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.placement import Placement, WorkerSpec
-from cluster.processes import dump_trainer_stacks, kill_session
+from cluster.processes import kill_session
 from cluster.worker_process import WorkerProcess
 from config import Config
 from data.messages import Cut, Fetch, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from data.records import Ticket
+from records.standstill import dump_stacks
 from weights.transport import Announcement
 
 MAX_RESTARTS = 3
@@ -295,18 +296,10 @@ class Workers:
             )
         for worker in self.starting:
             if time.monotonic() > worker.process.started_at + self.config.timeout_s:
-                self.dump_stacks()
                 raise WorkerDied(
                     f"rollout worker {worker.index} was not ready {self.config.timeout_s:.0f} s after its "
-                    f"start (--timeout-s): {worker.process.death_report()}"
+                    f"start (--timeout-s); {dump_stacks()}: {worker.process.death_report()}"
                 )
-
-    def dump_stacks(self) -> None:
-        """Have every process of the run write its Python stacks: workers to their logs, trainer ranks to stderr."""
-        dump_trainer_stacks()
-        for worker in self:
-            worker.process.dump_stacks()
-        time.sleep(1.0)  # the dumps are written by the other processes' signal handlers
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.placement import WorkerSpec
+from cluster.placement import WorkerSpec, available_cores
 from data.conversation import Conversation
 from data.environments import make_environment
 from data.models import stop_token_ids
 from data.records import Ticket
-from engine.reward_pool import RewardError, RewardPool, brief, one_line
+from engine.reward_pool import RewardError, RewardPool
+from engine.reward_process import brief, one_line
 
 _MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
 
@@ -198,8 +199,8 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     config = spec.config
     if config.is_multi_turn:
         return EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
-    title = f"rewards {spec.placement.worker}"
-    return SingleTurns(tokenizer, RewardPool(config.task, config.env_timeout_s, title=title))
+    title, num_processes = f"rewards {spec.placement.worker}", max(4, min(16, available_cores() // 2))
+    return SingleTurns(tokenizer, RewardPool(config.task, config.env_timeout_s, num_processes, title=title))
 
 
 def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:

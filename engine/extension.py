@@ -4,9 +4,7 @@ Importing registers the `shm` weight-transfer engine, ends the engine when its p
 stacks. Imports vllm at the top, so only an engine process may import this module.
 """
 
-import faulthandler
 import logging
-import signal
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +17,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from cluster.processes import exit_with_parent
+from records.standstill import write_stacks_to
 from weights.shm import NO_CHECKSUM, open_shared_buffer
 from weights.transport import ParameterSpec
 
@@ -106,5 +105,5 @@ class EngineExtension:
 # It warns at every update of each layer that has nothing to load; receive_weights checks that nothing is missing.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine("shm", ShmWeightTransferEngine)
-faulthandler.register(signal.SIGUSR1, all_threads=True)
+write_stacks_to()
 exit_with_parent()

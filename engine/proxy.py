@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 
 from cluster.placement import WorkerSpec
-from cluster.processes import dump_stacks
 from config import Config
 from data.messages import SampledTokens
 from engine import vllm_setup
 from engine.completion import Completion, Request, read_completion
+from records.standstill import dump_stacks
 from records.time_ledger import Activity
 
 ABORT_AGAIN_S = 0.02

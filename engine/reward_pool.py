@@ -1,32 +1,36 @@
-"""A pool of killable processes that score responses.
+"""A pool of processes that score responses, each of which can be killed alone and is replaced within milliseconds.
 
-They import no torch, and a response whose reward fails is reported alone: the other responses keep theirs.
+Every process has a socket of its own and a thread here that waits for it. So one that hangs, dies or is stopped costs
+the response that it scores, and keeps only one thread waiting; the others go on. What runs there, and what it is kept
+from, is in reward_process.py. They send JSON and nothing else, as a hostile one could send anything.
 """
 
 import asyncio
-import importlib
+import collections
+import contextlib
+import json
 import math
-import reprlib
+import os
+import signal
+import socket
 import sys
 import threading
-import traceback
 import types
+from collections.abc import Iterator
 from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.util import Finalize
 
-from pebble import ProcessExpired, ProcessPool
-from setproctitle import setproctitle
-
-from cluster.processes import exit_with_parent
 from data.rewards import ScoreFunction, score
+from engine.reward_process import READY, run_template
 
 _MAX_BATCH = 64
-"""Responses sent at once; all of them wait for the slowest, and are scored again if one hangs."""
+"""Responses sent at once: scoring a short one takes less time than sending it."""
 _MAX_START_S = 60.0
-"""Longest start of a reward process, imports included; they compete with vLLM's for the CPU."""
-_MAX_REASON = 500  # characters: an error message may quote a whole response
+"""Longest start of the template, imports included; they compete with vLLM's for the CPU."""
+_MAX_FORK_S = 5.0
+"""Longest wait for a process forked from it: it has all imports and copies nothing."""
+_MAX_REPLY = 1 << 16  # bytes: a message of 500 characters is far below
 _MAIN_LOCK = threading.Lock()
 
 
@@ -34,122 +38,147 @@ class RewardError(Exception):
     """The reward of one response raised, hung, died or was no number; the message is one line."""
 
 
-class RewardPool:
-    """Scores responses in processes that can be killed; used from one asyncio loop.
+@dataclass(eq=False)
+class _Item:
+    answer: str
+    response: str
+    reward: Future = field(default_factory=Future)
+    died: bool = False
+    """Whether a process died with it. That may have been killed by somebody else, so it is scored once more."""
 
-    Calls made while all processes are busy, or in one tick of the loop, travel together: one message costs as much as
-    scoring hundreds of short responses.
-    """
+
+class RewardPool:
+    """Scores responses in processes that can be killed."""
 
     def __init__(
         self,
         task: str,
         timeout_s: float,
-        num_processes: int = 1,
+        num_processes: int = 4,
         score_function: ScoreFunction = score,
         title: str = "rewards",
     ) -> None:
         """`title`: what the processes are called by ps."""
         if score_function.__module__ == "__main__":
             raise ValueError("score_function must live in a module that reward processes can import, not in __main__")
-        self._task, self._title = task, title
-        self._timeout_s = timeout_s
-        self._num_processes = num_processes
-        self._score_function = score_function
-        self._slots = asyncio.Semaphore(num_processes)
-        self._open: _Batch | None = None
+        self._timeout_s, self._num_processes = timeout_s, num_processes
+        self._template = _Template(score_function, task, title)
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[_Item] = collections.deque()
         self._closed = False
-        self._start()
+        for _ in range(num_processes):
+            threading.Thread(target=self._score_waiting, name=title, daemon=True).start()
 
     async def score(self, answer: str, response: str) -> float:
         """Reward of one response; `timeout_s` bounds its scoring, not the time it waits for its turn.
 
         Raises RewardError if the reward raises, hangs, kills its process, or is not a finite number.
         """
-        if self._closed:
-            raise RuntimeError("the reward pool is closed")
-        if self._open is None or len(self._open.items) == _MAX_BATCH:
-            self._open = _Batch()
-            self._open.outcomes = asyncio.create_task(self._score_when_free(self._open))
-        batch = self._open
-        batch.items.append((answer, response))
-        position = len(batch.items) - 1
-        outcomes = await asyncio.shield(batch.outcomes)  # one cancelled caller must not cancel the others
-        if isinstance(outcomes[position], str):
-            raise RewardError(outcomes[position])
-        return outcomes[position]
+        return await asyncio.wrap_future(self.begin(answer, response))
 
     def begin(self, answer: str, response: str) -> Future:
-        """Begin to score one response, outside of any event loop: the future of a list with its reward, or with one
-        line that says why there is none. It fails if scoring hangs or dies; after close it may never end."""
-        arguments = (self._score_function, self._task, [(answer, response)])
-        return self._running_pool().schedule(_score_items, arguments, timeout=self._timeout_s)
+        """Begin to score one response, outside of any event loop: the future of what `score` gives or raises; after
+        close it may never end."""
+        item = _Item(answer, response)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            self._waiting.append(item)
+            self._changed.notify()
+        return item.reward
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
-        self._closed = True
-        self._stop()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._template.close()
 
-    async def _score_when_free(self, batch: "_Batch") -> list[float | str]:
-        async with self._slots:
-            if self._open is batch:
-                self._open = None
+    def _take(self) -> collections.deque[_Item]:
+        """Wait for responses and take this thread's share of them; none when the pool is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            share = min(_MAX_BATCH, -(-len(self._waiting) // self._num_processes))
+            return collections.deque(() if self._closed else [self._waiting.popleft() for _ in range(share)])
+
+    def _put_back(self, items: collections.deque[_Item]) -> None:
+        with self._changed:
+            self._waiting.extendleft(reversed(items))
+            self._changed.notify_all()
+
+    def _score_waiting(self) -> None:
+        """Have one process score what waits, and replace it when it fails; runs in a thread."""
+        scorer, dead = None, 0
+        while items := self._take():
             try:
-                return await self._send(batch.items)
-            except RewardError as error:
-                if len(batch.items) == 1:
-                    return [str(error)]
-            return [await self._send_alone(item) for item in batch.items]
+                scorer = scorer or self._template.fork(dead)
+                self._score(scorer, items)
+            except (OSError, EOFError, ValueError, RecursionError) as error:  # the last two by hostile JSON
+                self._on_failure(items, None if scorer is None else error)
+                dead, scorer = (scorer.kill(), None) if scorer else (0, None)
+            if items:
+                self._put_back(items)
+        if scorer is not None:
+            scorer.kill()
 
-    async def _send_alone(self, item: tuple[str, str]) -> float | str:
-        try:
-            return (await self._send([item]))[0]
-        except RewardError as error:
-            return str(error)
+    def _score(self, scorer: "_Scorer", items: collections.deque[_Item]) -> None:
+        """Settle items one after the other; those that are left when an error ends it are not scored."""
+        for outcome in scorer.outcomes(list(items), self._timeout_s):
+            _settle(items.popleft(), outcome)
 
-    async def _send(self, items: list[tuple[str, str]]) -> list[float | str]:
-        """One outcome per item. Raises RewardError if the whole message timed out or its process died."""
-        arguments = (self._score_function, self._task, items)
-        reply = asyncio.wrap_future(self._running_pool().schedule(_score_items, arguments, timeout=self._timeout_s))
-        limit_s = self._timeout_s + _MAX_START_S
-        done, _ = await asyncio.wait([reply], timeout=limit_s)
-        if not done:  # pebble lost it: a process died while it held the lock of their pipe
-            self._stop()
-            raise RewardError(f"no word from its process for {limit_s:g} s")
-        try:
-            return reply.result()
-        except TimeoutError:
-            raise RewardError(f"timed out after {self._timeout_s:g} s") from None
-        except ProcessExpired as error:
-            raise RewardError(f"its process died with exit code {error.exitcode}") from None
-        except BrokenProcessPool:
-            raise RewardError("its process died") from None
-
-    def _running_pool(self) -> ProcessPool:
-        """The pool, started again if pebble gave it up, as it does when a process dies between two messages."""
-        if not self._pool.active and not self._closed:
-            self._stop()
-            self._start()
-        return self._pool
-
-    def _start(self) -> None:
-        self._pool = ProcessPool(
-            max_workers=self._num_processes,
-            initializer=_start_process,
-            initargs=(self._task, self._title),
-            context=_Context(),
-        )
-        self._pool.schedule(_do_nothing)  # pebble starts processes at the first message
-        # A process that ends by an exception waits for its children: unless they are stopped first, for ever.
-        self._stop = Finalize(None, _stop_pool, args=(self._pool,), exitpriority=100)
+    def _on_failure(self, items: collections.deque[_Item], error: Exception | None) -> None:
+        """Say of the item that was scored why it has no reward, unless it is worth another try."""
+        if error is None:
+            _settle(items.popleft(), "its process cannot be started; the log of its worker says why")
+        elif isinstance(error, TimeoutError):
+            _settle(items.popleft(), f"timed out after {self._timeout_s:g} s")
+        elif items[0].died:
+            _settle(items.popleft(), "its process died")
+        else:
+            items[0].died = True
 
 
-class _Batch:
-    """Responses that travel together."""
+def _settle(item: _Item, outcome: float | str) -> None:
+    if not item.reward.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, str):
+        item.reward.set_exception(RewardError(outcome))
+    else:
+        item.reward.set_result(outcome)
 
-    def __init__(self) -> None:
-        self.items: list[tuple[str, str]] = []
-        self.outcomes: asyncio.Task[list[float | str]]
+
+class _Scorer:
+    """One process that scores, seen from here."""
+
+    def __init__(self, pid: int, connection: socket.socket):
+        self._pid, self._connection = pid, connection
+        self._replies = connection.makefile("rb")
+
+    def outcomes(self, items: list[_Item], timeout_s: float) -> Iterator[float | str]:
+        """The reward of each item in turn, or one line that says why there is none.
+
+        Raises TimeoutError if one takes too long, and OSError, EOFError, ValueError or RecursionError if the process
+        dies or says what it should not.
+        """
+        self._connection.settimeout(timeout_s)
+        request = json.dumps([timeout_s, [[item.answer, item.response] for item in items]])
+        self._connection.sendall(request.encode() + b"\n")
+        for _ in items:
+            line = self._replies.readline(_MAX_REPLY)
+            if not line.endswith(b"\n"):
+                raise EOFError
+            outcome = json.loads(line)
+            if not isinstance(outcome, str) and not (type(outcome) is float and math.isfinite(outcome)):
+                raise ValueError(f"a reward process sent {line[:100]!r}")
+            yield outcome
+
+    def kill(self) -> int:
+        """End the process and what it has started. Returns its pid, which nobody has before it is reaped."""
+        for kill in (os.killpg, os.kill):  # it is no group before it has made itself one
+            with contextlib.suppress(ProcessLookupError):
+                kill(self._pid, signal.SIGKILL)
+        self._connection.close()
+        return self._pid
 
 
 class _Process(SpawnProcess):
@@ -171,45 +200,60 @@ class _Context(SpawnContext):
     Process = _Process
 
 
-def _stop_pool(pool: ProcessPool) -> None:
-    pool.stop()
-    pool.join()
+class _Template:
+    """The process from which scorers are forked; it never sees a response. Safe to use from several threads."""
 
+    def __init__(self, *arguments):
+        """`arguments` are those of run_template after the socket."""
+        self._arguments, self._lock, self._closed = arguments, threading.Lock(), False
+        self._start()
 
-def _start_process(task: str, title: str) -> None:
-    """Runs first in a reward process: slow imports must not eat the time of the first response."""
-    exit_with_parent()
-    setproctitle(title)
-    if task == "gsm8k":
-        importlib.import_module("math_verify")
-    elif task.startswith("reasoning_gym:"):
-        importlib.import_module("reasoning_gym")
+    def fork(self, dead: int) -> _Scorer:
+        """A new process, in place of the one that was killed, or 0; the template itself is replaced if need be.
 
+        Raises OSError if it cannot be started.
+        """
+        with self._lock:
+            try:
+                return self._fork(dead)
+            except OSError:  # it was killed, or stands still
+                self._end()
+                self._start()
+                return self._fork(0)
 
-def _do_nothing() -> None:
-    pass
+    def _start(self) -> None:
+        if self._closed:
+            raise ConnectionAbortedError("the reward pool is closed")
+        self._control, theirs = socket.socketpair()
+        # Python ends daemon processes when it ends; others it would wait for.
+        self._process = _Context().Process(target=run_template, args=(theirs, *self._arguments), daemon=True)
+        with theirs:
+            self._process.start()
+        self._is_ready = False
 
+    def _fork(self, dead: int) -> _Scorer:
+        if not self._is_ready:
+            self._control.settimeout(_MAX_START_S)
+            self._is_ready = self._ask(len(READY)) == READY
+        self._control.settimeout(_MAX_FORK_S)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"%d" % dead], [theirs.fileno()])
+        return _Scorer(int(self._ask(64)), ours)
 
-def _score_items(score_function: ScoreFunction, task: str, items: list[tuple[str, str]]) -> list[float | str]:
-    """Runs in a reward process: one reward per item, or one line that says why there is none."""
-    return [_score_item(score_function, task, answer, response) for answer, response in items]
+    def _ask(self, num_bytes: int) -> bytes:
+        if not (reply := self._control.recv(num_bytes)):
+            raise ConnectionResetError("the template has ended")
+        return reply
 
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._control.close()
 
-def _score_item(score_function: ScoreFunction, task: str, answer: str, response: str) -> float | str:
-    try:
-        reward = score_function(task, answer, response)
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            return f"the reward is {brief(reward)}, not a finite number"
-        return float(reward)
-    except BaseException as error:  # foreign code may raise anything, and all of it becomes a RewardError
-        return one_line(error)
-
-
-def one_line(error: BaseException) -> str:
-    """Type and message of what foreign code raised, on one line, even where its `__str__` raises too."""
-    return " ".join("".join(traceback.format_exception_only(error))[:_MAX_REASON].split())
-
-
-def brief(value: object) -> str:
-    """What foreign code returned, in a few words on one line."""
-    return " ".join(reprlib.repr(value).split())
+    def close(self) -> None:
+        """End the template, and with it all scorers."""
+        self._closed = True
+        self._process.kill()  # whoever waits for it sees its end
+        with self._lock:
+            self._end()

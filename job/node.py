@@ -3,9 +3,7 @@
 Each of several nodes has all of this for itself: its share of the prompts, and workers that only it talks to.
 """
 
-import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +20,7 @@ from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
-from cluster.processes import dump_trainer_stacks, exit_with_parent, ignore_signals, keep_freed_memory
+from cluster.processes import exit_with_parent, ignore_signals, keep_freed_memory
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
@@ -37,6 +35,7 @@ from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
 from records.manifest import Checkpoint
 from records.run_directory import RunDirectory
+from records.standstill import dump_stacks, end_what_is_stopped, write_stacks_to
 from records.time_ledger import TrainerClock
 
 if TYPE_CHECKING:
@@ -117,11 +116,6 @@ class Start:
         fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, probe
         return Node(*fields, **of_leader, watch=self.watch, resumed=self.resumed, on_end=self.on_end)
 
-    def dump_stacks_by(self, dump_stacks: Callable[[], None]) -> None:
-        """Say how stacks are dumped where a wait for another node takes too long, or one is lost."""
-        for waiting in filter(None, (self.watch, self.cluster.leaders)):
-            waiting.dump_stacks = dump_stacks
-
 
 @contextmanager
 def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None) -> Iterator[Node]:
@@ -133,7 +127,8 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     """
     config.checked()
     hyperparameters(config.algo, config.algo_args)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    write_stacks_to()
+    end_what_is_stopped(config.timeout_s / 2)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
     keep_freed_memory()
@@ -147,9 +142,11 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
         start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
-        start.dump_stacks_by(dump_trainer_stacks)
+        for waiting in filter(None, (watch, cluster.leaders)):
+            waiting.dump_stacks = dump_stacks
         node = (lead or start_rollout)(start) if cluster.is_leader else None
-        model_path = cluster.broadcast_on_node(node and node.model_path)
+        model_path, stacks = cluster.broadcast_on_node(node and (node.model_path, node.run.path / "stacks.txt"))
+        write_stacks_to(stacks)
         yield node or start.make_node(model_path)
         watch.finish()
     except Exception as error:
@@ -184,10 +181,10 @@ def start_rollout(start: Start) -> Node:
     restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
     run = _open_records(start, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
+    write_stacks_to(run.path / "stacks.txt")
     workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
     controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes, restored)
     start.on_end.callback(controller.stop)
-    start.dump_stacks_by(workers.dump_stacks)
     swarm = None
     if config.listen is not None:
         from job.swarm import listen  # and with it what only a swarm needs

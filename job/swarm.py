@@ -105,9 +105,6 @@ class RemoteProcess:
     def stop(self, timeout_s: float) -> None:
         """Nothing: it was told, and nobody waits for another machine."""
 
-    def dump_stacks(self) -> None:
-        """Nothing: its stacks are its machine's."""
-
     def death_report(self) -> str:
         """Who it is."""
         return f"{self.name} has left"

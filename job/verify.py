@@ -113,10 +113,10 @@ class Verifier:
             if not scoring.done():
                 self._scoring.append((t, scoring))
                 continue
-            failed = scoring.cancelled() or scoring.exception() is not None or isinstance(scoring.result()[0], str)
+            failed = scoring.cancelled() or scoring.exception() is not None
             self.counts.update(["rewards_unverified" if failed else "rewards_verified"])
-            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING:
-                yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}"
+            if not failed and abs(scoring.result() - t.reward) > REWARD_ROUNDING:
+                yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result():g}, not {t.reward:g}"
 
     def metrics(self) -> dict[str, float]:
         """`swarm/*` of what was checked since the start, on a leader."""

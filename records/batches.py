@@ -43,7 +43,7 @@ def write_batch(path: Path, step: int, groups: list[Group]) -> None:
             arrays[name] = np.array(values, dtype=_NUMBERS[kind])
         else:
             header[name] = values
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_bytes(save(arrays, {"batch": json.dumps(header)}))
     os.replace(partial, path)

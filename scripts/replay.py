@@ -58,7 +58,9 @@ class Recording:
     weights_sha256: str
     """Fingerprint of the weights that it began with."""
     num_steps: int
-    """Steps whose batches are there; fewer than config.steps if the run was interrupted."""
+    """Last step whose batch is there; below config.steps if the run was interrupted."""
+    first_step: int = 1
+    """Above 1 where only the step is there that ended a run, with the weights before it."""
 
     @classmethod
     def open(cls, path: Path) -> "Recording":
@@ -77,11 +79,12 @@ class Recording:
                 f"{path} was recorded by another version of this code, with {', '.join(unknown)}; its commit is "
                 f"{header['git_commit']}"
             )
-        num_steps = len(list((path / "batches").glob("step_*.safetensors")))
-        for batch in (batch_path(path, step) for step in range(1, max(1, num_steps) + 1)):
+        first = header.get("first_step", 1)
+        num_steps = first - 1 + len(list((path / "batches").glob("step_*.safetensors")))
+        for batch in (batch_path(path, step) for step in range(first, max(first, num_steps) + 1)):
             if not batch.exists():
                 raise ValueError(f"{batch} is missing: a replay needs every batch from the first on")
-        return cls(path, Config.from_dict(header["config"]), header["weights_sha256"], num_steps)
+        return cls(path, Config.from_dict(header["config"]), header["weights_sha256"], num_steps, first)
 
     def check_weights(self, model: str, model_path: str) -> None:
         """Raise ValueError if the folder's weights are not those that the run began with."""
@@ -185,7 +188,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     config, clock = node.config, node.clock
     clock.enter("other")
     clock.next_step()
-    for step in range(1, config.steps + 1):
+    for step in range(recording.first_step, config.steps + 1):
         clock.enter("wait")
         groups = read_batch(batch_path(recording.path, step), step) if node.cluster.is_leader else None
         updates = batch.deal(groups, step, policy, node.cluster)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trainer import lora
@@ -39,7 +40,9 @@ class WeightWriter:
     def __init__(self, model: PreTrainedModel, base_path: str):
         """Read what goes with each checkpoint of a model; the tokenizer is that of the folder `base_path`."""
         with torch.device("meta"):  # its own, as FSDP exchanges the parameters of the trained one while it computes
-            self._skeleton = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+            self._skeleton = AutoModelForCausalLM.from_config(
+                model.config, dtype=torch.float32, trust_remote_code=False
+            )
         self.base_path = base_path
         with tempfile.TemporaryDirectory() as folder:
             AutoTokenizer.from_pretrained(base_path, trust_remote_code=False).save_pretrained(folder)
@@ -102,6 +105,14 @@ def check_space(num_bytes: int, folder: str, what: str = "float32 weights") -> N
 
 
 # Shards to go on from
+
+
+def check_finite(state: StagedState) -> None:
+    """Raise OSError if anything in it is infinite or no number, as no run can go on from that."""
+    for name, tensor in state.items():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if own.is_floating_point() and not own.isfinite().all():
+            raise OSError(f"{name} is not finite; the checkpoints before it are kept")
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:

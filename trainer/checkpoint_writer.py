@@ -25,6 +25,7 @@ from records.run_directory import RunDirectory
 from trainer.checkpoint import (
     StagedState,
     WeightWriter,
+    check_finite,
     check_space,
     copies_on_rank_0,
     num_state_bytes,
@@ -102,6 +103,7 @@ class CheckpointWriter:
         partial, is_first = final.with_name(f"{final.name}.tmp"), self.cluster.is_first
         try:
             self._together(lambda: self._begin(partial, final, saving) if is_first else None)
+            self._together(lambda: check_finite(saving.state))
             write_shards(saving.state, str(partial / PART), self.group)
             found = self._together(lambda: self._write_own(partial, saving))
             self._together(lambda: self._end(partial, final, saving, found) if is_first else None)

@@ -26,6 +26,10 @@ from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, tok
 from weights.transport import ParameterSpec
 
 
+class NotFinite(RuntimeError):
+    """A loss or a gradient is infinite or no number; all ranks raise it together, before any weight is touched."""
+
+
 @dataclass(frozen=True)
 class StepPosition:
     """Where the weights are between two versions."""
@@ -81,8 +85,8 @@ class Policy:
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss` and `grad_norm` (before
         clipping), means over the updates; `lr` of the last; `tokens/forward` and `tokens/saved_share`; and the means of
         TokenStats over all trained tokens.
-        Raises RuntimeError for a non-finite loss or gradient, for an update without a trained token, and for a token
-        from the future.
+        Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
+        for a token from the future.
         """
         self.clock.enter("forward_backward")
         packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
@@ -231,7 +235,7 @@ class Policy:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RuntimeError(
+            raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
             )

@@ -204,7 +204,7 @@ def steady_state(lines: list[dict]) -> dict[str, float]:
 def accuracy_curve(out: Path, model_path: str, started_at: float) -> list[tuple[int, float, float]]:
     """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept."""
     problems = load_task(MODEL_TASK, 0).eval_problems(EVAL_PROBLEMS)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
     curve = []
     for weights in [*out.glob("snapshots/step_*/*.safetensors"), *out.glob("run/checkpoints/step_*/*.safetensors")]:
         model.load_state_dict(load_file(weights), strict=False)

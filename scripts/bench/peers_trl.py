@@ -135,7 +135,7 @@ def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Record
 
 def plain_tokenizer(model: str):
     """The model's tokenizer with a chat template that adds nothing, and an answer that is all content."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.chat_template = PLAIN_TEMPLATE
     tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {}}}
     return tokenizer

@@ -164,7 +164,7 @@ def load_weights(model_path: str) -> Weights:
     """Every parameter of a checkpoint, in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 

@@ -11,6 +11,7 @@ from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
 from cluster.cluster import Cluster, Peer, _meet, check_shares
+from cluster.node_watch import NodeWatch
 from config import Config
 from trainer.batch import distribute, make_updates
 
@@ -116,3 +117,12 @@ def test_what_nodes_cannot_share_is_refused_with_the_arithmetic(options, message
 def test_one_node_needs_no_process_group():
     cluster = Cluster()
     assert cluster.is_first and cluster.is_leader and cluster.gather("mine") == ["mine"]
+
+
+def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():
+    watch, dumps = NodeWatch(Cluster()), []
+    watch.dump_stacks = lambda: dumps.append(1) or "stacks of all processes are in FILE"
+    error = watch.explain(RuntimeError("Timed out waiting 110000ms for send operation to complete"))
+    assert str(error).endswith("to complete; stacks of all processes are in FILE") and dumps == [1]
+    other = RuntimeError("a loss is not finite")
+    assert watch.explain(other) is other and dumps == [1]

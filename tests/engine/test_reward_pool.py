@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine import reward_pool
 from engine.reward_pool import RewardError, RewardPool
 
 ROOT = Path(__file__).parents[2]
@@ -32,11 +34,13 @@ def misbehave(task: str, answer: str, response: str) -> float:
             sys.exit(int(code))
         case ["die", code]:
             os._exit(int(code))
-        case ["killed"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        case ["crash"]:
+            ctypes.string_at(0)
         case ["hang"]:
             while True:
                 pass
+        case ["sleep"]:
+            time.sleep(3600)
         case ["hang", "deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(3600)
@@ -50,8 +54,6 @@ def misbehave(task: str, answer: str, response: str) -> float:
             return 10**400
         case ["text"]:
             return "1.0"
-        case ["pid"]:
-            return os.getpid()
         case ["modules", name]:
             return float(name in sys.modules)
         case _:
@@ -101,8 +103,8 @@ def test_reward_pool_come_back_to_their_own_callers():
         ("inf", "the reward is inf, not a finite number"),
         ("text", "the reward is '1.0', not a finite number"),
         ("die 3", "its process died"),
-        ("killed", "its process died"),
-        ("die 0", "timed out after 0.5 s"),
+        ("crash", "its process died"),
+        ("die 0", "its process died"),
         ("hang", "timed out after 0.5 s"),
     ],
 )
@@ -125,19 +127,50 @@ def test_a_reward_that_ignores_sigterm_is_killed():
     assert "timed out" in str(hung)
 
 
-def test_the_pool_survives_a_process_killed_while_idle():
-    async def ask() -> list[float]:
-        pool = RewardPool("addition", 10.0, score_function=misbehave)
-        rewards = []
-        for _ in range(2):
-            pid = await pool.score("", "pid")
-            os.kill(int(pid), signal.SIGKILL)
-            await asyncio.sleep(0.5)
-            rewards.append(await pool.score("", "0.5"))
-        pool.close()
-        return rewards
+def reward_processes() -> list[psutil.Process]:
+    """The template first, then what was forked from it."""
+    return [p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] == ["rewards"]]
 
-    assert asyncio.run(ask()) == [0.5, 0.5]
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("which", ["scorers", "all"])
+def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_time_limit(number, which, monkeypatch):
+    monkeypatch.setattr(reward_pool, "_MAX_FORK_S", 1.0)
+
+    async def ask() -> tuple[list[float], float]:
+        pool = RewardPool("addition", 1.0, 2, score_function=misbehave)
+        assert await asyncio.gather(*(pool.score("", "0.5") for _ in range(8))) == [0.5] * 8
+        template, *scorers = reward_processes()
+        for process in {"scorers": scorers, "all": [template, *scorers]}[which]:
+            process.send_signal(number)
+        begun = time.monotonic()
+        outcomes = await asyncio.gather(*(pool.score("", "0.25") for _ in range(20)), return_exceptions=True)
+        taken_s = time.monotonic() - begun
+        await asyncio.gather(*(pool.score("", "hang") for _ in range(2)), return_exceptions=True)  # needs new ones
+        assert await pool.score("", "0.75") == 0.75
+        pool.close()
+        return outcomes, taken_s
+
+    outcomes, taken_s = asyncio.run(ask())
+    failed = [outcome for outcome in outcomes if outcome != 0.25]
+    assert len(failed) <= (2 if number == signal.SIGSTOP else 0), "a stopped process may cost what it was given"
+    assert all("timed out" in str(error) for error in failed)
+    assert taken_s < 10, "the limit of a reward, then of a fork"
+
+
+def test_answers_that_hang_keep_only_their_own_process_from_the_others():
+    async def ask() -> tuple[list, float]:
+        pool = RewardPool("addition", 1.0, 4, misbehave)
+        await asyncio.gather(*(pool.score("", "0.5") for _ in range(8)))
+        begun = time.monotonic()
+        responses = (["0.5"] * 9 + ["sleep"]) * 8
+        outcomes = await asyncio.gather(*(pool.score("", r) for r in responses), return_exceptions=True)
+        pool.close()
+        return outcomes, time.monotonic() - begun
+
+    outcomes, taken_s = asyncio.run(ask())
+    assert outcomes.count(0.5) == 72 and sum("timed out" in str(o) for o in outcomes) == 8
+    assert taken_s < 4, "eight, four at a time; one after the other takes 8 s"
 
 
 def test_a_cancelled_caller_does_not_cancel_the_others():
@@ -158,16 +191,16 @@ def test_a_cancelled_caller_does_not_cancel_the_others():
 def test_close_ends_the_processes_whatever_they_are_doing():
     async def ask() -> list[int]:
         pool = RewardPool("addition", 60.0, 2, misbehave)
-        pid = await pool.score("", "pid")
+        await asyncio.gather(*(pool.score("", "1") for _ in range(9)))
         hanging = asyncio.create_task(pool.score("", "hang"))
         await asyncio.sleep(0.3)
-        processes = [p for p in psutil.Process().children() if p.cmdline()[0] == "rewards"]
-        assert pid in [process.pid for process in processes]
+        processes = [p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] == ["rewards"]]
+        assert len(processes) >= 3, "a template, and two processes that score"
         pool.close()
         with pytest.raises(RuntimeError, match="closed"):
             await pool.score("", "1")
         hanging.cancel()
-        return [process.pid for process in processes if process.is_running()]
+        return [process.pid for process in processes if not gone(process.pid, within_s=5)]
 
     started = time.monotonic()
     assert asyncio.run(ask()) == []
@@ -182,7 +215,7 @@ from test_reward_pool import misbehave
 
 async def ask(end):
     pool = RewardPool("addition", 60.0, score_function=misbehave)
-    print(int(await pool.score("", "pid")), flush=True)
+    print(int(await pool.score("", "1")), flush=True)
     if end == "raise":
         raise ValueError("no close")
     if end == "modules":
@@ -205,34 +238,38 @@ if __name__ == "__main__":
 """
 
 
-def start_parent(tmp_path: Path, end: str) -> tuple[subprocess.Popen, list[int]]:
-    """A process, its child that owns a pool, and the pids of that child and its reward process."""
+def start_parent(tmp_path: Path, end: str) -> tuple[subprocess.Popen, int, list[int]]:
+    """A process, the pid of its child that owns a pool, and those of its reward processes."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(here=str(Path(__file__).parent)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, script, end], stdout=subprocess.PIPE, text=True, env=environment)
-    return process, [int(process.stdout.readline()) for _ in range(2)]
+    owner, reward = (int(process.stdout.readline()) for _ in range(2))
+    assert reward == 1
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process, owner, [child.pid for child in psutil.Process(owner).children(recursive=True)]
+    return process, owner, []
 
 
 def test_reward_processes_end_within_seconds_of_their_parents_sigkill(tmp_path):
-    process, (owner, reward_process) = start_parent(tmp_path, "hang")
+    process, owner, reward_processes = start_parent(tmp_path, "hang")
     time.sleep(0.3)
-    assert psutil.pid_exists(reward_process)
+    assert len(reward_processes) >= 2 and all(map(psutil.pid_exists, reward_processes))
     os.kill(owner, signal.SIGKILL)
-    assert gone(reward_process, within_s=5)
+    assert all(gone(pid, within_s=5) for pid in reward_processes)
     process.wait(10)
 
 
 def test_reward_processes_import_neither_their_parents_main_module_nor_torch(tmp_path):
-    process, _ = start_parent(tmp_path, "modules")
+    process, *_ = start_parent(tmp_path, "modules")
     assert [process.stdout.readline().strip() for _ in range(3)] == ["0", "0", "1"]
     assert process.wait(10) == 0
 
 
 def test_a_parent_that_ends_by_an_exception_does_not_wait_for_ever(tmp_path):
-    process, (_, reward_process) = start_parent(tmp_path, "raise")
+    process, _, reward_processes = start_parent(tmp_path, "raise")
     assert process.wait(10) == 1
-    assert gone(reward_process, within_s=1)
+    assert all(gone(pid, within_s=5) for pid in reward_processes)
 
 
 def test_a_score_function_of_the_main_module_is_refused():
@@ -257,7 +294,7 @@ def test_the_default_score_function_scores_in_the_pool():
 def test_outside_of_an_event_loop_each_response_has_a_future_whatever_becomes_of_the_others():
     pool = RewardPool("addition", TIMEOUT_S, score_function=misbehave)
     scored = [pool.begin("", response) for response in ("1.5", "raise", "hang", "die 3", "2.5")]
-    assert scored[0].result(30) == [1.5] and scored[4].result(30) == [2.5]
-    assert scored[1].result() == ["KeyError: 'no\\nsuch key'"]
-    assert isinstance(scored[2].exception(), TimeoutError) and scored[3].exception() is not None
+    assert scored[0].result(30) == 1.5 and scored[4].result(30) == 2.5
+    failures = [str(future.exception(30)) for future in scored[1:4]]
+    assert failures == ["KeyError: 'no\\nsuch key'", "timed out after 0.5 s", "its process died"]
     pool.close()

@@ -28,6 +28,8 @@ from scripts import runs
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import write_report
 from trainer import batch
+from trainer.guards import keep_what_fails
+from trainer.policy import NotFinite
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +79,7 @@ def replay_to_end(recording, tmp_path, *options):
     """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
     config = choose_options(recording, [f"--runs-dir={tmp_path}", *options], evaluate=False)
     clock = TrainerClock()
-    node = Node(config, Cluster(), None, CPU, config.model, clock, Probe(config), RunDirectory(config))
+    node = Node(config, Cluster(), None, CPU, config.model, clock, Probe(config), run=RunDirectory(config))
     train(recording, node, load(config, clock), Progress(config.steps), evaluate=False)
     node.run.close()
     lines = [json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()]
@@ -109,6 +111,43 @@ def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(ru
         }
     assert own[-1]["drift/k3"] != other[-1]["drift/k3"]
     assert own[-1]["tokens/generated"] == 0 and own[-1]["samples"] == NUM_STEPS * 6
+
+
+def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(model, tmp_path):
+    config = Config(
+        model=model, steps=9, groups_per_step=2, group_size=3, eval_every=0, runs_dir=str(tmp_path), run_name="run",
+        warmup=0,
+    )  # fmt: skip
+    clock = TrainerClock()
+    node = Node(config, Cluster(), None, CPU, model, clock, Probe(config), run=RunDirectory(config))
+    policy, groups = load(config, clock), make_groups(4)
+    for step in (1, 2, 3):
+        policy.train_step(batch.deal(make_groups(step), step, policy, Cluster()), step - 1)
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.behavior_logprobs[trajectory.loss_mask] = float("nan")
+    updates = batch.deal(groups, 4, policy, Cluster())
+    with (
+        pytest.raises(RuntimeError, match="must be finite") as failed,
+        keep_what_fails(policy, Cluster(), node.run.path, 4, groups),
+    ):
+        policy.train_step(updates, 3)
+    node.run.close()
+    kept = tmp_path / "run" / "failed_step_4"
+    assert str(failed.value).endswith(f"train on its batch again: python scripts/replay.py {kept}")
+    own_message = str(failed.value.__cause__)
+    with pytest.raises(NotFinite) as again:
+        replay_to_end(Recording.open(kept), tmp_path, "--run-name=again")
+    assert str(again.value).replace("update 0", "update 3") == own_message
+
+
+def test_a_batch_that_cannot_be_kept_hides_no_reason(model, tmp_path):
+    config = Config(model=model, steps=9, runs_dir=str(tmp_path), run_name="run")
+    node = Node(config, Cluster(), None, CPU, model, TrainerClock(), Probe(config), run=RunDirectory(config))
+    (node.run.path / "failed_step_1").write_text("in the way")
+    failed = pytest.raises(RuntimeError, match=r"loss nan .* could not be kept: .*failed_step_1")
+    with failed, keep_what_fails(load(config), Cluster(), node.run.path, 1, make_groups(1)):
+        raise NotFinite("loss nan must be finite")
 
 
 def test_a_replay_is_drawn_and_reported_like_a_run(run, tmp_path):
@@ -192,8 +231,9 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
     try:
         controller.launch()
         node = Node(
-            config, Cluster(), placement, CPU, model, controller.clock, Probe(config), directory, None, controller
-        )
+            config, Cluster(), placement, CPU, model, controller.clock, Probe(config), run=directory,
+            controller=controller,
+        )  # fmt: skip
         evaluated = evaluate_last(node, load(config))
     finally:
         controller.stop()

@@ -12,7 +12,14 @@ from tiny_policy import error_of, load, random_sequences, save_tiny_model
 
 from config import Config
 from trainer.batch import distribute
-from trainer.checkpoint import WeightWriter, copies_on_rank_0, make_stager, read_full_weights, write_shards
+from trainer.checkpoint import (
+    WeightWriter,
+    check_finite,
+    copies_on_rank_0,
+    make_stager,
+    read_full_weights,
+    write_shards,
+)
 from trainer.lora import named_base_parameters
 
 BUDGET, STEPS = 60, 5
@@ -165,3 +172,11 @@ def test_a_rank_that_cannot_write_is_known_to_all_in_one_line(tmp_path, model):
     assert run_ranks(save_to_a_full_disk, 2, str(tmp_path), make_config(model)) == [0, 0]
     error = (tmp_path / "error 0").read_text()
     assert error.startswith("OSError: rank 1: ") and "File too large" in error and "\n" not in error
+
+
+def test_what_is_not_finite_is_never_saved_over_a_good_checkpoint():
+    good = {"weights.a": torch.ones(3), "step": torch.tensor(4)}
+    check_finite(good)
+    for bad in (float("nan"), float("-inf")):
+        with pytest.raises(OSError, match=r"^weights.b is not finite; the checkpoints before it are kept$"):
+            check_finite(good | {"weights.b": torch.tensor([0.0, bad])})

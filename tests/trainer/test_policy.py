@@ -228,7 +228,7 @@ def test_two_ranks_save_one_loadable_checkpoint_and_both_hear_of_a_failure(two_r
     AutoModelForCausalLM.from_pretrained(os.path.join(folder, "step_1"))
     for exists, not_finite in found["errors"]:
         assert exists.startswith("OSError: checkpoint") and "exists already" in exists
-        assert not_finite.startswith("RuntimeError: loss nan")
+        assert not_finite.startswith("NotFinite: loss nan")
 
 
 # Updates
