@@ -5,6 +5,7 @@ Pure but for the clock: no machine is asked, and nothing is waited for.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from config import Config
@@ -14,9 +15,10 @@ from data.messages import Abort
 from data.records import Ticket, Trajectory
 
 FASTER = 2.0
-"""Times as fast that another worker must be to be given a ticket which has begun elsewhere: so none goes in circles."""
+"""Times as fast that another worker must be to be given a ticket which has begun elsewhere."""
 PATIENCE = 4.0
-"""Mean responses that this other worker could have sampled meanwhile."""
+"""Mean responses that this other worker could have sampled meanwhile; twice as many each time that the ticket moves, as
+a long response is as long elsewhere, and whoever is free gets it: so none goes in circles."""
 STALLED = 2.0
 """Times what the longest response takes on a machine, after which another as slow may have the ticket."""
 LOOK_S = 2.0
@@ -31,6 +33,7 @@ class Leases:
         self.config, self.workers, self.buffer, self.min_version = config, workers, buffer, min_version
         self._mean_s = self._mean_tokens = 0.0  # of a trajectory, over about a step's: at its end the slow alone come
         self._num_noted, self._most_noted = 0, config.groups_per_step * config.group_size
+        self._num_moves: Counter[tuple[int, int, int]] = Counter()
         self._looked_at = time.monotonic()
 
     def note(self, worker: Worker, trajectory: Trajectory) -> None:
@@ -54,6 +57,8 @@ class Leases:
         holding_back, most = self.buffer.holding_back(), self.config.max_running_requests
         free = sorted((w for w in self.workers if w.is_up and w.num_running < most), key=_token_s)
         slots = {worker.index: most - worker.num_running for worker in free}
+        for gone in [key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])]:
+            del self._num_moves[gone]
         for worker in filter(lambda worker: free and worker.is_remote, self.workers):
             least_s = min(self._urgent_lease_s(worker, free[0]), self.config.swarm.lease_s)
             for ticket in worker.awaited:
@@ -65,8 +70,10 @@ class Leases:
                 if (other := next(able, None)) is None:
                     continue
                 is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
-                lease_s = self._urgent_lease_s(worker, other) if is_urgent else math.inf
+                key = ticket.group_id, ticket.member, ticket.min_version
+                lease_s = self._urgent_lease_s(worker, other) * 2 ** self._num_moves[key] if is_urgent else math.inf
                 if had_s > min(lease_s, self.config.swarm.lease_s):
+                    self._num_moves[key] += 1
                     slots[other.index] -= members
                     worker.lapsed.add(ticket.ticket_id)
                     worker.process.send(Abort([ticket.ticket_id]))

@@ -32,7 +32,7 @@ def keep(file: str, records: list[dict]) -> None:
 
 
 provenance = functools.cache(harness.provenance)
-"""Of the time of the first record: what a check itself does is no load beside it."""
+"""Of the time of the first record that is kept, when its check has run."""
 
 
 def write(path: Path) -> None:
@@ -44,7 +44,8 @@ def write(path: Path) -> None:
 
 ABOUT = """\
 What is checked is on top of each test, and docs/planner.md explains the model. Numbers of the paper, AReaL-Hex (arXiv
-2511.00796), and what is taken from it are in tests/planner_paper.toml."""
+2511.00796), and what is taken from it are in tests/planner_paper.toml. The load is that of the time when the records
+were written, so that a check's own is in it."""
 
 
 def shown(value: object) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller import dispatcher, workers
+from controller import leases, workers
 from data.records import Ticket
 from scripts import simulate as script
 from scripts.latency import LatencyLaw
@@ -227,7 +227,7 @@ def test_machines_that_come_and_go_lose_no_group_and_break_no_bound(lag):
     outcome = simulate(swarm_case(options, stay_s=30.0))
     assert outcome.numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
     assert 0 < outcome.numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
-    assert dispatcher.time is workers.time is time, "leases end by real time again"
+    assert leases.time is workers.time is time, "leases end by real time again"
 
 
 def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept_come_whole():
