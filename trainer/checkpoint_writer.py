@@ -4,6 +4,7 @@ A thread of each rank does it, from copies, with collectives of a group of its o
 """
 
 import datetime
+import faulthandler
 import os
 import shutil
 import threading
@@ -86,11 +87,17 @@ class CheckpointWriter:
             self._thread.join(timeout_s)
 
     def wait(self) -> None:
-        """Wait until what was begun last is on disk. Raises OSError if it could not be written."""
+        """Wait until what was begun last is on disk. Raises OSError if it could not be written, or takes too long."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        self._thread.join()
+        self._thread.join(limit_s := 2 * self.config.timeout_s)
+        if self._thread.is_alive():
+            faulthandler.dump_traceback(all_threads=True)
+            raise TimeoutError(
+                f"checkpoint {self.folder}/step_{saving.step} is not written after {limit_s:g} s more: look at that "
+                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice"
+            )
         if saving.error is not None:
             raise saving.error
         if saving.took_s is None:

@@ -29,7 +29,7 @@ from weights.transport import Announcement, Staged, TwoBuffers
 
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10
-MAX_EVENTS = 30_000
+MAX_EVENTS = 100_000
 RARE = {"die": 0.01, "cut": 0.05, "crash": 0.02}
 
 

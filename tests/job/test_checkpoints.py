@@ -205,6 +205,17 @@ def test_a_thread_that_dies_of_a_bug_is_not_taken_for_success(saved, monkeypatch
         checkpoints.writer.wait()
 
 
+def test_a_disk_that_hangs_ends_the_run_with_its_stacks(saved, capfd):
+    checkpoints, may_end = saved(steps=1, timeout_s=0.5), threading.Event()
+    checkpoints.writer.weights.write = lambda *_: may_end.wait(60)
+    checkpoints.save_if_due(1, PUBLISHER)
+    with pytest.raises(TimeoutError, match=r"step_1 is not written after 1 s more: look at that disk"):
+        checkpoints.writer.wait()
+    assert "in _write_own" in capfd.readouterr().err
+    may_end.set()
+    checkpoints.writer.finish(60)
+
+
 def test_a_checkpoint_is_never_written_over(saved):
     checkpoints = saved(save_every=1, steps=9)
     (folder_of(checkpoints) / "step_1").mkdir(parents=True)
