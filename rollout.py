@@ -47,7 +47,7 @@ from engine.episode import Episode
 from engine.in_flight import read_in_flight, settle
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
-from records.standstill import end_what_is_stopped, write_stacks_to
+from records.standstill import write_stacks_to
 
 
 class RolloutWorker:
@@ -265,7 +265,6 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
     `start(spec, connection)` is awaited and gives the worker, whose `serve()` is awaited then.
     """
-    end_what_is_stopped(spec.config.timeout_s / 2)  # before it loses the terminal, and knows no agent any more
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())

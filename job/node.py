@@ -128,11 +128,12 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     config.checked()
     hyperparameters(config.algo, config.algo_args)
     write_stacks_to()
-    end_what_is_stopped(config.timeout_s / 2)
+    end_watch = end_what_is_stopped(config.timeout_s / 2)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
     keep_freed_memory()
     clock, on_end = TrainerClock(), ExitStack()
+    on_end.callback(end_watch)
     cluster = join(config, "cuda" if visible_gpus() else "cpu")
     if dist.is_initialized():
         on_end.callback(dist.destroy_process_group)

@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from setproctitle import setproctitle
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable of torchrun's ranks."""
@@ -24,35 +25,49 @@ _kept_open: list = []
 
 def run_root() -> psutil.Process:
     """The first process of this node's run: torchrun's agent; without one the trainer, or what it is on a joined
-    machine. For trainer ranks, and workers that have not left torchrun's variables behind yet."""
+    machine. For trainer ranks."""
     process = psutil.Process()
     if multiprocessing.parent_process() is not None:
         process = process.parent()
     return process.parent() if RUN_ID in os.environ else process
 
 
-def end_what_is_stopped(limit_s: float) -> None:
-    """Start a daemon thread that kills each process of this run that was stopped (SIGSTOP) for `limit_s` seconds, and
-    says so on this process's present stderr.
+def end_what_is_stopped(limit_s: float) -> Callable[[], None]:
+    """Fork a process that kills each process of this node's run that was stopped (SIGSTOP) for `limit_s` seconds, and
+    says so on stderr. Returns what ends it. To be called before there are threads.
 
-    A stopped process looks alive to all who wait for it. As any may be stopped, trainer ranks and workers all watch. A
-    debugger's stop is another. Looks are counted, not time: whoever looks may have been stopped with the others.
+    A stopped process looks alive to all who wait for it; this one waits for nobody. A debugger's stop is another, and
+    Ctrl-Z stops this process too. Looks are counted, not time, as it may have been stopped with the others.
     """
-    root, poll_s, voice = run_root(), max(0.1, min(10.0, limit_s / 10)), os.dup(sys.stderr.fileno())
+    root, parent = run_root(), os.getpid()
+    if (pid := os.fork()) == 0:
+        try:
+            _look_for_stopped(root, parent, limit_s)
+        finally:
+            os._exit(0)
 
-    def watch() -> None:
-        looks: Counter[psutil.Process] = Counter()
-        while True:
-            time.sleep(poll_s)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                looks = Counter({p: looks[p] + 1 for p in [root, *root.children(recursive=True)] if _is_stopped(p)})
-            for process in [process for process, times in looks.items() if times * poll_s >= limit_s]:
-                reason = f"error: {_title(process)} was stopped (SIGSTOP) for {limit_s:g} s, and is killed"
-                with contextlib.suppress(psutil.NoSuchProcess, OSError):
-                    os.write(voice, f"{reason}\n".encode())  # first: this process may end with that one
-                    process.kill()
+    def end() -> None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
-    threading.Thread(target=watch, name="end-what-is-stopped", daemon=True).start()
+    return end
+
+
+def _look_for_stopped(root: psutil.Process, parent: int, limit_s: float) -> None:
+    """Look until the process `parent` has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    setproctitle("watch for stopped processes")
+    poll_s, looks = max(0.1, min(2.0, limit_s / 10)), Counter()
+    while os.getppid() == parent:
+        time.sleep(poll_s)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            looks = Counter({p: looks[p] + 1 for p in [root, *root.children(recursive=True)] if _is_stopped(p)})
+        for process in [process for process, times in looks.items() if times * poll_s >= limit_s]:
+            reason = f"error: {_title(process)} was stopped (SIGSTOP) for {limit_s:g} s, and is killed"
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                os.write(2, f"{reason}\n".encode())
+                process.kill()
 
 
 def _is_stopped(process: psutil.Process) -> bool:

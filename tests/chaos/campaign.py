@@ -115,6 +115,13 @@ class Run:
         self.assert_nothing_is_left()
         return code != 0
 
+    def kill(self) -> None:
+        """Leave nothing of a run that did what it should not."""
+        self.look()
+        for process in self.seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
     def look(self) -> list[psutil.Process]:
         """All its processes that are alive; none when it has ended."""
         if self.job.process.poll() is not None:
@@ -299,7 +306,11 @@ def run_rounds(folder: Path, num_rounds: int, seed: int, options: dict | None = 
             place = folder / f"run_{len(accounts)}"
             place.mkdir(parents=True)
             run = Run(place, OPTIONS | {"record": True, "seed": seed + len(accounts)} | (options or {}))
-        rows.append(do(run, fault, rng))
+        try:
+            rows.append(do(run, fault, rng))
+        except AssertionError:
+            run.kill()
+            raise
         print(f"round {number + 1}/{num_rounds}  {rows[-1]}", flush=True)
         if rows[-1]["outcome"] in ("finished", "had finished before"):
             accounts.append(check_account(run))

@@ -38,23 +38,23 @@ ROOT_OF_TWO = (
     "from cluster.processes import exit_with_parent\n"
     "from records.standstill import end_what_is_stopped, write_stacks_to\n"
     "def child():\n"
-    "    exit_with_parent(); end_what_is_stopped(0.5); write_stacks_to()\n"
+    "    exit_with_parent(); write_stacks_to()\n"
     "    print(os.getpid(), flush=True); time.sleep(60)\n"
     "if __name__ == '__main__':\n"
-    "    write_stacks_to(sys.argv[1]); end_what_is_stopped(0.5)\n"
+    "    write_stacks_to(sys.argv[1]); end_what_is_stopped(float(sys.argv[2]))\n"
     "    context = multiprocessing.get_context('fork')\n"
     "    process = context.Process(target=child); process.start()\n"
     "    process.join(); print('child ended', process.exitcode, flush=True); time.sleep(60)\n"
 )
 
 
-def start_two(tmp_path):
-    """A process that ends what is stopped, its child that does so as well, and the pid of the child."""
-    root = start(ROOT_OF_TWO, str(tmp_path / "stacks.txt"), stderr=subprocess.STDOUT)
+def start_two(tmp_path, limit_s=0.5):
+    """A process that has what is stopped ended, and the pid of its child."""
+    root = start(ROOT_OF_TWO, str(tmp_path / "stacks.txt"), str(limit_s), stderr=subprocess.STDOUT)
     return root, int(root.stdout.readline())
 
 
-def test_a_process_that_is_stopped_for_too_long_is_killed_and_named_by_its_parent(tmp_path):
+def test_a_process_that_is_stopped_for_too_long_is_killed_and_named(tmp_path):
     root, child = start_two(tmp_path)
     os.kill(child, signal.SIGSTOP)
     said = [root.stdout.readline() for _ in range(2)]
@@ -63,7 +63,7 @@ def test_a_process_that_is_stopped_for_too_long_is_killed_and_named_by_its_paren
     assert said[1] == "child ended -9\n"
 
 
-def test_a_process_that_nobody_but_its_child_could_miss_is_killed_and_named_by_it(tmp_path):
+def test_the_only_process_of_a_run_is_killed_and_named_too(tmp_path):
     root, child = start_two(tmp_path)
     root.send_signal(signal.SIGSTOP)
     assert root.wait(20) == -signal.SIGKILL
@@ -83,7 +83,7 @@ def test_a_process_that_is_stopped_for_a_moment_goes_on(tmp_path):
 
 
 def test_the_stacks_of_all_processes_go_to_one_file_and_a_stopped_one_is_named_there(tmp_path):
-    root, child = start_two(tmp_path)
+    root, child = start_two(tmp_path, limit_s=60)
     path, deadline = tmp_path / "stacks.txt", time.monotonic() + 10
     dump = f"import os; os.environ['ASYNC_RL_STACKS'] = {str(path)!r}\nfrom records.standstill import dump_stacks\n"
     said = start(dump + f"print(dump_stacks({root.pid}))").communicate(timeout=30)[0]
