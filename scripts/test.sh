@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Install, then lint, format check and tests: bash scripts/test.sh [--slow | --all] [options of pytest]
-# Without a word all tests but those marked slow, with --slow these alone, with --all both, as CI does.
+# Install, then lint, format check and tests: bash scripts/test.sh [--slow | --all | --study] [options of pytest]
+# Without a word all tests but those marked slow, with --slow these alone, with --all both, as CI does; with --study those
+# alone that take minutes each, and mostly make a table of results/.
 # All parts run, and one that fails is the status, as is a choice of no test at all. What needs a GPU runs alone where there
 # is one; all else three files at a time, then three whole jobs, as each waits now and then; at the end stand once more the
 # closing lines of the parts that ran any test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-chosen="not slow"
+chosen="not slow and not study"
 case "${1-}" in
-    --slow) chosen="slow" && shift ;;
-    --all) chosen="slow or not slow" && shift ;;
+    --slow) chosen="slow and not study" && shift ;;
+    --all) chosen="not study" && shift ;;
+    --study) chosen="study" && shift ;;
 esac
 bash scripts/install.sh --dev
 status=0

@@ -154,7 +154,7 @@ def test_plans_are_the_best_of_all_on_small_random_clusters():
     assert results.count("fits") >= 30
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.parametrize("block", range(5))
 def test_plans_are_the_best_of_all_on_500_random_clusters(block):
     for seed in range(100 + 100 * block, 200 + 100 * block):

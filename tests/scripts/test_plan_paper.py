@@ -112,7 +112,7 @@ def test_rates_of_the_papers_first_table_are_those_of_the_calibrated_plans(jobs)
         assert jobs["1.5B"].tokens / seconds / 8 == pytest.approx(rates_of("1.5B")[kind]["trained_tokens_per_s"])
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_not_taken_from_the_paper_is_near_it(jobs, model):
     records = predicted(jobs[model], model)
@@ -123,7 +123,7 @@ def test_what_is_not_taken_from_the_paper_is_near_it(jobs, model):
     assert 0.6 < ours["fig. 3, 8 H800 + 48 H20 over 24 H800"] < 1.4
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.parametrize("gpus", PAPER["times"]["machines"])
 def test_planning_takes_seconds_where_the_papers_scheduler_takes_minutes(jobs, gpus):
     cluster = cluster_of(PAPER["times"]["machines"][gpus], PAPER["constants"]["AReaL-Hex"], {})

@@ -123,7 +123,7 @@ def test_the_step_of_a_plan_is_near_that_of_a_simulated_cluster(shapes):
         assert 0.75 < row["predicted_s"] / row["simulated_s"] < 1.1, row
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_the_steps_of_30_random_clusters_are_in_the_order_of_the_simulated_ones(shapes):
     rows = []
     for seed, j, c, plan in clusters(shapes, 30):
@@ -137,7 +137,7 @@ def test_the_steps_of_30_random_clusters_are_in_the_order_of_the_simulated_ones(
     assert abs(statistics.median(errors)) < 0.15 and max(map(abs, errors)) < 0.4, errors
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_the_chosen_plan_is_not_beaten_by_50_random_ones_in_the_simulation(shapes):
     rows = []
     for seed, j, c, best in clusters(shapes, 3):
