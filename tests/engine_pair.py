@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,6 +28,7 @@ class Pair:
         self.transport = ShmTransport(specs)
         self.loop = asyncio.new_event_loop()
         spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
+        gc.collect()  # the engine is forked, and dies of a gloo group of an earlier test that it would collect
         self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
         self.run(self.proxy.connect(self.transport.init_info()))
         self.sync(0)

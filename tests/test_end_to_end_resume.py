@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
 def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:
     """SIGKILL all processes of a job at once; returns the lines of metrics that it had written."""
     checkpoints = job.run_path / "checkpoints"
-    job.wait_until(lambda: list(checkpoints.glob("step_*/resume/manifest.json")) and job.num_steps() >= num_steps)
+    job.wait_until(lambda: list(checkpoints.glob("step_*[0-9]/resume/manifest.json")) and job.num_steps() >= num_steps)
     processes = job.descendants()
     os.kill(job.process.pid, signal.SIGKILL)
     for process in processes:

@@ -114,7 +114,8 @@ def lasting(tmp_path_factory):
         patch.setattr("job.hub.BEAT_S", 0.2)
         patch.setattr("engine.join.BEAT_S", 0.2)
         patch.setattr("engine.join.JOIN_S", 4.0)
-        with running(tmp_path, answers=lambda index: "hang" if index in HANGING else "ok") as run:
+        answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731
+        with running(tmp_path, answers=answers, swarm_args=("lease_s=3",)) as run:
             run.relay, run.pulls = Relay(run.address), []
             open_way = run.swarm.weights.open
             run.swarm.weights.open = lambda version, base: run.pulls.append(base) or open_way(version, base)

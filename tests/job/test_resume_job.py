@@ -55,7 +55,7 @@ def kill(job: Job) -> int:
 
 
 def has_saved(job: Job, num_checkpoints: int) -> bool:
-    return len(list((job.run_path / "checkpoints").glob("step_*/config.json"))) >= num_checkpoints
+    return len(list((job.run_path / "checkpoints").glob("step_*[0-9]/config.json"))) >= num_checkpoints
 
 
 def evaluations(job: Job) -> dict[int, float]:
