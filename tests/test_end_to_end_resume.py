@@ -29,14 +29,15 @@ def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:
 def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_path):
     (tmp_path / "unbroken").mkdir()
     (tmp_path / "killed").mkdir()
-    options = {"steps": 24, "eval_every": 8, "async_ratio": 0, "save_every": 8}
+    # One request at a time: else which of them share a batch depends on time, and with it the last bit of a log-prob.
+    options = {"steps": 16, "eval_every": 8, "async_ratio": 0, "save_every": 4, "max_running_requests": 1, "eval_problems": 16}
     unbroken, killed = (start_job(tmp_path / name, **options) for name in ("unbroken", "killed"))
-    before = kill_after_a_checkpoint(killed, 12)
+    before = kill_after_a_checkpoint(killed, 6)
     assert unbroken.wait() == 0, unbroken.output()[-3000:]
     job = resume_job(killed)
     assert job.wait() == 0, job.output()[-3000:]
     (resumed,) = job.events("run_resumed")
-    assert resumed["step"] in (8, 16) and len(before) > resumed["step"]
+    assert resumed["step"] in (4, 8, 12) and len(before) > resumed["step"]
     expected = [without_times(line) for line in unbroken.metrics()]
     assert [without_times(line) for line in before] == expected[: len(before)], "two runs are equal to begin with"
     assert [without_times(line) for line in job.metrics()] == expected
@@ -44,11 +45,11 @@ def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_pa
         {line["eval/policy_version"]: line["eval/accuracy"] for line in run.metrics() if "eval/accuracy" in line}
         for run in (unbroken, job)
     ]
-    assert evaluated[0] == evaluated[1] and evaluated[0].keys() == {0, 8, 16, 24}
-    for step in (16, 24):
+    assert evaluated[0] == evaluated[1] and evaluated[0].keys() == {0, 8, 16}
+    for step in (12, 16):
         folder = f"checkpoints/step_{step}"
         assert weights_sha256(unbroken.run_path / folder) == weights_sha256(job.run_path / folder)
-    assert_every_group_is_consumed_once(job, 24)
+    assert_every_group_is_consumed_once(job, 16)
 
 
 def assert_every_group_is_consumed_once(job: Job, num_steps: int) -> None:
@@ -61,6 +62,7 @@ def assert_every_group_is_consumed_once(job: Job, num_steps: int) -> None:
     assert_ledger_balances(metrics)
 
 
+@pytest.mark.study
 def test_with_alpha_1_a_killed_run_consumes_every_prompt_once_and_keeps_the_bound_and_what_was_in_flight(tmp_path):
     job = start_job(tmp_path, steps=24, save_every=4, async_ratio=1, keep_last=1)
     kill_after_a_checkpoint(job, 10)

@@ -53,7 +53,9 @@ class Rig:
     def start(self, on_end: ExitStack) -> None:
         """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
         alone, cpu, placement = Cluster(), torch.device("cpu"), place(self.config, 0, available_cores(), 1)
-        start = Start(self.config, alone, placement, cpu, TrainerClock(), self.worker_main, on_end, NodeWatch(alone))
+        start = Start(
+            self.config, alone, placement, cpu, TrainerClock(), self.worker_main, on_end, NodeWatch(alone), None
+        )
         with quiet():
             self.node = start_rollout(start)
         self.controller = self.node.controller
