@@ -96,4 +96,5 @@ def test_the_stacks_of_all_processes_go_to_one_file_and_a_stopped_one_is_named_t
         assert time.monotonic() < deadline
     start(dump + f"dump_stacks({root.pid})").wait()
     assert f"(pid {child}), stopped" in path.read_text()
+    os.kill(child, signal.SIGKILL)  # stopped, it would outlive all
     root.kill()
