@@ -161,7 +161,7 @@ class Swarm:
         """
         self.config, self.record, self._model_path = config, run.record, model_path
         self._device = "cuda" if visible_gpus() else "cpu"
-        self.code, self.welcome = code_digest(), Welcome(config.as_dict(), model_files(model_path))
+        self.code, self.welcome = code_digest(), Welcome(_shared(config), model_files(model_path))
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
@@ -405,6 +405,18 @@ class Swarm:
             self._send(machine, MACHINE, Refused(why))
         for worker in machine.engines.values():
             self.controller.on_message(worker, None if is_believed else Disbelieved())
+
+
+OF_THE_TRAINER = (
+    "steps", "lr", "eval_every", "save_every", "keep_last", "stop_after_s", "resume", "run_name", "runs_dir", "wandb",
+    "num_rollout_workers", "weight_sync", "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen",
+)  # fmt: skip
+"""Options that no engine reads: when the run goes on with others, machines that wait for it need not begin anew."""
+
+
+def _shared(config: Config) -> dict:
+    """The options that a machine gets."""
+    return replace(config, **{name: getattr(Config(), name) for name in OF_THE_TRAINER}).as_dict()
 
 
 COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")

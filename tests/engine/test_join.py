@@ -209,7 +209,8 @@ def test_a_machine_joins_again_when_the_run_was_started_again_with_its_key(tmp_p
         run.step()
         process = far.machine.engines[0].process.process.pid
         run.swarm._machines.clear()  # it is killed: nobody is told
-    with running(tmp, listen=f"127.0.0.1:{port}") as run:
+    # As --resume does, with options that may change.
+    with running(tmp, listen=f"127.0.0.1:{port}", steps=9, lr=0.1, resume=str(tmp), run_name="again") as run:
         for _ in range(2):
             run.step()
         assert far.machine.engines[0].process.process.pid == process
