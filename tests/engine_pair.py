@@ -28,8 +28,9 @@ class Pair:
         self.transport = ShmTransport(specs)
         self.loop = asyncio.new_event_loop()
         spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
-        gc.collect()  # the engine is forked, and dies of a gloo group of an earlier test that it would collect
+        gc.freeze()  # the engine is forked, and dies if it collects a gloo group that another test's thread still holds
         self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
+        gc.unfreeze()
         self.run(self.proxy.connect(self.transport.init_info()))
         self.sync(0)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cogapp import Cog
 
+from config import Config
 from job import swarm
 from job.command_line import read_options
 
@@ -58,8 +59,9 @@ def jobs():
 
 
 @pytest.mark.parametrize("options", jobs())
-def test_every_job_that_the_pages_show_is_accepted(options):
-    read_options(shlex.split(options)).checked()
+def test_every_job_that_the_pages_show_is_accepted(options, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"config": Config().as_dict()}))
+    read_options(shlex.split(options.replace("runs/NAME", str(tmp_path)))).checked()
 
 
 def test_every_file_that_the_pages_name_is_tracked():

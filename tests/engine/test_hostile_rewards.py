@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import mmap
 import os
@@ -177,6 +178,7 @@ def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(tmp_path
     """One scorer, forked from here; only root cannot be kept from starting processes without namespaces."""
     ours, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
+        gc.freeze()  # what other tests' threads hold is not to be collected here, where these are not
         with contextlib.suppress(PermissionError):  # it is no root that runs this
             os.setuid(user)
         _run_scorer(theirs.fileno(), attack, "addition", in_namespaces)
