@@ -32,7 +32,7 @@ def test_a_run_survives_that_its_engine_is_killed_in_an_update_and_leaves_nothin
     assert [name for name in os.listdir(temporary) if not name.startswith("torchelastic_")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_a_run_survives_that_its_engine_is_killed_updating_and_starting_and_then_its_worker(tmp_path, temporary):
     shared_memory = set(os.listdir("/dev/shm"))
     job, processes = start_and_kill_in_an_update(tmp_path, steps=30)

@@ -26,6 +26,7 @@ def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:
     return [json.loads(line) for line in written[: written.rindex("\n")].splitlines()]
 
 
+@pytest.mark.study
 def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_path):
     (tmp_path / "unbroken").mkdir()
     (tmp_path / "killed").mkdir()

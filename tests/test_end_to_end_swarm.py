@@ -9,7 +9,7 @@ import signal
 import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, join_machine, start_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("tiny_models")]
+pytestmark = [pytest.mark.e2e, pytest.mark.study, pytest.mark.usefixtures("tiny_models")]
 
 
 def test_a_run_without_workers_of_its_own_trains_on_machines_that_come_are_killed_and_leave(tmp_path):

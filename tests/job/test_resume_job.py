@@ -94,7 +94,7 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
     assert_every_group_is_consumed_once(job, 24)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_every_group_once(tmp_path):
     job = start(tmp_path, steps=60, async_ratio=1, keep_last=2)
     job.wait_until(lambda: job.num_steps() >= 5)
@@ -122,7 +122,7 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     assert (job.run_path / "events.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
