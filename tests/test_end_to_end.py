@@ -141,7 +141,7 @@ def test_over_sampling_trains_every_response_once_and_none_beyond_the_bound(tmp_
     assert_ledger_balances(metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_the_gate_bounds_how_much_runs_ahead_and_not_how_old_a_straggler_is(tmp_path):
     job = run_job(
         tmp_path,

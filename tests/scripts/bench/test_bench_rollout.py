@@ -94,7 +94,7 @@ def test_the_records_of_the_repository_give_their_page(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.study
 def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engines(tmp_path):
     options = ["--only", "replication 8x8", "--size", "tiny", "--repeats", "2", "--out", str(tmp_path)]
     command = [sys.executable, "scripts/bench/rollout.py", *options]
