@@ -110,7 +110,8 @@ def _call(function, *arguments) -> None:
 
 
 def _run_scorer(descriptor: int, score_function: ScoreFunction, task: str, in_namespaces: bool) -> None:
-    """Serve one socket under all limits; never returns."""
+    """Serve one socket under all limits, or answer with what forbids them; never returns."""
+    connection = socket.socket(fileno=descriptor)
     try:
         memory = _address_space() + MEMORY_BYTES
         os.setpgid(0, 0)
@@ -127,7 +128,9 @@ def _run_scorer(descriptor: int, score_function: ScoreFunction, task: str, in_na
         _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         for limit, most in {**_LIMITS, resource.RLIMIT_AS: memory}.items():
             resource.setrlimit(limit, (most, most))
-        _serve(socket.socket(fileno=descriptor), score_function, task)
+        _serve(connection, score_function, task)
+    except (OSError, MemoryError) as error:  # it cannot be set up, or whoever asks is gone
+        connection.sendall(json.dumps(one_line(error)).encode() + b"\n")
     finally:
         os._exit(0)
 

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import mmap
+import multiprocessing
 import os
 import resource
 import socket
@@ -172,22 +172,26 @@ def test_a_burst_of_forks_ends_within_its_time():
         time.sleep(0.1)
 
 
+def run_scorer_as(user: int, connection: socket.socket, in_namespaces: bool) -> None:
+    with contextlib.suppress(PermissionError):  # it is no root that runs this
+        os.setuid(user)
+    _run_scorer(connection.detach(), attack, "addition", in_namespaces)
+
+
 @pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
 @pytest.mark.parametrize("user", [os.getuid(), 65534])
 def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(tmp_path, user, in_namespaces):
-    """One scorer, forked from here; only root cannot be kept from starting processes without namespaces."""
+    """One scorer, in a process of its own; only root cannot be kept from starting processes without namespaces."""
     ours, theirs = socket.socketpair()
-    if (pid := os.fork()) == 0:
-        gc.freeze()  # what other tests' threads hold is not to be collected here, where these are not
-        with contextlib.suppress(PermissionError):  # it is no root that runs this
-            os.setuid(user)
-        _run_scorer(theirs.fileno(), attack, "addition", in_namespaces)
-    theirs.close()
-    scorer, path, title = _Scorer(pid, ours), tmp_path / "file", f"hostile-{tmp_path.name}"
+    process = multiprocessing.get_context("spawn").Process(target=run_scorer_as, args=(user, theirs, in_namespaces))
+    with theirs:
+        process.start()
+    scorer, path, title = _Scorer(process.pid, ours), tmp_path / "file", f"hostile-{tmp_path.name}"
     tmp_path.chmod(0o777)
     texts = ("limits", f"write {path}", "allocate") if user == 0 else ("limits", f"daemon {title}", "allocate")
-    limits, kept, memory = scorer.outcomes([_Item("", text) for text in texts], 10.0)
-    assert scorer.kill() == pid and os.waitpid(pid, 0)[0] == pid
+    limits, kept, memory = scorer.outcomes([_Item("", text) for text in texts], 20.0)
+    assert scorer.kill() == process.pid
+    process.join()
     assert limits == 1.0 and memory.startswith("MemoryError")
     assert ("File too large" in kept or "Read-only" in kept) if user == 0 else "temporarily unavailable" in kept
     assert title not in titles() and (not path.exists() or not path.read_bytes())
