@@ -27,8 +27,8 @@ class Dispatcher:
 
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
-        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.min_version)
         self.leases = Leases(config, workers, buffer, self.min_version)
+        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.leases.may_start)
         self._at_barrier: set[int] = set()
         self._failed_in_a_row = 0
 

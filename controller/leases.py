@@ -16,9 +16,9 @@ from data.records import Ticket, Trajectory
 
 FASTER = 2.0
 """Times as fast that another worker must be to be given a ticket which has begun elsewhere."""
-PATIENCE = 4.0
+PATIENCE = 2.0
 """Mean responses that this other worker could have sampled meanwhile; twice as many each time that the ticket moves, as
-a long response is as long elsewhere, and whoever is free gets it: so none goes in circles."""
+a long response is as long elsewhere: so none goes in circles."""
 STALLED = 2.0
 """Times what the longest response takes on a machine, after which another as slow may have the ticket."""
 LOOK_S = 2.0
@@ -34,7 +34,16 @@ class Leases:
         self._mean_s = self._mean_tokens = 0.0  # of a trajectory, over about a step's: at its end the slow alone come
         self._num_noted, self._most_noted = 0, config.groups_per_step * config.group_size
         self._num_moves: Counter[tuple[int, int, int]] = Counter()
+        self._taken_from: dict[tuple[int, int, int], Worker] = {}
         self._looked_at = time.monotonic()
+
+    def may_start(self, worker: Worker, ticket: Ticket) -> bool:
+        """Whether a worker may be given a ticket: it has the version, and the ticket was not taken from it for one that
+        is much faster."""
+        if not worker.can_start(self.min_version(ticket)):
+            return False
+        taken_from = self._taken_from.get((ticket.group_id, ticket.member, ticket.min_version))
+        return taken_from is not worker or not any(_is_faster(other, worker) for other in self.workers)
 
     def note(self, worker: Worker, trajectory: Trajectory) -> None:
         """Learn from a trajectory how fast its worker is, and how long one is."""
@@ -51,23 +60,26 @@ class Leases:
         return is_time and any(worker.is_remote for worker in self.workers)
 
     def end(self) -> Iterator[Ticket]:
-        """Take from machines that have joined, and yield, the tickets which another worker has a slot for and they have
-        had for `lease_s`, or, where the next batch waits for them, for longer than `_urgent_lease_s`."""
+        """Take from machines that have joined, and yield, the tickets which they have had for `lease_s`, or, where the
+        next batch waits for them, for longer than `_urgent_lease_s`. Another worker has a slot for each, or is so much
+        faster that one is free there at once."""
         self._looked_at = now = time.monotonic()
         holding_back, most = self.buffer.holding_back(), self.config.max_running_requests
-        free = sorted((w for w in self.workers if w.is_up and w.num_running < most), key=_token_s)
-        slots = {worker.index: most - worker.num_running for worker in free}
+        others = sorted((w for w in self.workers if w.is_up), key=_token_s)
+        slots = {worker.index: most - worker.num_running for worker in others}
         for gone in [key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])]:
             del self._num_moves[gone]
-        for worker in filter(lambda worker: free and worker.is_remote, self.workers):
-            least_s = min(self._urgent_lease_s(worker, free[0]), self.config.swarm.lease_s)
+            self._taken_from.pop(gone, None)
+        for worker in filter(lambda worker: others and worker.is_remote, self.workers):
+            least_s = min(self._urgent_lease_s(worker, others[0]), self.config.swarm.lease_s)
             for ticket in worker.awaited:
                 had_s = now - worker.given_at[ticket.ticket_id]
                 if had_s <= least_s or not self.is_awaited(worker, ticket):
                     continue
                 version, members = self.min_version(ticket), ticket.num_members
-                able = (w for w in free if w is not worker and slots[w.index] >= members and w.can_start(version))
-                if (other := next(able, None)) is None:
+                able = (other for other in others if other is not worker and other.can_start(version))
+                has_slots = (w for w in able if slots[w.index] >= members or _is_faster(w, worker))
+                if (other := next(has_slots, None)) is None:
                     continue
                 is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
                 key = ticket.group_id, ticket.member, ticket.min_version
@@ -75,13 +87,14 @@ class Leases:
                 if had_s > min(lease_s, self.config.swarm.lease_s):
                     self._num_moves[key] += 1
                     slots[other.index] -= members
+                    self._taken_from[key] = worker
                     worker.lapsed.add(ticket.ticket_id)
                     worker.process.send(Abort([ticket.ticket_id]))
                     yield ticket
 
     def _urgent_lease_s(self, worker: Worker, other: Worker) -> float:
         """Time for which a worker may have a ticket that the trainer waits for, if another could start it now."""
-        if other.token_s and FASTER * other.token_s <= _token_s(worker):
+        if _is_faster(other, worker):
             return PATIENCE * self._mean_tokens * other.token_s
         return STALLED * self.config.max_response_tokens * _token_s(worker)
 
@@ -94,3 +107,8 @@ class Leases:
 def _token_s(worker: Worker) -> float:
     """Time that a token takes on a worker, seconds; no end of it where nothing has come yet."""
     return worker.token_s or math.inf
+
+
+def _is_faster(one: Worker, other: Worker) -> bool:
+    """Whether a worker is so much faster than another that what the other has begun is better begun again there."""
+    return one.is_up and one.token_s > 0 and FASTER * one.token_s <= _token_s(other)

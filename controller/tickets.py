@@ -152,11 +152,9 @@ class TicketSource:
 class TicketQueue:
     """Tickets that no worker has yet, in order."""
 
-    def __init__(
-        self, scheduling: str, max_running_requests: int, min_version: Callable[[Ticket], int] = lambda t: t.min_version
-    ):
-        """`min_version(ticket)` is the version that a worker must have been sent to start the ticket."""
-        self.scheduling, self.max_running_requests, self.min_version = scheduling, max_running_requests, min_version
+    def __init__(self, scheduling: str, max_running_requests: int, may_start: Callable[[Worker, Ticket], bool]):
+        """`may_start(worker, ticket)` says whether a worker with a free slot may be given a ticket."""
+        self.scheduling, self.max_running_requests, self.may_start = scheduling, max_running_requests, may_start
         self._tickets: deque[Ticket] = deque()
 
     def __len__(self) -> int:
@@ -197,7 +195,7 @@ class TicketQueue:
         heapq.heapify(loads)
         while self._tickets:
             ticket, passed_over = self._tickets[0], []
-            while loads and not workers[loads[0][2]].can_start(self.min_version(ticket)):
+            while loads and not self.may_start(workers[loads[0][2]], ticket):
                 passed_over.append(heapq.heappop(loads))
             if not loads or loads[0][0] + ticket.num_members > most:
                 return
@@ -213,7 +211,7 @@ class TicketQueue:
         for ticket in waiting:
             index = ticket.member if ticket.is_evaluation else ticket.group_id
             worker = workers[index % len(workers)]
-            if worker.can_start(self.min_version(ticket)):
+            if self.may_start(worker, ticket):
                 yield worker, ticket
             else:
                 self._tickets.append(ticket)

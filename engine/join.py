@@ -293,9 +293,10 @@ class JoinedMachine:
             self.transport.announce(self._here[1])
         for index, engine in enumerate(self.engines):
             if engine.wants is not None and here is not None and engine.wants["digest"] == here.digest:
+                version = engine.wants["version"]  # not that of what is here: versions may be equal to the bit
                 engine.wants, engine.fetched = None, self._here[1]
                 self.transport.acquire(index, engine.fetched)
-                self._send(str(index).encode(), Fetched(here.version))
+                self._send(str(index).encode(), Fetched(version))
         wanted = [engine.wants for engine in self.engines if engine.wants is not None]
         if wanted and (self._asked is None or self.puller.wanted not in wanted):
             self.puller.want(min(wanted, key=lambda info: info["version"]))
