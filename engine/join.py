@@ -35,7 +35,10 @@ from cluster.processes import ignore_signals
 from cluster.worker_process import WorkerProcess
 from config import Config
 from data.messages import Abort, Connect, Fetch, Fetched, Finished, Probed, Ready, Stop, Tickets, Update, Updated
-from data.wire import (
+from weights.puller import Puller
+from weights.shm import ShmTransport
+from weights.transport import Staged
+from weights.wire import (
     BEAT_S,
     JOIN_S,
     MACHINE,
@@ -55,9 +58,6 @@ from data.wire import (
     Welcome,
     read_key,
 )
-from weights.puller import Puller
-from weights.shm import ShmTransport
-from weights.transport import Staged
 
 MAX_HANDSHAKES = 10
 """Connections that may be closed before they are encrypted: by a wrong key all are, by a tunnel to nowhere those before

@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from data.wire import BEAT_S, read_key
+from weights.wire import BEAT_S, read_key
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT = 10_000

@@ -28,7 +28,13 @@ from controller.workers import Disbelieved, Worker
 from data.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
 from data.models import model_files
 from data.records import Ticket, Trajectory
-from data.wire import (
+from job.hub import Hub, make_key
+from job.trust import mistake_in
+from records.run_directory import RunDirectory
+from weights.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
+from weights.snapshots import SnapshotWriter
+from weights.transport import ParameterSpec, Transport
+from weights.wire import (
     FROM_ENGINE,
     FROM_MACHINE,
     MACHINE,
@@ -45,12 +51,6 @@ from data.wire import (
     Refused,
     Welcome,
 )
-from job.hub import Hub, make_key
-from job.trust import mistake_in
-from records.run_directory import RunDirectory
-from weights.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
-from weights.snapshots import SnapshotWriter
-from weights.transport import ParameterSpec, Transport
 
 if TYPE_CHECKING:
     from job.node import Start

@@ -34,7 +34,12 @@ from data.messages import (
     Updated,
 )
 from data.tasks import Problem
-from data.wire import (
+from job.hub import make_key
+from job.swarm import Swarm
+from weights.puller import Puller
+from weights.shm import ShmTransport
+from weights.transport import Announcement, ParameterSpec
+from weights.wire import (
     PROTOCOL,
     TO_ENGINE,
     TO_MACHINE,
@@ -48,11 +53,6 @@ from data.wire import (
     Welcome,
     read_key,
 )
-from job.hub import make_key
-from job.swarm import Swarm
-from weights.puller import Puller
-from weights.shm import ShmTransport
-from weights.transport import Announcement, ParameterSpec
 
 PROBE = ((2, 3, 5),)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from data.wire import Piece, Pull
 from weights.delta import Snapshot, apply_delta, digest_of
 from weights.snapshots import one_line, read_snapshot
 from weights.transport import ParameterSpec, parameter_views, payload_offsets
+from weights.wire import Piece, Pull
 
 
 class Puller:

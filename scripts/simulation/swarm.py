@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.messages import Fetched, Ready
-from data.wire import BEAT_S, SILENCE_S
 from scripts.simulation.clock import Clock
 from scripts.simulation.engine import Cluster, SimulatedEngine
 from scripts.simulation.fleet import SimulatedProcess
 from weights.pull import KEPT
+from weights.wire import BEAT_S, SILENCE_S
 
 CRASH_SHARE = 0.5
 """Of the machines that go, how many do so without a word."""

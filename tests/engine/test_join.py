@@ -17,9 +17,9 @@ from fake_machine import FakeMachine, running, wait_until
 from fake_worker import run_fake_worker
 
 from data.messages import Probed
-from data.wire import Leave
 from engine.join import JoinedMachine
 from job.hub import make_key
+from weights.wire import Leave
 
 PROGRAM = """
 import sys, rollout, fake_worker

@@ -8,7 +8,7 @@ from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from controller.workers import WorkerDied
 from data.messages import Fetch, Tickets, Update
-from data.wire import JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Welcome
+from weights.wire import JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Welcome
 
 
 def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_path, capsys):

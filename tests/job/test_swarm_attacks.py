@@ -12,8 +12,8 @@ import zmq
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from data.messages import Fetched, Finished, Probed, Ready, SampledTokens, Tickets, Update, Updated
-from data.wire import Beat, Codec, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
 from job.hub import MAX_MESSAGE_BYTES
+from weights.wire import Beat, Codec, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
 
 pack = msgspec.msgpack.encode
 ENCODE = Codec(()).encode

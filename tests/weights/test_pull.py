@@ -10,12 +10,12 @@ import torch
 import zstandard
 
 import weights.pull
-from data.wire import Piece
 from weights.delta import BLOCK_WORDS, apply_delta, digest_of, encode_delta
 from weights.pull import KEPT, MAX_READ, LocalAndPulled, PullTransport
 from weights.puller import Puller
 from weights.shm import ShmTransport
 from weights.transport import ParameterSpec
+from weights.wire import Piece
 
 SPECS = [ParameterSpec("a", torch.bfloat16, (300, 7)), ParameterSpec("b", torch.float32, (5,))]
 

@@ -9,7 +9,7 @@ import pytest
 
 from data.messages import ActivityReport, Finished, Probed, Tickets, Update
 from data.records import Ticket, Trajectory
-from data.wire import FROM_ENGINE, FROM_MACHINE, TO_ENGINE, TO_MACHINE, Codec, Join, Piece, read_key
+from weights.wire import FROM_ENGINE, FROM_MACHINE, TO_ENGINE, TO_MACHINE, Codec, Join, Piece, read_key
 
 
 def trajectory(**changed):
