@@ -31,7 +31,8 @@ def mistake_in(
     """What an honest machine cannot have sent for this ticket, in a few words, or None if there is no such thing.
 
     The types of the fields are taken as declared: weights/wire.py decodes nothing else. `ticket.min_version` is to be
-    the version that was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.
+    the version that was asked for when the ticket was given out, `newest_version` the newest
+    that its worker was told of.
     """
     generated = np.flatnonzero(trajectory.loss_mask)
     num_known = _num_known(trajectory, generated, ticket)
