@@ -33,11 +33,16 @@ class ModelShape:
 def read_shape(model_path: str) -> ModelShape:
     """Read the shape of the model in a folder.
 
-    Without safetensors files the model is built from its config, on no device.
+    Without safetensors files the model is built from its config, on no device. Raises ValueError, in one line, if no
+    config can be had.
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
+    except OSError as error:  # all of the hub's own errors are
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"--model {model_path}: neither a folder with a config.json nor to be had: {reason}") from None
     tied = bool(getattr(config, "tie_word_embeddings", False))
     files = _weight_files(Path(model_path))
     sizes = parameter_sizes(files, tied) if files else _sizes_of_empty_model(config)

@@ -70,12 +70,14 @@ class Run:
     def __init__(self, controller, swarm, key_path, events, num_floats):
         self.num_floats, self.controller, self.swarm, self.events = num_floats, controller, swarm, events
         self.address, self.key_path = f"127.0.0.1:{swarm.hub.port}", str(key_path)
-        self.version, self.trained = -1, []
+        self.version, self.trained, self.value_of = -1, [], float
 
     def publish(self, evaluate=False, probe=()):
         self.version += 1
         evaluate |= self.controller.withdraw()
-        staged = self.controller.stage(self.version, [("w", torch.full((self.num_floats,), float(self.version)))])
+        staged = self.controller.stage(
+            self.version, [("w", torch.full((self.num_floats,), self.value_of(self.version)))]
+        )
         self.controller.publish(Announcement(self.version, self.version, staged, probe, evaluate))
 
     def step(self):

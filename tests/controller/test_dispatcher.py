@@ -94,3 +94,20 @@ def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first
     behind.sent_version = 5
     dispatcher.fill()
     assert (ahead.num_running, behind.num_running) == (1, 1)
+
+
+def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_machine_and_not_back():
+    config = Config(groups_per_step=1, group_size=2, async_ratio=0, max_running_requests=1, listen="127.0.0.1:1")
+    slow, fast = (Worker(i, Outbox(), is_remote=True, state="sampling", sent_version=0) for i in range(2))
+    slow.token_s, fast.token_s = 0.1, 0.01
+    buffer = SampleBuffer(Bounds(groups_per_step=1, group_size=2, max_outstanding=1, max_staleness=1))
+    dispatcher = Dispatcher(config, [slow, fast], buffer, make_source())
+    dispatcher.fill()
+    held = {id(worker): next(iter(worker.running.values())) for worker in (slow, fast)}
+    for worker in (slow, fast):
+        worker.given_at[held[id(worker)].ticket_id] -= 1000
+    assert list(dispatcher.leases.end()) == [held[id(slow)]], "nobody is much faster than the fast one"
+    again = dispatcher.tickets.elsewhere(held[id(slow)])
+    assert dispatcher.leases.may_start(fast, again) and not dispatcher.leases.may_start(slow, again)
+    fast.token_s = 0.06
+    assert dispatcher.leases.may_start(slow, again), "what was fast is not so much faster any more"

@@ -153,6 +153,14 @@ def test_a_short_stall_of_the_network_loses_nothing(lasting):
     assert joins(lasting) == 1 and not lasting.left()
 
 
+def test_versions_that_are_equal_to_the_bit_are_told_apart(lasting, monkeypatch):
+    monkeypatch.setattr(lasting, "value_of", lambda version: 7.0)
+    num_left = len(lasting.left())
+    for _ in range(4):
+        lasting.step()
+    assert len(lasting.left()) == num_left
+
+
 @pytest.mark.parametrize("way", ["the run's side gave it up", "the connection broke", "neither side heard the other"])
 def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch, capsys, way):
     run, num_joins = lasting, joins(lasting)
