@@ -117,6 +117,18 @@ def checkpoints_in(folder: Path) -> Iterator[Path]:
     return (part.parent for part in found if step_of(part.parent) >= 0)
 
 
+def how_to_go_on(run: Path | None) -> str:
+    """What to type to go on with a run that was stopped, or why it cannot; None is one that had not started yet."""
+    saved = list(checkpoints_in(run / "checkpoints")) if run else []
+    if saved:
+        launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
+        return f"go on from step {step_of(saved[-1])}: {launcher} train_async.py --resume {run}"
+    metrics = run and run / "metrics.jsonl"
+    if not (metrics and metrics.exists() and metrics.stat().st_size):
+        return "nothing is saved, as no step had ended"
+    return "nothing is saved: one signal alone waits for that, and --save-every N saves before"
+
+
 def newest_checkpoint(run: Path) -> Checkpoint:
     """The newest whole checkpoint of a run. Raises ValueError if there is none."""
     skipped = []
