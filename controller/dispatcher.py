@@ -5,6 +5,7 @@ queue scheduling). `batch` is the baseline: groups are split evenly over the wor
 """
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,9 +67,7 @@ class Dispatcher:
         for group_id in self.buffer.surplus():
             self._drop(group_id, "aborted")
         batch = self.buffer.take()
-        for group in batch or ():
-            self.tickets.forget(group.group_id)
-        return batch
+        return batch and [replace(group, problem=self.tickets.forget(group.group_id)) for group in batch]
 
     def _drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group; a problem that is not to blame is issued again, so that slow problems are not starved."""

@@ -10,7 +10,7 @@ import numpy as np
 from config import Config
 from controller.state import IDS_PER_NODE, TicketState
 from controller.workers import Worker
-from data.records import EVALUATION_GROUP, Partial, Ticket
+from data.records import EVALUATION_GROUP, Group, Partial, Ticket
 from data.tasks import Problem
 
 NUM_CHECKED_PROMPTS = 512
@@ -56,6 +56,10 @@ class TicketSource:
         for index in range(NUM_CHECKED_PROMPTS):
             self._encode(self.prompts.train_problem(index))
 
+    def answer(self, group: Group) -> str:
+        """The right answer to the problem of a consumed group; empty where an environment asks."""
+        return self.prompts.train_problem(group.problem).answer
+
     def next_group_id(self) -> int:
         """Give out an id for a new group."""
         self._next_group += 1
@@ -78,9 +82,9 @@ class TicketSource:
         """Issue the group's problem again: it was not the problem's fault that the group is gone."""
         self._put_back.append(self._problems.pop(group_id))
 
-    def forget(self, group_id: int) -> None:
-        """Note that the group's problem need not be issued again."""
-        del self._problems[group_id]
+    def forget(self, group_id: int) -> int:
+        """Note that the group's problem need not be issued again. Returns its index."""
+        return self._problems.pop(group_id)
 
     def for_evaluation(self, version: int) -> list[Ticket]:
         """Make one ticket for each held-out problem, to be sampled at `version`."""

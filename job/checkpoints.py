@@ -101,7 +101,7 @@ class Checkpoints:
                 self.writer.wait()
                 limit = f"--stop-after-s {config.stop_after_s:g}, which is nearly over,"
                 reason, status = (signal.Signals(number).name, 128 + number) if number else (limit, OUT_OF_TIME)
-                raise Interrupted(f"stopped by {reason} after step {step}, which is saved: --resume goes on", status)
+                raise Interrupted(f"stopped by {reason} after step {step}, which is saved", status)
         self._step_ended = time.monotonic()
 
     def _is_out_of_time(self) -> bool:

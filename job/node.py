@@ -20,7 +20,7 @@ from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, place, plan_memory
-from cluster.processes import exit_with_parent, ignore_signals, keep_freed_memory
+from cluster.processes import Interrupted, exit_with_parent, ignore_signals, keep_freed_memory
 from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
@@ -33,7 +33,7 @@ from data.tasks import load_task
 from job.probe import Probe
 from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
-from records.manifest import Checkpoint
+from records.manifest import Checkpoint, how_to_go_on
 from records.run_directory import RunDirectory
 from records.standstill import dump_stacks, end_what_is_stopped, write_stacks_to
 from records.time_ledger import TrainerClock
@@ -138,7 +138,7 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     if dist.is_initialized():
         on_end.callback(dist.destroy_process_group)
     resumed = find_checkpoint(config, cluster)
-    watch = NodeWatch(cluster)
+    watch, node = NodeWatch(cluster), None
     try:
         rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
@@ -152,7 +152,11 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         watch.finish()
     except Exception as error:
         ignore_signals()
-        raise watch.explain(error) from error.__cause__
+        explained = watch.explain(error)
+        if isinstance(explained, Interrupted) and cluster.is_first:
+            run = Path(config.resume) if config.resume else node and node.run.path
+            explained.args = (f"{explained}; {how_to_go_on(run)}", *explained.args[1:])
+        raise explained from error.__cause__
     finally:
         ignore_signals()
         on_end.close()

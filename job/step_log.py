@@ -4,7 +4,7 @@ import statistics
 import time
 
 from cluster.processes import freeze_garbage
-from data.records import Group, Trajectory
+from data.records import Group
 from job.advice import (
     FIRST_STEPS,
     MIN_STEPS,
@@ -26,6 +26,7 @@ from records.metrics import (
     worst_mismatch,
 )
 from records.run_directory import Progress
+from records.samples import readable_samples
 from records.time_ledger import describe, seconds
 
 STEPS_WITHOUT_SIGNAL = 3
@@ -102,7 +103,8 @@ class StepLog:
         self.warn_of_equal_rewards(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
-        self._write_sample(step, groups[0].trajectories[0])
+        for sample in readable_samples(step, groups, self.node.tokenizer.decode, self.node.controller.tickets.answer):
+            self.node.run.log_sample(**sample)
         self.progress.show(metrics)
 
     def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
@@ -159,15 +161,3 @@ class StepLog:
             print(describe("trainer ", self.clock.total))
             for worker, spent in self.node.controller.worker_time().items():
                 print(describe(f"worker {worker}", spent))
-
-    def _write_sample(self, step: int, trajectory: Trajectory) -> None:
-        decode, start = self.node.tokenizer.decode, int(trajectory.loss_mask.argmax())
-        self.node.run.log_sample(
-            step=step,
-            group=trajectory.group_id,
-            prompt=decode(trajectory.tokens[:start]),
-            response=decode(trajectory.tokens[start:]),
-            turns=trajectory.num_turns,
-            reward=trajectory.reward,
-            min_version=trajectory.min_version,
-        )

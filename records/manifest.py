@@ -7,6 +7,7 @@ missing is found. Nothing that is read here is unpickled.
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,6 +116,18 @@ def checkpoints_in(folder: Path) -> Iterator[Path]:
     """The checkpoints in a folder that a run might go on from, oldest first, whole or not."""
     found = sorted(folder.glob(f"step_*/{PART}"), key=lambda part: step_of(part.parent))
     return (part.parent for part in found if step_of(part.parent) >= 0)
+
+
+def how_to_go_on(run: Path | None) -> str:
+    """What to type to go on with a run that was stopped, or why it cannot; None is one that had not started yet."""
+    saved = list(checkpoints_in(run / "checkpoints")) if run else []
+    if saved:
+        launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
+        return f"go on from step {step_of(saved[-1])}: {launcher} train_async.py --resume {shlex.quote(str(run))}"
+    metrics = run and run / "metrics.jsonl"
+    if not (metrics and metrics.exists() and metrics.stat().st_size):
+        return "nothing is saved, as no step had ended"
+    return "nothing is saved, as the running step was not waited for; --save-every N saves on the way"
 
 
 def newest_checkpoint(run: Path) -> Checkpoint:

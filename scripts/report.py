@@ -1,18 +1,21 @@
-"""Report on one run: `python scripts/report.py RUN [--trace]`, RUN a directory with metrics.jsonl and run.json.
+"""Report on runs: `python scripts/report.py RUN [RUN ...] [--trace]`, RUN a directory with metrics.jsonl and run.json.
 
-Writes RUN/report.html, one page that needs nothing else: what was run, curves, a timeline of trainer and workers, where
-groups, tokens and time went, and samples. --trace also writes RUN/trace.json, which https://ui.perfetto.dev opens.
-A run that is still going, or was killed, is reported as far as it got.
+Of one run it writes RUN/report.html, one page that needs nothing else: what was run, curves, a timeline of trainer and
+workers, where groups, tokens and time went, and samples. --trace also writes RUN/trace.json, which
+https://ui.perfetto.dev opens. Of several it writes comparison.html into the first: how they differ, every curve with a
+line per run, and samples of each. A run that is still going, or was killed, is reported as far as it got.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import shlex
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -22,11 +25,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from config import Config
 from records.time_ledger import TRAINER_STATES, WORKER_STATES
-from scripts.runs import Run, evaluations, load, progress, readable_summary, rows
-from scripts.table import show
+from scripts.runs import Run, evaluations, load, names, progress, readable_summary, rows
+from scripts.table import differing_options, show
 from scripts.timeline import STATE_COLORS, TRAJECTORY_FIELDS, Timeline, build_timeline, trace
 
-NUM_SAMPLES = 10
+NUM_SAMPLES = 30
+"""Groups of which a page shows samples, those of all its runs together."""
 STILL_GOING_S = 60  # a run whose last record is younger may be going on
 COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
 MACHINE_COLORS = (*COLORS, "#8d6cc4", "#e3b505", "#e57373", "#6fb1e8", "#7a4a1e")
@@ -64,6 +68,7 @@ def make_page(run: Run, timeline: Timeline, now: float) -> dict:
     drawn, missing = charts(run.metrics)
     machines = of_machines(run)
     return {
+        "is_one": True,
         "title": f"{run.name}: {run.info['config']['algo']} on {run.info['config']['task']}",
         "facts": facts(run, timeline, now),
         "numbers": readable_summary(run.metrics),
@@ -76,8 +81,27 @@ def make_page(run: Run, timeline: Timeline, now: float) -> dict:
             *workers_time(timeline),
             *machine_table(machines),
         ],
-        "samples": choose_samples(run.samples),
+        "samples": choose_samples(run.samples, NUM_SAMPLES),
     }
+
+
+def make_comparison(runs: list[Run]) -> dict:
+    """All that the page of several runs shows; a run has one colour in all charts."""
+    options, of_runs = differing_options(runs), dict(zip(names(runs), runs, strict=True))
+    facts, summaries, drawn, samples = {}, {}, {}, []
+    for (name, run), color in zip(of_runs.items(), itertools.cycle(MACHINE_COLORS)):
+        config, made = run.info["config"], f"{run.metrics['step'].iloc[-1]} of {run.info['config']['steps']} steps"
+        facts[name] = ", ".join([*(f"{option} = {show(config.get(option))}" for option in options), made])
+        summaries[name] = readable_summary(run.metrics)
+        for title, x, series in single_curves(run.metrics):
+            chart = drawn.setdefault(title, {"title": title, "x": x, "series": []})
+            chart["series"].append(series | {"name": name, "color": color})
+        samples += [{"run": name, **sample} for sample in choose_samples(run.samples, NUM_SAMPLES // len(runs))]
+    labels = dict.fromkeys(label for summary in summaries.values() for label in summary)
+    cells = [[label, *(summary.get(label, "–") for summary in summaries.values())] for label in labels]
+    table = {"title": "What people look at first", "headings": ["", *of_runs], "rows": cells, "meanings": {}}
+    page = {"is_one": False, "title": f"{len(runs)} runs", "facts": facts, "numbers": {}, "missing": []}
+    return page | {"charts": [*drawn.values()], "timeline": None, "tables": [table], "samples": samples}
 
 
 def render(page: dict) -> str:
@@ -160,8 +184,8 @@ def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
         accuracies = curve("held-out accuracy", COLORS[1], reached[x][accuracy.index], accuracy, marked=True)
         title = f"Reward and held-out accuracy over {x.replace('seconds', 'time')}"
         possible.append({"title": title, "x": label, "series": [rewards, accuracies]})
-    for title, names in CURVES.items():
-        there = [(name, label) for name, label in names.items() if name in metrics]
+    for title, labels in CURVES.items():
+        there = [(name, label) for name, label in labels.items() if name in metrics]
         series = [
             curve(label, colors.get(label, COLORS[index % len(COLORS)]), metrics["step"], metrics[name])
             for index, (name, label) in enumerate(there)
@@ -172,6 +196,14 @@ def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
         chart["series"] = [series for series in chart["series"] if series["points"]]
     missing = [chart["title"] for chart in possible if not chart["series"]]
     return [chart for chart in possible if chart["series"]], ["Held-out accuracy"] * accuracy.empty + missing
+
+
+def single_curves(metrics: pd.DataFrame) -> Iterator[tuple[str, str, dict]]:
+    """Every curve of a run by a title of its own, with the name of its x."""
+    for chart in charts(metrics)[0]:
+        is_alone = len(CURVES.get(chart["title"], "..")) == 1  # those over samples and over time have two
+        for series in chart["series"]:
+            yield chart["title"] if is_alone else f"{chart['title']}: {series['name']}", chart["x"], series
 
 
 def curve(name: str, color: str, x: pd.Series, y: pd.Series, marked: bool = False) -> dict:
@@ -279,7 +311,7 @@ def shares(title: str, unit: str, spent: pd.Series, whole: str, meanings=None, r
     return {"title": title, "headings": headings, "rows": rows, "meanings": meant}
 
 
-def choose_samples(samples: pd.DataFrame) -> list[dict]:
+def choose_samples(samples: pd.DataFrame, num_groups: int) -> list[dict]:
     """Best and worst recorded member of groups spread over the run, first and last among them; one if all are alike."""
     groups: dict[tuple, list[dict]] = {}
     for sample in rows(samples):
@@ -287,7 +319,7 @@ def choose_samples(samples: pd.DataFrame) -> list[dict]:
         if "answer" in sample:
             sample["right answer"] = sample.pop("answer")
         groups.setdefault((sample["step"], sample.get("group")), []).append(sample)
-    count, chosen = min(len(groups), NUM_SAMPLES), []
+    count, chosen = min(len(groups), max(1, num_groups)), []
     kept = [list(groups.values())[round(i * (len(groups) - 1) / max(1, count - 1))] for i in range(count)]
     for members in kept:
         worst, *_, best = ranked = sorted([members[0], *members], key=lambda sample: sample.get("reward", -1e9))
@@ -310,14 +342,26 @@ def write_report(path: Path, with_trace: bool) -> list[Path]:
     return [path / name for name in texts]
 
 
+def write_comparison(paths: list[Path]) -> Path:
+    """Write the page of several runs into the first one's directory. Returns its path. Raises as `write_report`."""
+    file = paths[0] / "comparison.html"
+    file.write_text(render(make_comparison([load(path) for path in paths])), encoding="utf-8")
+    return file
+
+
 def main() -> None:
     """Read the command line, write the report, and say where it is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run; report.html is written into it")
-    parser.add_argument("--trace", action="store_true", help="also write trace.json, for https://ui.perfetto.dev")
+    where = "directory of a run; report.html is written into it, or comparison.html into the first of several"
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=where)
+    text = "of one run, also write trace.json, for https://ui.perfetto.dev"
+    parser.add_argument("--trace", action="store_true", help=text)
     arguments = parser.parse_args()
+    if arguments.trace and len(arguments.runs) > 1:
+        parser.error("--trace is of one run; leave it out, or give one")
     try:
-        written = write_report(arguments.run, arguments.trace)
+        several = len(arguments.runs) > 1
+        written = [write_comparison(arguments.runs)] if several else write_report(arguments.runs[0], arguments.trace)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     print(*(f"{path.stem}: {path}" for path in written), sep="\n")

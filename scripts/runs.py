@@ -14,7 +14,7 @@ from statistics import fmean
 
 import pandas as pd
 
-from scripts.lines import read
+from scripts.lines import read, read_events
 
 SUMMARY = {
     "steps": ("steps", "{}"), "samples": ("samples", "{}"), "seconds": ("time in steps, s", "{:.1f}"),
@@ -53,7 +53,7 @@ class Run:
         files = {int(p.parent.name.removeprefix("node_")): p for p in self.path.glob("node_*/events.jsonl")}
         by_kind = defaultdict(list)
         for node, file in sorted({0: self.path / "events.jsonl", **files}.items()):
-            for event in read(file, self._cut):
+            for event in read_events(file, self._cut):
                 by_kind[event["event"]].append(event | {"node": node})
         return _Events({kind: frame(events) for kind, events in by_kind.items()})
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from controller.ledger import DROP_REASONS
+from scripts.lines import read_events
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -62,8 +63,7 @@ class Job:
 
     def events(self, kind: str) -> list[dict]:
         """The events of one kind."""
-        lines = (self.run_path / "events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
+        return [event for event in read_events(self.run_path / "events.jsonl", []) if event["event"] == kind]
 
     def output(self) -> str:
         """All that the job has printed so far."""

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -74,6 +75,24 @@ def test_every_file_that_the_pages_name_is_tracked():
         for path in [*linked, *named]:
             name = path.resolve().relative_to(ROOT)
             assert name in tracked or name.name == "mine.py", f"{page.name} names {name}, which git does not track"
+
+
+def test_the_recipe_for_a_notebook_runs_as_it_stands(tmp_path, monkeypatch):
+    section = (ROOT / "docs/extending.md").read_text(encoding="utf-8").partition("## A run in a notebook")[2]
+    read, draw = re.findall(r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    run = tmp_path / "runs/NAME"
+    shutil.copytree(ROOT / "results/staleness/a1-s0", run)
+    times = {"time": 1.0, "started_at": 0.5, "ended_at": 0.9}
+    of_run = [{"event": "trajectory", "group": 3, "tokens": 7, **times}, {"event": "step", "step": 1, "groups": [3, 4]}]
+    (run / "events.jsonl").write_text("".join(json.dumps({"time": 1.0} | event) + "\n" for event in of_run))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    (tmp_path / "docs").mkdir()
+    known = {}
+    exec(read, known)
+    assert known["used"].to_numpy().tolist() == [[1, 3], [1, 4]]
+    exec(draw, known)
+    assert (tmp_path / "docs/notebook.png").stat().st_size > 10_000 and known["drift"].shape == (80, 3)
 
 
 def test_every_heading_that_is_linked_is_there():

@@ -62,7 +62,8 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     run = json.loads((job.run_path / "run.json").read_text())
     assert run["config"]["async_ratio"] == 2 and run["packages"]["torch"]
     samples = [json.loads(line) for line in (job.run_path / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 16 and samples[0]["prompt"].endswith("=")
+    assert {line["step"] for line in samples} == set(range(1, 17)) and samples[0]["prompt"].endswith("=")
+    assert all(line["answer"] for line in samples) and len(samples) > 16, "the best and the worst, if they differ"
     assert len(job.events("trajectory")) >= 16 * 16 * 8
 
 

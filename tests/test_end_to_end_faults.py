@@ -101,6 +101,10 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
     assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
     if num_steps:
         assert newest_checkpoint(job.run_path).step == job.num_steps(), "in the loop the step ends and is saved"
+        how = f"which is saved; go on from step {job.num_steps()}: torchrun train_async.py --resume {job.run_path}"
+        assert how in job.output()
+    else:
+        assert f"stopped by {number.name}; nothing is saved, as no step had ended" in job.output()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from job.publisher import connect_workers
 from rollout import run_worker
 from scripts.bench.harness import ROOT
 from scripts.bench.rig import Rig, load_weights, running, specs_of
-from scripts.lines import read
+from scripts.lines import read_events
 
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 QUOTAS_US = {"slow": 20_000, "fast": 50_000}
@@ -108,7 +108,7 @@ def measured(rig: JoinedRig, train_s: float) -> list[dict]:
         for _ in range(STEPS):
             rig.turn(train_s)
         seconds = time.monotonic() - start
-        events = read(rig.node.run.path / "events.jsonl")
+        events = read_events(rig.node.run.path / "events.jsonl")
         done = [e for e in events if e["event"] == "trajectory" and since < e["time"] < since + seconds]
         of_first = sum(e["tokens"] for e in done if e["worker"] == 0) / sum(e["tokens"] for e in done)
         update_s = statistics.median(rig.update_seconds(first))
@@ -156,7 +156,7 @@ def measure_all(config: Config, folder: Path) -> tuple[dict[str, list[dict]], di
                 together[train_s] = measured(rig, train_s)
         rig.await_workers(1)
         alone["fast"] = measured(rig, 0.0)
-        events = [e for e in read(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory"]
+        events = [e for e in read_events(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory"]
         lengths = Lengths.of(config.max_prompt_tokens / 2, [e["tokens"] for e in events], 16 * 8)
         return alone, together, Job(config, read_shape(rig.node.model_path), lengths)
 

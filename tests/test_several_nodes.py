@@ -1,7 +1,6 @@
 """Whole jobs on two nodes: two torchrun agents on one machine, each with a trainer rank and a vLLM worker."""
 
 import itertools
-import json
 import os
 
 import psutil
@@ -9,6 +8,7 @@ import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, start_nodes
 
 from controller.tickets import IDS_PER_NODE
+from scripts.lines import read_events
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
 
@@ -33,7 +33,7 @@ def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
 
 
 def read_trajectories(path):
-    return [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "trajectory"]
+    return [event for event in read_events(path) if event["event"] == "trajectory"]
 
 
 @pytest.mark.slow

@@ -305,5 +305,5 @@ class WatchedTickets(TicketSource):
         self.oracle.put_back(group_id)
 
     def forget(self, group_id):
-        super().forget(group_id)
         self.oracle.forget(group_id)
+        return super().forget(group_id)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from config import Config
 from scripts.bench.work import SAMPLES_PER_STEP, WORKS, run_work_worker
-from scripts.lines import read
+from scripts.lines import read, read_events
 
 
 def train(config: Config) -> list[dict]:
@@ -35,7 +35,7 @@ def save_weights(named: Iterable[tuple], folder: Path) -> None:
 
 def steps_of(run: Path) -> list[dict]:
     """Each step of a run: when it ended, Unix time, and what was trained in it."""
-    ends = {e["step"]: e["spans"][-1][2] for e in read(run / "events.jsonl") if e["event"] == "step"}
+    ends = {e["step"]: e["spans"][-1][2] for e in read_events(run / "events.jsonl") if e["event"] == "step"}
     return [ended(m["step"], ends[m["step"]], m["tokens/trained"]) for m in read(run / "metrics.jsonl")]
 
 

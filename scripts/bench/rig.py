@@ -25,7 +25,7 @@ from job.publisher import Publisher
 from job.step_log import StepLog
 from records.time_ledger import TrainerClock
 from scripts.bench.work import NO_LEARNING, run_work_worker
-from scripts.lines import read
+from scripts.lines import read_events
 from trainer import batch
 from trainer.policy import load_policy
 from weights.shm import ShmTransport
@@ -80,7 +80,7 @@ class Rig:
 
     def update_seconds(self, since: int) -> list[float]:
         """From each publish to when a worker sampled under it, of the versions from `since` on."""
-        events = read(self.node.run.path / "events.jsonl")
+        events = read_events(self.node.run.path / "events.jsonl")
         updates = [event for event in events if event["event"] == "update" and event["version"] >= since]
         return [event["time"] - self.published_at[event["version"]] for event in updates]
 

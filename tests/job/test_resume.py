@@ -17,6 +17,7 @@ from records.manifest import (
     MANIFEST,
     PART,
     checkpoints_in,
+    how_to_go_on,
     measured,
     newest_checkpoint,
     set_aside,
@@ -244,3 +245,21 @@ def test_weights_and_biases_go_on_in_the_same_run(tmp_path):
     run.close()
     ids = {re.match(r"offline-run-\w+-(\w+)", path.name)[1] for path in (run.path / "wandb").glob("offline-run-*")}
     assert ids == {json.loads((run.path / "run.json").read_text())["wandb_id"]}
+
+
+# How to go on
+
+
+def test_a_run_that_was_stopped_says_what_to_type_or_why_nothing_is_saved(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    run = tmp_path / "my run"
+    assert how_to_go_on(None) == how_to_go_on(run) == "nothing is saved, as no step had ended"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert how_to_go_on(run).startswith("nothing is saved, as the running step was not waited for; --save-every N")
+    for step in (4, 12):
+        (run / "checkpoints" / f"step_{step}" / PART).mkdir(parents=True)
+    (run / "checkpoints" / "step_20").mkdir()  # weights alone
+    assert how_to_go_on(run) == f"go on from step 12: python train_async.py --resume '{run}'"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert ": torchrun train_async.py --resume" in how_to_go_on(run)

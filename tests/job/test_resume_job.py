@@ -13,6 +13,7 @@ from real_job import ROOT, Job, assert_ledger_balances, without_times
 
 from records.batches import weights_sha256
 from records.manifest import newest_checkpoint
+from scripts.lines import read_events
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 OPTIONS = {
@@ -101,7 +102,8 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(60) == 128 + signal.SIGTERM
     num_steps = job.num_steps()
-    assert f"stopped by SIGTERM after step {num_steps}, which is saved: --resume goes on" in job.output()
+    go_on_by = f"go on from step {num_steps}: python train_async.py --resume {job.run_path}"
+    assert f"error: stopped by SIGTERM after step {num_steps}, which is saved; {go_on_by}\n" in job.output()
     assert newest_checkpoint(job.run_path).step == num_steps
     job = go_on(job)
     job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
@@ -149,5 +151,4 @@ def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_p
 
 
 def steps_in(folder: Path) -> list[dict]:
-    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [event for event in events if event["event"] == "step"]
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]

@@ -1,11 +1,18 @@
 import json
 import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from config import Config
 from records.run_directory import RunDirectory
+from scripts.lines import read_events
+
+ROOT = Path(__file__).parents[2]
 
 
 def lines(run, name):
@@ -37,6 +44,45 @@ def test_a_run_that_ended_before_its_first_step_gives_its_name_back(tmp_path):
     run = RunDirectory(config)
     assert [event["event"] for event in lines(run, "events")] == ["run_started"]
     run.close()
+
+
+@pytest.mark.parametrize("node_folder", ["", "one/node_1"])
+def test_a_run_that_was_killed_before_its_first_step_gives_its_name_back_and_one_that_goes_on_does_not(
+    tmp_path, node_folder
+):
+    made = f"RunDirectory(Config(runs_dir={str(tmp_path)!r}, run_name='one'), node_folder={node_folder!r})"
+    start = f"from config import Config\nfrom records.run_directory import RunDirectory\nrun = {made}\n"
+    command = [sys.executable, "-c", start + "print('made', flush=True)\ninput()"]
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout.readline() == b"made\n"
+        with pytest.raises(ValueError, match=r"(one|node_1) exists; give another --run-name"):
+            RunDirectory(config, node_folder=node_folder)
+        other.kill()
+    run = RunDirectory(config, node_folder=node_folder)
+    run.record("step", step=1)
+    run.close()
+    with pytest.raises(ValueError, match=r"(one|node_1) exists; give another --run-name"):
+        RunDirectory(config, node_folder=node_folder)
+
+
+def test_a_trajectory_is_a_short_line_before_and_after_a_run_goes_on(tmp_path):
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    now = {"started_at": time.time(), "ended_at": time.time() + 1, "turns": []}
+    fields = {"ticket": 1, "group": 2, "member": 0, "worker": 0, "tokens": 5, "finish_reason": "stop", **now}
+    run = RunDirectory(config)
+    run.record("trajectory", reward=np.float64(0.5), min_version=0, max_version=1, **fields)
+    sizes = run.sizes()
+    run.record("trajectory", reward=1.0, **fields)
+    run.close()
+    run = RunDirectory(config, resumed={"step": 1, "records": sizes, "skipped": []})
+    run.record("trajectory", reward=float("nan"), failure="no", **fields)
+    run.close()
+    first, second = (line for line in lines(run, "events") if isinstance(line, list))
+    assert first[:4] == second[:4] == [1, 2, 0, 0]
+    read = [event for event in read_events(run.path / "events.jsonl") if event["event"] == "trajectory"]
+    assert [event["reward"] for event in read] == [0.5, None]
+    assert read[1]["failure"] == "no" and read[0]["ended_at"] == pytest.approx(now["ended_at"], abs=0.001)
 
 
 def test_a_run_that_has_not_ended_is_not_gone_on_with(tmp_path):
@@ -77,6 +123,8 @@ def test_another_node_writes_its_events_in_a_folder_of_its_own_and_overwrites_no
     assert (event["event"], event["worker"], event["pause_s"]) == ("update", 0, None)
     assert (ended["event"], ended["status"]) == ("run_ended", "finished")
     RunDirectory(config, node_folder="one/node_2").close()
+    with open(records.path / "events.jsonl", "a") as file:
+        file.write('{"event": "step", "step": 1}\n')
     with pytest.raises(ValueError, match="node_1 exists"):
         RunDirectory(config, node_folder="one/node_1")
 

@@ -350,8 +350,11 @@ def test_red_on_the_page_means_failed_and_no_state(run):
     assert failed not in STATE_COLORS.values()
 
 
-def test_ten_samples_are_spread_over_the_run(run):
-    assert [sample["step"] for sample in page_of(run)["samples"]] == [1, 4, 7, 11, 14, 17, 20, 24, 27, 30]
+def test_samples_are_spread_over_the_run(run):
+    assert report.NUM_SAMPLES == 30
+    samples = [{"step": step, "prompt": "", "response": "", "reward": 1.0} for step in range(1, 60)]
+    write_lines(run / "samples.jsonl", samples)
+    assert [sample["step"] for sample in page_of(run)["samples"]] == list(range(1, 60, 2))
 
 
 def test_of_a_group_the_best_and_the_worst_member_are_shown_with_the_right_answer(run):
@@ -374,7 +377,7 @@ def test_what_a_run_has_written_is_text_and_never_markup(run):
     page = Text(html)
     assert html.count("</script>") == 2 and [tag for tag, _ in page.tags].count("script") == 2
     assert not any(tag == "img" for tag, _ in page.tags)
-    assert page.texts.count(HOSTILE) == 10
+    assert page.texts.count(HOSTILE) == 30
     data = json.loads(page.scripts[0])
     assert any("it </script> broke" in bar for lane in data["timeline"]["lanes"] for bar in lane["trajectories"])
 
@@ -394,6 +397,49 @@ def test_a_short_run_with_one_step_and_nothing_else_has_a_page(run):
     assert "No sample has been recorded" in html and re.search(
         "Not recorded by this run: Held-out accuracy; .*Effective sample size.*; Timeline[.]", html
     )
+
+
+# Several runs
+
+
+@pytest.fixture
+def other(run):
+    """A run beside it, with seed 1, which has made 4 steps and earns half as much."""
+    other = shutil.copytree(run, run.parent / "other")
+    config = run_json()["config"] | {"seed": 1}
+    (other / "run.json").write_text(json.dumps(run_json() | {"config": config}))
+    lines = [metrics_line(step) | {"reward/mean": step / 40} for step in range(1, 5)]
+    write_lines(other / "metrics.jsonl", lines)
+    return other
+
+
+def test_several_runs_have_one_page_with_how_they_differ_and_a_line_each_in_every_chart(run, other):
+    page = report.make_comparison([load(run), load(other)])
+    assert page["facts"] == {"my run": "seed = 0, 12 of 12 steps", "other": "seed = 1, 4 of 12 steps"}
+    drawn = curves(page)
+    rewards = drawn["Reward and held-out accuracy over samples: reward"]
+    assert rewards["my run"][:2] == [(32.0, 0.05), (64.0, 0.1)] and rewards["other"][-1] == (128.0, 0.1)
+    assert list(drawn["Reward and held-out accuracy over samples: held-out accuracy"]) == ["my run"]
+    assert (
+        drawn["Entropy, nats per token"].keys()
+        == {"my run", "other"}
+        == drawn["Staleness of trajectories, steps: max"].keys()
+    )
+    assert len(drawn["Trainer's time, share of each step: wait"]["other"]) == 4
+    colors = {(series["name"], series["color"]) for chart in page["charts"] for series in chart["series"]}
+    assert len(colors) == 2, "a run has one colour"
+    assert table(page, "look at first")["held-out accuracy, last"] == ["1.000", "–"]
+    assert {sample["run"] for sample in page["samples"]} == {"my run", "other"}
+
+
+def test_the_page_of_several_runs_is_written_into_the_first_and_is_text_and_never_markup(run, other):
+    result = run_script(run, other)
+    assert result.stdout == f"comparison: {run / 'comparison.html'}\n", result.stderr
+    html = (run / "comparison.html").read_text()
+    page = Text(html)
+    assert html.count("</script>") == 2 and not any(tag == "img" for tag, _ in page.tags)
+    assert "Ledgers" not in page.texts and "2 runs" in page.texts
+    assert run_script(run, other, "--trace").stderr.endswith("--trace is of one run; leave it out, or give one\n")
 
 
 # Timeline and trace
@@ -611,6 +657,10 @@ setTimeout(() => {
   seen.tip = tip.textContent;
   point("wheel", 500, 100);
   seen.zoomed = [view.start, view.end];
+  document.getElementById("least").value = "0.5";
+  document.getElementById("filter").dispatchEvent(new Event("input"));
+  seen.shown = document.querySelectorAll(".sample:not([hidden])").length;
+  seen.count = document.getElementById("count").textContent;
   document.querySelector("button[data-act=all]").click();
   seen.again = [view.start, view.end];
   document.body.dataset.seen = JSON.stringify(seen);
@@ -645,7 +695,11 @@ def test_a_browser_draws_the_timeline_zooms_it_and_names_what_is_under_the_point
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser of {', '.join(BROWSERS)} is installed")
+    rewards = [0.0, 0.5, 1.0, None]
+    samples = [{"step": 1, "group": i, "prompt": "", "response": "", "reward": r} for i, r in enumerate(rewards)]
+    write_lines(run / "samples.jsonl", samples)
     seen, log = open_in_browser(run, browser)
+    assert (seen["shown"], seen["count"]) == (2, "2 of 4"), "those with a reward from 0.5 on"
     assert seen["short"] == ["0", "8e-6", "-2e-5", "6e-6", "0.00015", "0.5", "12.35k"]
     assert seen["problems"] == [] and "CONSOLE" not in log
     assert seen["charts"] == [len(chart["series"]) for chart in page_of(run)["charts"]]
