@@ -62,17 +62,25 @@ class Task(Protocol):
 def load_task(name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()) -> Task:
     """The task of that name, made with `--task-args`; an environment for one of environments.py or `environment:…`.
 
-    Raises ValueError for a name that is none, an argument that the task does not take, and data that cannot be had.
+    Raises ValueError for what `prepare_task` does, and for data that cannot be had.
     """
+    make = prepare_task(name, seed, data_path, task_args)
+    if not own.is_own(name):
+        return make()
+    with own.blamed(name):
+        return make() if name.startswith("environment:") else OwnTask(name, make())
+
+
+def prepare_task(
+    name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
+) -> Callable[[], Task]:
+    """What makes the task, and reads its data. Raises ValueError for a name or an argument that is none."""
     make = _maker_of(name)
     parameters = inspect.signature(make, eval_str=True).parameters
     taken = [parameter for parameter in parameters.values() if parameter.name not in ("seed", "data_path")]
     arguments = read_arguments("task-args", task_args, f"--task {name}", taken)
     arguments |= {k: value for k, value in (("seed", seed), ("data_path", data_path)) if k in parameters}
-    if not own.is_own(name) or isinstance(make, functools.partial):
-        return make(**arguments)
-    with own.blamed(name):
-        return OwnTask(name, make(**arguments))
+    return functools.partial(make, **arguments)
 
 
 def score_of(name: str) -> Callable[[str, str], Any]:

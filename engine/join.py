@@ -343,10 +343,16 @@ class JoinedMachine:
 
 def _check_own(config: Config, digest: str) -> None:
     """Raise ValueError, in one line, if this machine lacks what the run's user brings: code is never sent."""
-    texts = own.texts_of(config)
-    if own.digest(texts) != digest:
-        files = ", ".join(map(str, own.files(texts).values()))
-        raise ValueError(f"{files}: not what the run has at the same place; copy its files here, and join again")
+    if texts := own.texts_of(config):
+        try:
+            found = own.digest(texts)
+        except (OSError, SyntaxError):
+            found = ""
+        if found != digest:
+            what = (
+                "not what the run has at the same place, by its file or what it imports; copy it here, and join again"
+            )
+            raise ValueError(f"{', '.join(texts)}: {what}")
 
 
 def main(worker_main: Callable) -> None:

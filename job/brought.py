@@ -1,13 +1,13 @@
 """What a user brings (FILE.py:NAME) is found and looked at before anything heavy starts."""
 
-import inspect
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 
 from config import Config
 from data import own
-from data.tasks import load_task, score_of
+from data.tasks import Task, prepare_task, score_of
 
 
 def resolved(options: dict[str, Any]) -> dict[str, Any]:
@@ -33,45 +33,29 @@ def check(config: Config) -> None:
     for text in config.reward:
         if not callable(own.load(text, "--reward")):
             raise ValueError(f"--reward {text} is no function; give one that takes response and the row's columns")
-    if own.is_own(config.task):
-        load_task(config.task, config.seed, config.data_path, config.task_args)
-        if not (config.reward or config.is_multi_turn):
-            score_of(config.task)
+    prepare_task(config.task, config.seed, config.data_path, config.task_args)
+    if not (config.reward or config.is_multi_turn):
+        score_of(config.task)
     own.files(own.texts_of(config))
+
+
+def check_rows(config: Config, task: Task) -> None:
+    """Say how rows are scored without --reward. Raises ValueError, in one line, if they cannot be."""
+    if config.task == "jsonl" and not config.reward:
+        task.score(task.train_problem(0).answer, "")
+        print("no --reward: a response is right if it is the column `answer` of its row", flush=True)
 
 
 def _check_loss(config: Config) -> None:
     from algos import hyperparameters
-    from algos.inputs import try_loss
+    from algos.own_loss import check_signature, try_loss
 
     loss = own.load(config.algo, "--algo")
-    if not inspect.isfunction(loss):
-        raise ValueError(
-            f"--algo {config.algo} is a {type(loss).__name__}; give a function loss(inputs, *, NAME=VALUE)"
-        )
     with own.blamed(config.algo, "--algo"):
-        first, *others = inspect.signature(loss, eval_str=True).parameters.values() or [None]
-        open_ones = [k.name for k in others if k.default is k.empty and k.kind not in (k.VAR_KEYWORD, k.VAR_POSITIONAL)]
-        if first is None or first.kind is first.KEYWORD_ONLY or open_ones:
-            raise TypeError(
-                f"{loss.__name__} takes {inspect.signature(loss)}; its first parameter must be the inputs "
-                "(algos.LossInputs), and all others need defaults"
-            )
+        check_signature(loss)
     options = hyperparameters(config.algo, config.algo_args, loss)
     with own.blamed(config.algo, "--algo"):
-        try_loss(lambda inputs: loss(inputs, **options))
-
-
-def describe_loss(algo: str) -> str:
-    """What a loss is, and its keyword arguments with their types, ranges and defaults. Raises ValueError."""
-    from algos import LOSSES
-
-    loss = own.load(own.resolved(algo), "--algo", LOSSES)
-    text = (inspect.getmodule(loss).__doc__ if algo in LOSSES else inspect.getdoc(loss)) or "no docstring"
-    lines = [f"--algo {algo}: {text.strip().partition(chr(10))[0]}", "", "--algo-args, NAME=VALUE each:"]
-    _, *keywords = inspect.signature(loss, eval_str=True).parameters.values()
-    rows = [(f"{k.name}={k.default}", getattr(k.annotation, "__metadata__", [""])[0]) for k in keywords]
-    return "\n".join([*lines, *(f"  {row:28}{words}".rstrip() for row, words in rows or [("none", "")])])
+        try_loss(functools.partial(loss, **options))
 
 
 def gone_on_with(made: dict[str, Any], run: Path) -> dict[str, Any]:
@@ -98,5 +82,5 @@ def gone_on_with(made: dict[str, Any], run: Path) -> dict[str, Any]:
 def _digest(texts) -> str:
     try:
         return own.digest(texts)
-    except ValueError:  # gone, or no Python any more
+    except (OSError, SyntaxError):  # gone, or no Python any more
         return ""

@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import Config, flag, nearest
-from job.brought import check, describe_loss, resolved
+from data import own
+from job.brought import check, resolved
 
 _FIELD = re.compile(r'^    # (.+)$|^    (\w+): .+\n    """([^"]+)"""$', re.MULTILINE)
 _KINDS = {int: "a whole number", float: "a number", str: "a text"}
@@ -41,7 +42,10 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     args = sys.argv[1:] if args is None else args
     args = [re.sub(r"^--\w[\w-]*", lambda found: flag(found[0]), arg) for arg in args]  # --async_ratio is meant well
     if {"-h", "--help"} & set(args) and (algo := _value_of("--algo", args)):
-        print(describe_loss(algo))
+        from algos import LOSSES
+        from algos.own_loss import describe
+
+        print(describe(algo, own.load(own.resolved(algo), "--algo", LOSSES)))
         raise SystemExit(0)
     given, unknown = _make_parser(default).parse_known_args(args)
     if unknown:

@@ -32,6 +32,7 @@ from data import own
 from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import Problem, Task, load_task
+from job.brought import check_rows
 from job.probe import Probe
 from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
@@ -233,6 +234,7 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
     """The node's own share of the prompts; on the first also the held-out ones."""
     task = load_task(config.task, config.seed, config.data_path, config.task_args)
+    check_rows(config, task)
     prompts = PromptSource(
         train_problem=task.train_problem,
         eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else [],

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from fake_machine import FakeMachine, running, wait_until
 from fake_worker import run_fake_worker
+from own_files import write_own
 
 from data.messages import Probed
 from engine.join import JoinedMachine
@@ -256,6 +257,17 @@ def test_a_machine_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
     with running(tmp_path) as run:
         error = Far(run.address, run.key_path, tmp_path / "far").end()
     assert isinstance(error, ValueError) and "its code is ffffffffffff" in str(error)
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])
+def test_a_machine_that_lacks_what_the_user_brings_or_has_another_ends_before_it_starts_anything(tmp_path, spoil):
+    path = write_own(tmp_path / "own", "def loss(): ...\n")
+    with running(tmp_path, algo=f"{path}:loss") as run:
+        spoil(path)
+        far = Far(run.address, run.key_path, tmp_path / "far")
+        error = far.end()
+    assert isinstance(error, ValueError) and str(path) in str(error) and "\n" not in str(error)
+    assert "not what the run has at the same place" in str(error) and not far.machine.engines
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
