@@ -157,9 +157,7 @@ def test_a_run_whose_copies_have_changed_too_does_not_go_on(own_run):
     run, _, (loss, *_) = own_run
     for path in (loss, run / "code" / loss.name):
         path.write_text(LOSS + "\n")
-    with pytest.raises(
-        ValueError, match=r"code is not what the run began with; put the files back, or begin a new run"
-    ):
+    with pytest.raises(ValueError, match="code is not what the run began with; put the files back, or begin"):
         read_options(["--resume", str(run)])
 
 

@@ -536,7 +536,7 @@ def test_a_loss_of_ones_own_makes_the_update_that_the_shipped_one_of_its_formula
         policy = load(make_config(tied, algo=algo, algo_args=algo_args))
         stats = policy.train_step(share_of(sequences), policy_version=12)
         weights.append({name: value.clone() for name, value in policy.named_full_parameters()})
-        assert stats["grad_norm"] > 0 and stats["loss/ratio"] != 1
+        assert stats["grad_norm"] > 0
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     untouched = {name: value.clone() for name, value in load(make_config(tied)).named_full_parameters()}
     assert not all(torch.equal(untouched[name], weights[0][name]) for name in untouched)
