@@ -27,7 +27,7 @@ from data.messages import (
     Updated,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this page and of data/messages.py; a machine that has another is refused."""
 BEAT_S, SILENCE_S = 2.0, 15.0
 """Between two signs of life; without one for so long, the other side is taken for gone."""
@@ -61,6 +61,8 @@ class Welcome:
     options: dict
     model_files: dict[str, bytes]
     """Files of the model's folder, by name: its configuration and its tokenizer."""
+    own_digest: str = ""
+    """Of the files that the user brings (data/own.py), which the machine must have at the same place."""
 
 
 @dataclass(frozen=True)

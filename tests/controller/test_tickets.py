@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from config import Config
@@ -64,6 +66,14 @@ def test_evaluations_at_different_versions_draw_differently_and_never_enter_a_gr
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match="has 2 tokens, --max-prompt-tokens is 1; raise it to at least 2"):
         make_source(max_prompt_tokens=1).check_prompts()
+
+
+def test_of_prompts_that_do_not_fit_the_longest_is_named_with_the_length_that_would_do():
+    lengths = lambda problem: [0] * (9 if problem.prompt == "p77" else 5)  # noqa: E731
+    source = make_source(max_prompt_tokens=4)
+    source.prompts = replace(source.prompts, encode=lengths)
+    with pytest.raises(ValueError, match=r"has 9 tokens, .* raise it to at least 9\. The prompt begins 'p77'"):
+        source.check_prompts()
 
 
 def test_the_nodes_of_a_run_take_every_problem_once_with_ids_and_seeds_of_their_own():

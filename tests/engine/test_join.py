@@ -15,10 +15,11 @@ import psutil
 import pytest
 from fake_machine import FakeMachine, running, wait_until
 from fake_worker import run_fake_worker
+from own_files import write_own
 
 from data.messages import Probed
 from engine.join import JoinedMachine
-from job.hub import make_key
+from weights.hub import make_key
 from weights.wire import Leave
 
 PROGRAM = """
@@ -111,7 +112,7 @@ def lasting(tmp_path_factory):
     """A run, and a machine that has joined it through a relay; the tests that share them do things to the relay."""
     tmp_path = tmp_path_factory.mktemp("lasting")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("job.hub.BEAT_S", 0.2)
+        patch.setattr("weights.hub.BEAT_S", 0.2)
         patch.setattr("engine.join.BEAT_S", 0.2)
         patch.setattr("engine.join.JOIN_S", 4.0)
         answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731
@@ -264,6 +265,17 @@ def test_a_machine_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
     with running(tmp_path) as run:
         error = Far(run.address, run.key_path, tmp_path / "far").end()
     assert isinstance(error, ValueError) and "its code is ffffffffffff" in str(error)
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])
+def test_a_machine_that_lacks_what_the_user_brings_or_has_another_ends_before_it_starts_anything(tmp_path, spoil):
+    path = write_own(tmp_path / "own", "def loss(): ...\n")
+    with running(tmp_path, algo=f"{path}:loss") as run:
+        spoil(path)
+        far = Far(run.address, run.key_path, tmp_path / "far")
+        error = far.end()
+    assert isinstance(error, ValueError) and str(path) in str(error) and "\n" not in str(error)
+    assert "not what the run has at the same place" in str(error) and not far.machine.engines
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from own_files import LOSS, write_own
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import (
@@ -526,3 +527,16 @@ def test_weights_of_another_vocabulary_are_refused_with_both_shapes(tied, tmp_pa
     message = r"model.embed_tokens.weight is \[150, 64\] in its safetensors and \[200, 64\] by its config.json"
     with pytest.raises(ValueError, match=message):
         load(make_config(str(path)))
+
+
+def test_a_loss_of_ones_own_makes_the_update_that_the_shipped_one_of_its_formula_makes(tied, tmp_path):
+    sequences, weights = random_sequences(9, seed=5), []
+    own = f"{write_own(tmp_path, LOSS)}:loss", ("clip=0.3",)  # grpo's, with one clip
+    for algo, algo_args in (("grpo", ("clip_low=0.3", "clip_high=0.3")), own):
+        policy = load(make_config(tied, algo=algo, algo_args=algo_args))
+        stats = policy.train_step(share_of(sequences), policy_version=12)
+        weights.append({name: value.clone() for name, value in policy.named_full_parameters()})
+        assert stats["grad_norm"] > 0
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    untouched = {name: value.clone() for name, value in load(make_config(tied)).named_full_parameters()}
+    assert not all(torch.equal(untouched[name], weights[0][name]) for name in untouched)

@@ -1,0 +1,52 @@
+"""A loss of the user's own, which comes from a file elsewhere: what it must be, tried before anything heavy starts."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.inputs import LossInputs
+
+
+def check_signature(loss: Any) -> None:
+    """Raise TypeError unless something is a function of the inputs, whose other parameters have defaults."""
+    if not inspect.isfunction(loss):
+        raise TypeError(f"it is a {type(loss).__name__}; give a function loss(inputs, *, NAME=VALUE)")
+    first, *others = list(inspect.signature(loss).parameters.values()) or [None]
+    without = [k.name for k in others if k.default is k.empty and k.kind in (k.POSITIONAL_OR_KEYWORD, k.KEYWORD_ONLY)]
+    if first is None or first.kind is first.KEYWORD_ONLY or without:
+        raise TypeError(
+            f"{loss.__name__} takes {inspect.signature(loss)}; its first parameter must be the inputs "
+            "(algos.LossInputs), and all others need defaults"
+        )
+
+
+def try_loss(loss: Callable) -> None:
+    """Compute a loss of the user's own on six tokens of two sequences.
+
+    Raises TypeError for what is no loss and stats for each of them, and whatever the loss raises.
+    """
+    ids, n = torch.tensor([0, 0, 0, 0, 1, 1]), 6
+    logprobs = torch.linspace(-2, -0.1, n).requires_grad_()
+    others = {"behavior_logprobs": logprobs.detach() - 0.1, "proximal_logprobs": logprobs.detach() - 0.05}
+    found = loss(LossInputs(logprobs, **others, advantages=1.0 - 2 * ids, rewards=1.0 - ids, sequence_ids=ids))
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise TypeError(f"the loss gave {str(found)[:80]}; give (per_token_loss [N], stats: dict of [N])")
+    for name, value in {"per_token_loss": found[0], **found[1]}.items():
+        if not isinstance(value, Tensor) or value.shape != (n,):
+            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name} is {what} for N = {n} tokens; give a tensor [N], one value for each token")
+    if not found[0].requires_grad:
+        raise TypeError("per_token_loss carries no gradient; make it of inputs.logprobs, not detached")
+
+
+def describe(algo: str, loss: Callable) -> str:
+    """What a loss is, in a line, and its keyword arguments with their defaults and ranges."""
+    text = (inspect.getmodule(loss).__doc__ if loss.__module__.startswith("algos.") else inspect.getdoc(loss)) or ""
+    _, *keywords = inspect.signature(loss, eval_str=True).parameters.values()
+    rows = [(f"{k.name}={k.default}", getattr(k.annotation, "__metadata__", [""])[0]) for k in keywords]
+    what = text.strip().splitlines()[0] if text else "no docstring"
+    shown = [f"  {row:28}{words}".rstrip() for row, words in rows] or ["  none"]
+    return "\n".join([f"--algo {algo}: {what}", "", "--algo-args, NAME=VALUE each:", *shown])
