@@ -27,7 +27,7 @@ from data.messages import (
     Updated,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this page and of data/messages.py; a machine that has another is refused."""
 BEAT_S, SILENCE_S = 2.0, 15.0
 """Between two signs of life; without one for so long, the other side is taken for gone."""
