@@ -3,24 +3,29 @@
 Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv 2510.11345).
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-Algo = Literal[
+ALGOS = (
     "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo"
-]  # fmt: skip
+)  # fmt: skip
+"""Policy losses that come with this code: each is `loss` in the file of algos/ with its name."""
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline"]
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 MAX_RESUMES = 4
 """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
 MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
 """Tasks that are environments: the keys of ENVIRONMENTS in data/environments.py."""
+OWN = r"(?P<kind>environment:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?"
+"""What a user brings in a file of their own (data/own.py); `environment:` is put before one of several turns."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +36,20 @@ class Config:
     model: str = "tiny"
     """Path or Hugging Face name of a causal LM; `tiny` is made here, in about a minute, on first use."""
     task: str = "addition"
-    """`addition`, `gsm8k`, `reasoning_gym:NAME`, or an environment of several turns: `frozen_lake`, `guess_number`."""
+    """`addition`, `gsm8k`, `jsonl` (rows of --data-path), `reasoning_gym:NAME`, an environment of several turns
+    (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a task or a gymnasium environment."""
+    task_args: tuple[str, ...] = ()
+    """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/tasks.py with their defaults."""
+    reward: tuple[str, ...] = ()
+    """Your own FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, instead of the task's score; the sum of several."""
     data_path: str | None = None
-    """Local copy of the task's dataset (a folder `datasets` can load), for machines that reach no hub."""
+    """Rows of `jsonl` or a copy of a task's dataset: a .jsonl or .parquet file, or a folder `datasets` can load."""
     max_prompt_tokens: int = 40
     """Longest prompt, tokens; a longer one is an error."""
     max_response_tokens: int = 48
     """Longest trajectory beyond its prompt, tokens, environment's included; a longer one is cut and scored as it is."""
-    algo: Algo = "grpo"
-    """Policy loss: a file of algos/, with its formula and paper on top."""
+    algo: str = "grpo"
+    """Policy loss: a file of algos/, with its formula and paper on top, or your own: FILE.py:FUNCTION."""
     algo_args: tuple[str, ...] = ()
     """NAME=VALUE each, as in `clip_high=0.28`: keyword arguments of the loss, in its file with their defaults."""
     steps: int = 80
@@ -211,7 +221,7 @@ class Config:
     @property
     def is_multi_turn(self) -> bool:
         """Whether the task is an environment that may take more than one step."""
-        return self.task in MULTI_TURN_TASKS
+        return self.task in MULTI_TURN_TASKS or self.task.startswith("environment:")
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -245,17 +255,7 @@ class SwarmOptions:
     @functools.cache
     def read(cls, items: tuple[str, ...]) -> "SwarmOptions":
         """The options that NAME=VALUE items make. Raises ValueError, in one line, for what is none."""
-        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
-        chosen = {}
-        for item in items:
-            name, _, text = item.partition("=")
-            if name not in kinds or name in chosen:
-                what = "is given twice" if name in chosen else f"is none of {', '.join(kinds)}{nearest(name, kinds)}"
-                raise ValueError(f"--swarm-args {item}: {name} {what}")
-            try:
-                chosen[name] = kinds[name](text)
-            except ValueError:
-                raise ValueError(f"--swarm-args {item}: {name} must be of type {kinds[name].__name__}") from None
+        chosen = read_arguments("swarm-args", items, "a swarm", inspect.signature(cls).parameters.values())
         options = cls(**chosen)
         for name, (low, high) in {"refresh_lag": (0, 1000), "lease_s": (1, 10**6), "verify_share": (0, 1)}.items():
             if not low <= getattr(options, name) <= high:
@@ -292,7 +292,7 @@ _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
     "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,
 }  # fmt: skip
-_TASKS = ("addition", "gsm8k", "reasoning_gym:NAME", *MULTI_TURN_TASKS)
+_TASKS = ("addition", "gsm8k", "jsonl", "reasoning_gym:NAME", *MULTI_TURN_TASKS)
 Mistakes = Iterator[tuple[bool, str]]
 """Whether a mistake is there, and the line that says what was got, what is allowed and what to change."""
 
@@ -344,14 +344,21 @@ def _ranges(name: str, value: float) -> Mistakes:
 
 
 def _mistakes_in_texts(config: Config) -> Mistakes:
-    names = [item.partition("=")[0] for item in config.algo_args]
-    for name, item in zip(names, config.algo_args, strict=True):
-        is_wrong = not re.fullmatch(r"\w+=.+", item)
-        yield is_wrong, f"--algo-args takes NAME=VALUE, as in clip_high=0.28, got {item!r}"
-        yield names.count(name) > 1, f"--algo-args gives {name} {names.count(name)} times, got {item!r}; leave one"
+    for option, example in (("algo_args", "clip_high=0.28"), ("task_args", "held_out=0.2")):
+        items, option = getattr(config, option), f"--{flag(option)}"
+        names = [item.partition("=")[0] for item in items]
+        for name, item in zip(names, items, strict=True):
+            yield not re.fullmatch(r"\w+=.+", item), f"{option} takes NAME=VALUE, as in {example}, got {item!r}"
+            yield names.count(name) > 1, f"{option} gives {name} {names.count(name)} times, got {item!r}; leave one"
+    for option, known in (("algo", ALGOS), ("task", _TASKS)):
+        text, allowed = getattr(config, option), f"{', '.join(known)}, or your own, FILE.py:NAME"
+        is_known = re.fullmatch("|".join(known).replace("NAME", r"\w+"), text) or re.fullmatch(OWN, text)
+        yield not is_known, f"--{option} must be one of {allowed}, got {text!r}{nearest(text, known)}"
+    for text in config.reward:
+        yield not re.fullmatch(OWN, text), f"--reward takes FILE.py:FUNCTION, or FILE.py:FUNCTION*WEIGHT, got {text!r}"
     yield (
-        not re.fullmatch("|".join(_TASKS).replace("NAME", r"\w+"), config.task),
-        f"--task must be {', '.join(_TASKS[:-1])} or {_TASKS[-1]}, got {config.task!r}{nearest(config.task, _TASKS)}",
+        config.task == "jsonl" and config.data_path is None,
+        "--task jsonl needs --data-path, a file or folder of rows",
     )
     yield (
         config.listen is not None and not re.fullmatch(r"[\w.*-]+:\d{1,5}", config.listen),
@@ -375,6 +382,8 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
         f"--lora-rank {config.lora_rank}",
         "--compile, not tested with adapters",
     )
+    turns = f"--task {config.task}, an environment, which gives its own rewards"
+    yield bool(config.reward) and config.is_multi_turn, f"--reward {' '.join(config.reward)}", turns
     extra, size, requests = f"--extra-members {config.extra_members}", config.group_size, config.max_running_requests
     waits = config.scheduling == "batch" and config.extra_members > 0
     yield waits, f"{extra}, which gives up the slowest responses,", "--scheduling batch, which waits for all"
@@ -420,6 +429,56 @@ def _conflicts_of_joining(config: Config) -> Iterator[tuple[bool, str, str]]:
     is_chosen = config.num_rollout_workers == 0 and config.weight_sync != "auto"
     none = "--num-rollout-workers 0, as machines that join pull the weights"
     yield is_chosen, f"--weight-sync {config.weight_sync}", none
+
+
+def read_arguments(
+    option: str, items: Iterable[str], owner: str, parameters: Iterable[inspect.Parameter]
+) -> dict[str, Any]:
+    """Read the NAME=VALUE items of an option as arguments for the `parameters` of `owner`, by annotation or default.
+
+    Raises ValueError, in one line, for a name that is none of them, and for a value that is not allowed.
+    """
+    named = [k for k in parameters if k.kind in (k.POSITIONAL_OR_KEYWORD, k.KEYWORD_ONLY)]
+    kinds = {k.name: k.annotation if k.annotation is not k.empty else type(k.default) for k in named}
+    chosen = {}
+    for item in items:
+        name, _, text = item.partition("=")
+        if name not in kinds or name in chosen:
+            what = "is given twice" if name in chosen else f"{owner} takes {', '.join(kinds) or 'none'}"
+            raise ValueError(f"--{option} {item}: {what}{nearest(name, kinds.keys() - chosen.keys())}")
+        try:
+            chosen[name] = read_value(text, kinds[name])
+        except ValueError as error:
+            raise ValueError(f"--{option} {item}: {name} of {owner} {error}") from None
+    return chosen
+
+
+def read_value(text: str, kind: Any) -> Any:
+    """Return `text` as a `kind`: float, int, bool, str, a Literal, one of them or None, or with a range, as in
+    algos/arguments.py; as it is for any other kind.
+
+    Raises ValueError that says what is allowed.
+    """
+    options = get_args(kind)
+    if type(None) in options:
+        return read_value(text, options[0])
+    if get_origin(kind) is Annotated:
+        kind, words, is_allowed = options
+        value = read_value(text, kind)
+        if not is_allowed(value):
+            raise ValueError(f"must be {words}")
+        return value
+    if kind is bool or get_origin(kind) is Literal:
+        choices = {"true": True, "false": False} if kind is bool else {str(option): option for option in options}
+        if text not in choices:
+            raise ValueError(f"must be {' or '.join(choices)}")
+        return choices[text]
+    if kind not in (int, float):
+        return text
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := kind(text)):
+            return value
+    raise ValueError(f"must be {'a finite number' if kind is float else 'a whole number'}")
 
 
 def flag(name: str) -> str:

@@ -1,43 +1,17 @@
-"""Policy losses, advantage and KL estimators by name. Adding one: its file, its line below, its name in config.py."""
+"""Policy losses, advantage and KL estimators by name. Adding one: its file, and its name in config.ALGOS."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from algos import (
-    advantages,
-    aipo,
-    cispo,
-    decoupled_ppo,
-    grpo,
-    gspo,
-    icepop,
-    kimi,
-    kl,
-    reinforce,
-    tis,
-    topr,
-    weighted_topr,
-)
-from algos.arguments import read_value
+from algos import advantages, kl
 from algos.inputs import LossInputs
-from config import nearest
+from config import ALGOS, read_arguments
 
 __all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs", "hyperparameters"]
 
-LOSSES: dict[str, Callable] = {
-    "reinforce": reinforce.loss,
-    "grpo": grpo.loss,
-    "decoupled_ppo": decoupled_ppo.loss,
-    "tis": tis.loss,
-    "cispo": cispo.loss,
-    "topr": topr.loss,
-    "weighted_topr": weighted_topr.loss,
-    "gspo": gspo.loss,
-    "kimi": kimi.loss,
-    "icepop": icepop.loss,
-    "aipo": aipo.loss,
-}
+LOSSES: dict[str, Callable] = {name: importlib.import_module(f"algos.{name}").loss for name in ALGOS}
 
 ADVANTAGES: dict[str, Callable] = {
     "grpo": advantages.grpo,
@@ -50,21 +24,11 @@ ADVANTAGES: dict[str, Callable] = {
 KL_ESTIMATORS = kl.ESTIMATORS
 
 
-def hyperparameters(algo: str, algo_args: Iterable[str]) -> dict[str, Any]:
-    """Return `--algo-args`, each NAME=VALUE, as keyword arguments of the loss `algo`.
+def hyperparameters(algo: str, algo_args: Iterable[str], loss: Callable | None = None) -> dict[str, Any]:
+    """Return `--algo-args`, each NAME=VALUE, as keyword arguments of the loss that --algo names.
 
-    Raises ValueError, in one line, for a name that the loss does not take and for a value that it does not allow.
+    `loss` is a user's own, where `algo` is FILE.py:NAME. Raises ValueError, in one line, for a name that the loss does
+    not take and for a value that it does not allow.
     """
-    _, *keywords = inspect.signature(LOSSES[algo]).parameters.values()
-    kinds = {k.name: type(k.default) if k.annotation is k.empty else k.annotation for k in keywords}
-    chosen = {}
-    for item in algo_args:
-        name, _, text = item.partition("=")
-        if name not in kinds:
-            takes = ", ".join(kinds) or "none"
-            raise ValueError(f"--algo-args {item}: --algo {algo} takes {takes}{nearest(name, kinds)}")
-        try:
-            chosen[name] = read_value(text, kinds[name])
-        except ValueError as error:
-            raise ValueError(f"--algo-args {item}: {name} of --algo {algo} {error}") from None
-    return chosen
+    _, *keywords = inspect.signature(loss or LOSSES[algo], eval_str=True).parameters.values()
+    return read_arguments("algo-args", algo_args, f"--algo {algo}", keywords)

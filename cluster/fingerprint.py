@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 
 from config import Config
+from data import own
 
 MAY_DIFFER = (
     "data_path", "runs_dir", "num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization",
@@ -16,10 +17,13 @@ MAX_SHOWN = 5
 
 
 def fingerprint(config: Config, root: Path = Path(__file__).parents[1]) -> dict[str, str]:
-    """All that must be equal on all nodes: each source file of a run with its hash, each option with its value."""
+    """All that must be equal on all nodes: each source file of a run with its hash, a user's
+    own too, and each option with its value."""
     rooms = [root, *(path.parent for path in root.glob("*/__init__.py"))]
     files = sorted(path for room in rooms for path in room.glob("*.py"))
     code = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    brought = own.files(own.texts_of(config)).values()
+    code |= {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in brought}
     options = {name: value for name, value in config.as_dict().items() if name not in MAY_DIFFER}
     return code | {f"--{name.replace('_', '-')}": str(value) for name, value in options.items()}
 

@@ -51,10 +51,8 @@ class TicketSource:
 
     def check_prompts(self) -> None:
         """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
-        for problem in self.prompts.eval_problems:
-            self._encode(problem)
-        for index in range(NUM_CHECKED_PROMPTS):
-            self._encode(self.prompts.train_problem(index))
+        checked = [*self.prompts.eval_problems, *map(self.prompts.train_problem, range(NUM_CHECKED_PROMPTS))]
+        self._encode(max(checked, key=lambda problem: len(self.prompts.encode(problem))))
 
     def next_group_id(self) -> int:
         """Give out an id for a new group."""

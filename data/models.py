@@ -26,6 +26,8 @@ def resolve_model(model: str, task: str) -> str:
         from data.tiny_agent import tiny_agent_path
 
         return str(tiny_agent_path(task, TINY_MODELS))
+    if model == "tiny" and (task == "gsm8k" or task.startswith(("reasoning_gym:", "environment:"))):
+        raise ValueError(f"--model tiny: there is no tiny model for --task {task}; give --model: {_ALLOWED[5:]}")
     if model == "tiny":
         from data.tiny import tiny_model_path
 

@@ -1,23 +1,23 @@
 """The tasks: where prompts and their answers come from, and how a prompt becomes tokens.
 
-A task has `train_problem(index)`, `eval_problems(count)` and `encode_prompt(problem, tokenizer)`. Problems depend on
-nothing but the task, the seed and the index, so a run that is resumed meets the same prompts. Scoring is in rewards.py,
-except for environments, which give their own rewards.
+A task has `train_problem(index)`, `eval_problems(count)`, `encode_prompt(problem, tokenizer)` and a static
+`score(answer, response)`, but for environments, which give their own rewards. Problems depend on nothing but the task,
+the seed and the index, so a run that is resumed meets the same prompts.
 """
 
 import difflib
 import functools
 import hashlib
+import inspect
 import json
-import os
 import random
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice, repeat
-from typing import Protocol
+from typing import Any, Protocol
 
+from config import MULTI_TURN_TASKS, read_arguments
+from data import own, tables
 from data.conversation import Conversation
 
 GSM8K = "openai/gsm8k"
@@ -33,7 +33,6 @@ ADDITION_TAIL_EXPONENT = 2.0
 
 _EVAL_SEED = "held-out"  # not the run's seed: every run is evaluated on the same problems
 _HELD_OUT_SHARE = 1 / 8
-_HUB_PROBE_S = 5.0
 _GYM_CHUNK = 512  # reasoning_gym datasets prepare `size` entries, some of them eagerly
 _GYM_ATTEMPTS = 64
 
@@ -42,10 +41,10 @@ _GYM_ATTEMPTS = 64
 class Problem:
     """One prompt and what its response is compared with."""
 
-    prompt: str
-    """What is asked, before any chat template."""
+    prompt: str | list[dict]
+    """What is asked, before any chat template: a text, or chat messages."""
     answer: str
-    """In the task's own form, read by rewards.score; JSON for reasoning_gym."""
+    """In the task's own form, read by its score; JSON for reasoning_gym and jsonl."""
     environment_seed: int | None = None
     """Seed of the environment that asks; None for single-turn tasks. With one, prompt and answer are empty."""
 
@@ -60,23 +59,51 @@ class Task(Protocol):
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]: ...
 
 
-def load_task(name: str, seed: int, data_path: str | None = None) -> Task:
-    """The task of that name: `addition`, `gsm8k`, `reasoning_gym:NAME` or an environment of environments.py.
+def load_task(name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()) -> Task:
+    """The task of that name, made with `--task-args`; an environment for one of environments.py or `environment:…`.
 
-    Raises ValueError for a name that is none of these, and for a dataset that cannot be had.
+    Raises ValueError for a name that is none, an argument that the task does not take, and data that cannot be had.
     """
-    if name == "addition":
-        return Addition(seed)
-    if name == "gsm8k":
-        return Gsm8k(seed, data_path)
-    if name.startswith("reasoning_gym:"):
-        return ReasoningGym(name.removeprefix("reasoning_gym:"), seed)
-    from data.environments import ENVIRONMENTS
+    make = _maker_of(name)
+    parameters = inspect.signature(make, eval_str=True).parameters
+    taken = [parameter for parameter in parameters.values() if parameter.name not in ("seed", "data_path")]
+    arguments = read_arguments("task-args", task_args, f"--task {name}", taken)
+    arguments |= {k: value for k, value in (("seed", seed), ("data_path", data_path)) if k in parameters}
+    if not own.is_own(name) or isinstance(make, functools.partial):
+        return make(**arguments)
+    with own.blamed(name):
+        return OwnTask(name, make(**arguments))
 
-    if name in ENVIRONMENTS:
-        return EnvironmentTask(name, seed)
-    names = ", ".join(["addition", "gsm8k", *ENVIRONMENTS])
-    raise ValueError(f"unknown task {name!r}; tasks are {names} and reasoning_gym:NAME")
+
+def score_of(name: str) -> Callable[[str, str], Any]:
+    """What a single-turn task says a response is worth, from the answer of its problem and the response.
+
+    A finite number, or for a user's own task a dict of parts. It runs in processes where no task is made, and meets
+    whatever a policy writes. Raises ValueError if there is none.
+    """
+    make = _maker_of(name)
+    make = make.func if isinstance(make, functools.partial) else make
+    found = inspect.getattr_static(make, "score", None)
+    if not isinstance(found, staticmethod):
+        what = "its score is no static method" if found else "it has no score"
+        raise ValueError(
+            f"--task {name}: {what}; give it a @staticmethod score(answer, response), as it runs in processes where no "
+            "task is made, or give --reward FILE.py:FUNCTION"
+        )
+    return make.score
+
+
+def _maker_of(name: str) -> Callable[..., Task]:
+    """What makes a task from its seed and arguments: its class, with the name of one of its kind where it has many."""
+    kind, _, which = name.partition(":")
+    if kind in (of_many := {"reasoning_gym": ReasoningGym}):
+        return functools.partial(of_many[kind], which)
+    if name in MULTI_TURN_TASKS or kind == "environment":
+        return functools.partial(EnvironmentTask, name)
+    make = own.load(name, "--task", {"addition": Addition, "gsm8k": Gsm8k, "jsonl": Jsonl})
+    if not isinstance(make, type):
+        raise ValueError(f"--task {name} is a {type(make).__name__}; give a class with train_problem and eval_problems")
+    return make
 
 
 class Addition:
@@ -103,16 +130,21 @@ class Addition:
         """Token ids of the prompt, as plain text."""
         return tokenizer.encode(problem.prompt)
 
+    @staticmethod
+    def score(answer: str, response: str) -> float:
+        """1 for the exact labelled digits, 0 for anything else; spaces do not count, as detokenizers differ in them."""
+        if not answer.strip():
+            raise ValueError("the answer of an addition problem is empty")
+        return float("".join(response.split()) == "".join(answer.split()))
 
-class Gsm8k:
-    """Grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), walked in a new order each epoch."""
 
-    def __init__(self, seed: int, data_path: str | None = None) -> None:
-        train, test = _gsm8k_splits(data_path)
-        held_out = {problem.prompt for problem in test}
-        self._train = [problem for problem in train if problem.prompt not in held_out]
-        self._test = test
-        self._order = functools.lru_cache(maxsize=2)(lambda epoch: _shuffled(len(self._train), f"{seed}/{epoch}"))
+class _Rows:
+    """Problems that are rows, walked in a new order each epoch."""
+
+    def __init__(self, seed: int, train: list[Problem], test: list[Problem], shuffle: bool = True) -> None:
+        self._train, self._test, everything = train, test, range(len(train))
+        order = (lambda epoch: _shuffled(len(train), f"{seed}/{epoch}")) if shuffle else lambda _: everything
+        self._order = functools.lru_cache(maxsize=2)(order)
 
     def train_problem(self, index: int) -> Problem:
         """Problem number `index` ≥ 0; each epoch meets every training problem once."""
@@ -120,13 +152,81 @@ class Gsm8k:
         return self._train[self._order(epoch)[position]]
 
     def eval_problems(self, count: int) -> list[Problem]:
-        """`count` distinct problems of the test split, the same for every seed; all of them if it is smaller."""
+        """`count` distinct held-out problems, the same for every seed; all of them if there are fewer."""
         order = _shuffled(len(self._test), _EVAL_SEED)
         return _distinct((self._test[i] for i in order), count)
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Token ids of the prompt, through the chat template if the tokenizer has one."""
         return _encode_chat(problem.prompt, tokenizer)
+
+
+class Gsm8k(_Rows):
+    """Grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168)."""
+
+    def __init__(self, seed: int, data_path: str | None = None) -> None:
+        source, splits = data_path or GSM8K, tables.load_splits(data_path, GSM8K, "main")
+        rows = {
+            name: [_gsm8k_row(row, f"{source}, row {number} of {name},") for number, row in enumerate(rows)]
+            for name, rows in splits.items()
+        }
+        parts = tables.split(rows, lambda row: row["prompt"], _HELD_OUT_SHARE, source)
+        super().__init__(seed, *([Problem(**row) for row in part] for part in parts))
+
+    @staticmethod
+    def score(answer: str, response: str) -> float:
+        """1 if the last number of the response, boxed or not, equals the answer, by math-verify."""
+        from math_verify import parse, verify
+
+        float(answer)  # ValueError: math-verify would parse anything
+        # No time-outs of its own: they use SIGALRM, and the pool has one.
+        gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None, raise_on_error=True)
+        found = parse(response, parsing_timeout=None, raise_on_error=True)
+        return float(verify(gold, found, timeout_seconds=None, raise_on_error=True))
+
+
+class Jsonl(_Rows):
+    """Rows of the user's: `prompt` is a text or chat messages, and the whole row, as JSON, is the answer."""
+
+    def __init__(
+        self,
+        seed: int,
+        data_path: str,
+        *,
+        prompt: str = "prompt",
+        system: str = "",
+        test: str = "",
+        held_out: float = 0.1,
+        shuffle: bool = True,
+        template: str = "{}",
+    ) -> None:
+        """`prompt` is the column that asks; `system` a system message before it; `test` a file of held-out rows,
+        without which the share `held_out` is, by hash; `template` options of the chat template, as JSON."""
+        if not 0 < held_out < 1:
+            raise ValueError(f"--task-args held_out must be above 0 and below 1, got {held_out}")
+        self._system, self._options = system, _json_object(template)
+        splits = tables.load_splits(data_path)
+        if test:
+            rows_of = lambda of: [row for rows in of.values() for row in rows]  # noqa: E731
+            splits = {"train": rows_of(splits), "test": rows_of(tables.load_splits(test))}
+        for name, rows in splits.items():
+            for number, row in enumerate(rows):
+                _check_row(row, prompt, f"{data_path}, row {number} of {name},")
+        parts = tables.split(splits, lambda row: row[prompt], held_out, data_path)
+        problems = ([Problem(row[prompt], json.dumps(row, ensure_ascii=False)) for row in part] for part in parts)
+        super().__init__(seed, *problems, shuffle)
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of the prompt, through the chat template if the tokenizer has one."""
+        return _encode_chat(problem.prompt, tokenizer, self._system, **self._options)
+
+    @staticmethod
+    def score(answer: str, response: str) -> float:
+        """1 if the response is the row's column `answer`, spaces around both aside; where no --reward is given."""
+        row = json.loads(answer)
+        if "answer" not in row:
+            raise ValueError(f"rows have columns {', '.join(row)}, and no `answer`; give --reward FILE.py:FUNCTION")
+        return float(response.strip() == str(row["answer"]).strip())
 
 
 class ReasoningGym:
@@ -160,10 +260,20 @@ class ReasoningGym:
         """Token ids of the prompt, through the chat template if the tokenizer has one."""
         return _encode_chat(problem.prompt, tokenizer)
 
+    @staticmethod
+    def score(answer: str, response: str) -> float:
+        """The dataset's own score, in [0, 1], of what stands between the last <answer> tags."""
+        from reasoning_gym import get_score_answer_fn
+        from reasoning_gym.utils import extract_answer
+
+        entry = json.loads(answer)
+        return float(get_score_answer_fn(entry["reasoning_gym"])(extract_answer(response), entry))
+
     def _problems(self, stream: str, start: int) -> Iterator[Problem]:
         for index in count(start):
             entry = self._chunk(stream, index // _GYM_CHUNK)[index % _GYM_CHUNK]
-            yield Problem(f"{entry['question']}\n\n{REASONING_GYM_INSTRUCTION}", json.dumps(entry))
+            answer = json.dumps(entry | {"reasoning_gym": self._name})
+            yield Problem(f"{entry['question']}\n\n{REASONING_GYM_INSTRUCTION}", answer)
 
     def _first(self, candidates: Iterator[Problem], held_out: bool) -> Problem:
         for problem in islice(candidates, _GYM_ATTEMPTS):
@@ -173,6 +283,38 @@ class ReasoningGym:
             f"reasoning_gym:{self._name} has too few distinct questions to hold any out: {_GYM_ATTEMPTS} draws all "
             "fell into the held-out split; take another dataset"
         )
+
+
+class OwnTask:
+    """A task of the user's own; what it raises, and what it gives that is none, is a ValueError with file and line."""
+
+    def __init__(self, text: str, task: Any) -> None:
+        self._text, self._task = text, task
+        if missing := [name for name in ("train_problem", "eval_problems") if not callable(getattr(task, name, None))]:
+            raise TypeError(f"{type(task).__name__} has no {' and no '.join(missing)}")
+
+    def train_problem(self, index: int) -> Problem:
+        """Problem number `index` ≥ 0 of the training split."""
+        with own.blamed(self._text):
+            return _checked(self._task.train_problem(index), "train_problem")
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """At most `count` held-out problems."""
+        with own.blamed(self._text):
+            return [_checked(problem, "eval_problems") for problem in islice(self._task.eval_problems(count), count)]
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of the prompt, by the task's own encode_prompt or through the chat template."""
+        if not hasattr(self._task, "encode_prompt"):
+            return _encode_chat(problem.prompt, tokenizer)
+        with own.blamed(self._text):
+            return [int(token) for token in self._task.encode_prompt(problem, tokenizer)]
+
+
+def _checked(problem: Any, method: str) -> Problem:
+    if not isinstance(problem, Problem) or not isinstance(problem.answer, str):
+        raise TypeError(f"{method} gave {str(problem)[:80]!r}; give data.tasks.Problem(prompt, answer), answer a str")
+    return problem
 
 
 class EnvironmentTask:
@@ -185,7 +327,8 @@ class EnvironmentTask:
     def __init__(self, name: str, seed: int) -> None:
         from data.environments import make_environment
 
-        self._environment = make_environment(name)
+        self._environment, self._name = make_environment(name), name
+        self._seed_shows = getattr(self._environment, "seed_shows", False)
         self._seed = seed
         self._conversation = functools.lru_cache(maxsize=1)(Conversation)
 
@@ -199,8 +342,14 @@ class EnvironmentTask:
         return [self._problem(rng, held_out=True) for _ in range(count)]
 
     def first_observation(self, problem: Problem) -> str:
-        """What the environment asks."""
-        return self._environment.reset(seed=problem.environment_seed)[0]
+        """What the environment asks. Raises ValueError, in one line, for a user's own that does not."""
+        if not own.is_own(self._name):
+            return self._environment.reset(seed=problem.environment_seed)[0]
+        with own.blamed(self._name):
+            observation, _ = self._environment.reset(seed=problem.environment_seed)
+        if not isinstance(observation, str):
+            raise ValueError(f"--task {self._name}: reset gives {type(observation).__name__} to observe; give a str")
+        return observation
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Token ids of the first observation, through the chat template.
@@ -212,8 +361,7 @@ class EnvironmentTask:
     def _problem(self, rng: random.Random, held_out: bool) -> Problem:
         while True:
             problem = Problem("", "", rng.getrandbits(31))
-            shown = self._environment.seed_shows
-            mark = self.first_observation(problem) if shown else str(problem.environment_seed)
+            mark = self.first_observation(problem) if self._seed_shows else str(problem.environment_seed)
             if _is_held_out(mark) == held_out:
                 return problem
 
@@ -244,17 +392,16 @@ def _addition_length(rng: random.Random) -> int:
     return min(int(tail), ADDITION_MAX_COLUMNS)
 
 
-def _is_held_out(text: str) -> bool:
-    """The split of a problem, by a hash of its text that is the same in every process (Python's own is not)."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < _HELD_OUT_SHARE * 2**64
+def _is_held_out(text: str, share: float = _HELD_OUT_SHARE) -> bool:
+    """The split of a problem, by a hash of its text."""
+    return tables.hashed(text) < share
 
 
 def _distinct(problems: Iterator[Problem], count: int) -> list[Problem]:
     """The first `count` problems with different prompts, or all there are."""
     found: dict[str, Problem] = {}
     for problem in problems:
-        found.setdefault(problem.prompt, problem)
+        found.setdefault(tables.key_of(problem.prompt), problem)
         if len(found) == count:
             break
     return list(found.values())
@@ -266,36 +413,46 @@ def _shuffled(length: int, seed: str) -> list[int]:
     return order
 
 
-def _encode_chat(prompt: str, tokenizer) -> list[int]:
+def _encode_chat(prompt: str | list, tokenizer, system: str = "", **options) -> list[int]:
     if tokenizer.chat_template is None:
-        return tokenizer.encode(prompt)
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if not isinstance(prompt, str):
+            raise ValueError(
+                "a prompt of chat messages needs a chat template, and the tokenizer has none; give texts as prompts, "
+                "or a --model with one, such as Qwen/Qwen3-0.6B"
+            )
+        return tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [{"role": "system", "content": system}, *messages] if system else messages
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    return tokenizer.apply_chat_template(messages, **how, **options)
 
 
-def _gsm8k_splits(data_path: str | None) -> tuple[list[Problem], list[Problem]]:
-    """Train and test problems; a copy without a test split is split by a hash of the question."""
-    splits = _load_splits(data_path)
-    source = data_path or GSM8K
+def _json_object(text: str) -> dict:
     try:
-        problems = {
-            name: [_gsm8k_problem(row, f"{source}, row {number} of {name},") for number, row in enumerate(rows)]
-            for name, rows in splits.items()
-        }
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8: {error}") from None
-    if "train" in problems and "test" in problems:
-        train, test = problems["train"], problems["test"]
-    else:
-        everything = [problem for rows in problems.values() for problem in rows]
-        train = [problem for problem in everything if not _is_held_out(problem.prompt)]
-        test = [problem for problem in everything if _is_held_out(problem.prompt)]
-    if not train or not test:
-        raise ValueError(f"{source} gives {len(train)} training and {len(test)} held-out problems; both must have some")
-    return train, test
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f'--task-args template takes a JSON object, as {{"enable_thinking": false}}, got {text!r}')
+    return value
 
 
-def _gsm8k_problem(row: dict, source: str) -> Problem:
+def _check_row(row: dict, prompt: str, source: str) -> None:
+    """Raise ValueError for a row that cannot become a problem, or whose columns cannot reach a reward function."""
+    if prompt not in row:
+        raise ValueError(f"{source} has columns {sorted(row)}, none is {prompt!r}; name it: --task-args prompt=COLUMN")
+    asked = row[prompt]
+    messages = asked if isinstance(asked, list) and asked else [{"role": "user", "content": asked}]
+    if not all(isinstance(m, dict) and isinstance(m.get("content"), str) and m["content"].strip() for m in messages):
+        what = f"{str(asked)[:80]!r}, neither a text nor a list of chat messages with role and content"
+        raise ValueError(f"{source} has as its {prompt} {what}; mend the row or leave it out")
+    try:
+        json.dumps(row)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} has what cannot be written as JSON: {error}; leave that column out") from None
+
+
+def _gsm8k_row(row: dict, source: str) -> dict[str, str]:
     missing = {"question", "answer"} - row.keys()
     if missing:
         raise ValueError(f"{source} has columns {sorted(row)}, and lacks {sorted(missing)}")
@@ -305,65 +462,7 @@ def _gsm8k_problem(row: dict, source: str) -> Problem:
     _, marker, final = row["answer"].rpartition("####")
     if not marker or not final.strip():
         raise ValueError(f"{source} has an answer without a final number after ####: {row['answer'][-80:]!r}")
-    return Problem(f"{row['question']}\n{GSM8K_INSTRUCTION}", final.strip().replace(",", ""))
-
-
-def _load_splits(data_path: str | None) -> dict:
-    """Split name to rows, from a local copy or from the hub.
-
-    Raises ValueError, in seconds also without a network, that says how to point at a local copy.
-    """
-    import datasets
-
-    if data_path is not None and not os.path.exists(data_path):
-        raise ValueError(f"--data-path {data_path} does not exist; {_data_path_hint()}")
-    try:
-        loaded = _load_from_hub() if data_path is None else _load_from_disk(data_path)
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        empty = isinstance(error, StopIteration)  # pyarrow's end is what datasets meets first
-        reason = "no rows" if empty else str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"dataset {data_path or GSM8K} cannot be had ({reason}); {_data_path_hint()}") from error
-    return loaded if isinstance(loaded, dict) else {"all": loaded}
-
-
-def _data_path_hint() -> str:
-    return (
-        f"--data-path takes a local copy of {GSM8K}: a folder of parquet or jsonl files (train*, test*), one such "
-        "file, or a folder that datasets' save_to_disk wrote"
-    )
-
-
-def _load_from_hub():
-    import datasets
-    from huggingface_hub import constants
-
-    if not _answers(constants.ENDPOINT):
-        # Otherwise five retries with back-off (23 s) come before the look into the local cache.
-        datasets.config.HF_HUB_OFFLINE = True
-    return datasets.load_dataset(GSM8K, "main")
-
-
-def _answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=_HUB_PROBE_S).close()
-    except urllib.error.HTTPError:
-        return True  # it said no, but it spoke
-    except OSError:
-        return False
-    return True
-
-
-def _load_from_disk(path: str):
-    import datasets
-
-    if os.path.isfile(path):
-        kind = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}.get(os.path.splitext(path)[1])
-        if kind is None:
-            raise ValueError("a single file must end in .parquet, .jsonl or .json")
-        return datasets.load_dataset(kind, data_files=path)
-    if any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json")):
-        return datasets.load_from_disk(path)
-    return datasets.load_dataset(path)
+    return {"prompt": f"{row['question']}\n{GSM8K_INSTRUCTION}", "answer": final.strip().replace(",", "")}
 
 
 def _gym_chunk(name: str, stream: str, chunk: int):

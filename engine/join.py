@@ -34,6 +34,7 @@ from cluster.placement import WorkerSpec, available_cores, place
 from cluster.processes import ignore_signals
 from cluster.worker_process import WorkerProcess
 from config import Config
+from data import own
 from data.messages import Abort, Connect, Fetch, Fetched, Finished, Probed, Ready, Stop, Tickets, Update, Updated
 from weights.puller import Puller
 from weights.shm import ShmTransport
@@ -226,6 +227,7 @@ class JoinedMachine:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._welcome is None:
+            _check_own(Config.from_dict(welcome.options), welcome.own_digest)
             self._welcome = welcome
             self._start_engines()
         elif welcome != self._welcome:
@@ -337,6 +339,14 @@ class JoinedMachine:
             engine.process.stop(max(0.0, deadline - time.monotonic()) if engine.is_up else 0.0)
         self._threads.shutdown()
         self._context.destroy()
+
+
+def _check_own(config: Config, digest: str) -> None:
+    """Raise ValueError, in one line, if this machine lacks what the run's user brings: code is never sent."""
+    texts = own.texts_of(config)
+    if own.digest(texts) != digest:
+        files = ", ".join(map(str, own.files(texts).values()))
+        raise ValueError(f"{files}: not what the run has at the same place; copy its files here, and join again")
 
 
 def main(worker_main: Callable) -> None:

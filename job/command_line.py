@@ -5,14 +5,17 @@ argparse and not tyro, which cannot group the options of a flat dataclass in its
 
 import argparse
 import inspect
+import itertools
 import re
 import sys
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from config import Config, flag, nearest
+from job.brought import check, describe_loss, resolved
 
 _FIELD = re.compile(r'^    # (.+)$|^    (\w+): .+\n    """([^"]+)"""$', re.MULTILINE)
 _KINDS = {int: "a whole number", float: "a number", str: "a text"}
@@ -24,7 +27,9 @@ def parse_config(args: list[str] | None = None) -> Config:
     Exits with status 2 and one line that says what was got, what is allowed and what to change.
     """
     try:
-        return read_options(args).checked()
+        config = read_options(args).checked()
+        check(config)
+        return config
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -35,17 +40,36 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     default = default or Config()
     args = sys.argv[1:] if args is None else args
     args = [re.sub(r"^--\w[\w-]*", lambda found: flag(found[0]), arg) for arg in args]  # --async_ratio is meant well
+    if {"-h", "--help"} & set(args) and (algo := _value_of("--algo", args)):
+        print(describe_loss(algo))
+        raise SystemExit(0)
     given, unknown = _make_parser(default).parse_known_args(args)
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = [f"--{flag(field)}" for _, field, _ in option_texts() if field]
+        known = [f"--{flag(field)}" for _, field, _ in option_texts() if field] + ["--like"]
         raise ValueError(f"{name} is no option{nearest(name, known)}; --help lists all")
-    chosen = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()}
+    chosen = resolved({name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
+    like = chosen.pop("like", None)
     if chosen.get("resume"):
+        if like:
+            raise ValueError("--like does not go with --resume, which takes the run's options; leave one of them out")
         from job.resume import resumed_config  # and with it what only a resumed run needs
 
         return resumed_config(chosen)
-    return replace(default, **chosen)
+    return replace(options_like(Path(like)) if like else default, **chosen)
+
+
+def options_like(run: Path) -> Config:
+    """The options of a run, for another one. Raises ValueError, in one line, if no run of this code is there."""
+    from job.resume import recorded
+
+    return replace(Config.from_dict(recorded(run, "--like")["config"]), run_name=None, resume=None)
+
+
+def _value_of(option: str, args: list[str]) -> str | None:
+    """What an argument gives an option, as in `--algo tis` or `--algo=tis`."""
+    after = [later for arg, later in itertools.pairwise(args) if arg == option and not later.startswith("-")]
+    return next(iter([*after, *(arg.partition("=")[2] for arg in args if arg.startswith(f"{option}="))]), None)
 
 
 def _make_parser(default: Config) -> argparse.ArgumentParser:
@@ -59,6 +83,8 @@ def _make_parser(default: Config) -> argparse.ArgumentParser:
         shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
         text = f"{' '.join(text.split())} (default: {shown})".replace("%", "%%")
         group.add_argument(f"--{flag(name)}", default=argparse.SUPPRESS, help=text, **_form(types_of[name]))
+    what = "take the options of another run, runs/NAME, as defaults"
+    parser.add_argument("--like", metavar="RUN", default=argparse.SUPPRESS, help=what)
     return parser
 
 

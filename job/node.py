@@ -3,6 +3,7 @@
 Each of several nodes has all of this for itself: its share of the prompts, and workers that only it talks to.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from setproctitle import setproctitle
 
-from algos import hyperparameters
+from algos import LOSSES, hyperparameters
 from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
 from cluster.node_watch import NodeWatch
@@ -27,9 +28,10 @@ from controller.controller import Controller
 from controller.state import ControllerState
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
+from data import own
 from data.models import load_tokenizer, resolve_model
 from data.records import Group
-from data.tasks import load_task
+from data.tasks import Problem, Task, load_task
 from job.probe import Probe
 from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
@@ -126,7 +128,7 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     the reason, if another node ends.
     """
     config.checked()
-    hyperparameters(config.algo, config.algo_args)
+    hyperparameters(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES))
     write_stacks_to()
     end_watch = end_what_is_stopped(config.timeout_s / 2)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
@@ -178,7 +180,10 @@ def start_rollout(start: Start) -> Node:
     start = replace(start, placement=_fit_memory(start, model_path))
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
+    # What is wrong with options and data is said before anything is written or started.
+    _check_window(config, model_path)
     tickets = _make_tickets(config, cluster, model_path)
+    tickets.check_prompts()
     restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
     run = _open_records(start, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
@@ -192,15 +197,11 @@ def start_rollout(start: Start) -> Node:
 
         swarm = listen(start, model_path, run)
     controller.launch()
-    # From here on transformers is imported, for seconds, in which the workers import vLLM.
-    _check_window(config, model_path)
-    tokenizer = load_tokenizer(model_path)
-    tickets.check_prompts()
     if any(worker.shared_with_rank is not None for worker in start.placement.workers):
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         controller.wait_until_ready()
-    of_leader = {"run": run, "tokenizer": tokenizer, "controller": controller, "swarm": swarm, "restored": restored}
-    return start.make_node(model_path, **of_leader)
+    of_leader = {"run": run, "controller": controller, "swarm": swarm, "restored": restored}
+    return start.make_node(model_path, tokenizer=load_tokenizer(model_path), **of_leader)
 
 
 def _fit_memory(start: Start, model_path: str) -> Placement:
@@ -231,13 +232,26 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
     """The node's own share of the prompts; on the first also the held-out ones."""
-    task = load_task(config.task, config.seed, config.data_path)
+    task = load_task(config.task, config.seed, config.data_path, config.task_args)
     prompts = PromptSource(
         train_problem=task.train_problem,
         eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else [],
-        encode=lambda problem: task.encode_prompt(problem, load_tokenizer(model_path)),
+        encode=functools.partial(_encode, config, task, load_tokenizer(model_path)),
     )
     return TicketSource(config, prompts, cluster.node, cluster.num_nodes)
+
+
+def _encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
+    """Token ids of a prompt. Raises ValueError if the tokenizer does not know its words, as a tiny model's may not."""
+    try:
+        return task.encode_prompt(problem, tokenizer)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ValueError(  # tokenizers raises nothing more special
+            f"the tokenizer of --model {config.model} cannot encode a prompt of --task {config.task} ({error}): "
+            f"{str(problem.prompt)[:60]!r}; there is no tiny model for this task, give --model, such as Qwen/Qwen3-0.6B"
+        ) from None
 
 
 def _check_window(config: Config, model_path: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config, flag
+from job.brought import gone_on_with
 from records.manifest import Checkpoint, newest_checkpoint
 
 if TYPE_CHECKING:
@@ -37,8 +38,11 @@ def resumed_config(chosen: dict) -> Config:
     """
     run = Path(chosen["resume"])
     place = {"run_name": run.resolve().name, "runs_dir": str(run.parent)}
-    own = replace(_recorded(run), **place)
-    changed = {name: value for name, value in chosen.items() if name != "resume" and value != getattr(own, name)}
+    made = recorded(run)
+    begun = Config.from_dict(made["config"])
+    own = replace(begun, **place, resume=None, **gone_on_with(made, run))
+    given = {name: value for name, value in chosen.items() if name != "resume"}
+    changed = {name: value for name, value in given.items() if value not in (getattr(own, name), getattr(begun, name))}
     for name, value in changed.items():
         if name not in MAY_CHANGE:
             allowed = ", ".join(f"--{flag(other)}" for other in MAY_CHANGE)
@@ -53,14 +57,16 @@ def resumed_config(chosen: dict) -> Config:
     return config
 
 
-def _recorded(run: Path) -> Config:
+def recorded(run: Path, option: str = "--resume") -> dict:
+    """What run.json says of a run. Raises ValueError, in one line, if there is none, or it is of other code."""
     try:
-        options = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
+        made = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        options = made["config"]
     except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"--resume {run}: no run is there ({error}); give a run's directory, runs/NAME") from None
+        raise ValueError(f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME") from None
     if unknown := options.keys() - {field.name for field in fields(Config)}:
-        raise ValueError(f"--resume {run}: made by other code, which had {', '.join(sorted(unknown))}; use that code")
-    return replace(Config.from_dict(options), resume=None)
+        raise ValueError(f"{option} {run}: made by other code, which had {', '.join(sorted(unknown))}; use that code")
+    return made
 
 
 # Checkpoints

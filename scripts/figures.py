@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from config import Algo
+from config import ALGOS
 from scripts.runs import evaluations, progress
 
 Panels = dict[str, dict[str, list[tuple[pd.DataFrame, bool]]]]
@@ -54,7 +54,7 @@ def average(curves: list[pd.DataFrame]) -> pd.DataFrame:
 
 def looks(names: list[str]) -> dict[str, dict]:
     """Colour, dash and marker of each loss, the same in every figure, or of other lines; no two are alike."""
-    losses = Algo.__args__ if set(names) & set(Algo.__args__) else ()
+    losses = ALGOS if set(names) & set(ALGOS) else ()
     known = list(dict.fromkeys([*losses, *names]))
     colors = [*(f"C{index}" for index in range(10)), "black"]
     return {

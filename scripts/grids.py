@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from config import Algo
+from config import ALGOS
 from records.batches import weights_sha256
 from scripts import figures
 from scripts.lines import markdown, read
@@ -112,7 +112,7 @@ def summaries(records: list[dict]) -> pd.DataFrame:
 
     Settings are in the order of their values, losses in that of config.py; those that it does not know are last.
     """
-    runs, settings, losses, known = [], {}, {}, [*Algo.__args__]
+    runs, settings, losses, known = [], {}, {}, [*ALGOS]
     for record in records:
         cell, metrics = record["cell"], metrics_of(record)
         own = {"setting": ", ".join(f"`{k}` {show(v)}" for k, v in setting(cell).items()), "loss": loss(cell)}

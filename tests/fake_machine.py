@@ -34,8 +34,8 @@ from data.messages import (
     Updated,
 )
 from data.tasks import Problem
-from job.hub import make_key
 from job.swarm import Swarm
+from weights.hub import make_key
 from weights.puller import Puller
 from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec

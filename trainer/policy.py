@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
 from algos.proximal import loglinear
 from config import Config
+from data import own
 from records.time_ledger import TrainerClock
 from trainer.checkpoint import copies_on_rank_0, restore_training_state, training_state, try_write
 from trainer.lag_stats import TokenStats, drift
@@ -262,7 +263,8 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
     ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
     """
-    options = hyperparameters(config.algo, config.algo_args)
+    loss = own.load(config.algo, "--algo", LOSSES)
+    loss = functools.partial(loss, **hyperparameters(config.algo, config.algo_args, loss))
     mesh = trainer_mesh(config.replicas, device)
     module, reference = load_model(config, model_path, mesh, device), None
     if config.kl_coef > 0 and config.lora_rank:
@@ -270,5 +272,4 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     elif config.kl_coef > 0:
         interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
         reference = load_model(interpreted, model_path, mesh, device).requires_grad_(False)
-    loss = functools.partial(LOSSES[config.algo], **options)
     return Policy(config, model_path, module, reference, loss, device, clock)

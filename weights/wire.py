@@ -61,6 +61,8 @@ class Welcome:
     options: dict
     model_files: dict[str, bytes]
     """Files of the model's folder, by name: its configuration and its tokenizer."""
+    own_digest: str = ""
+    """Of the files that the user brings (data/own.py), which the machine must have at the same place."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from algos import ADVANTAGES, KL_ESTIMATORS, LOSSES
 from algos.advantages import EPS
-from config import Advantage, Algo, KlEstimator
+from config import ALGOS, Advantage, KlEstimator
 
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 
@@ -93,6 +93,6 @@ def test_a_reward_that_is_not_finite_is_refused(name):
 
 
 def test_the_dicts_hold_exactly_the_names_that_config_offers():
-    assert set(LOSSES) == set(typing.get_args(Algo))
+    assert set(LOSSES) == set(ALGOS)
     assert set(ADVANTAGES) == set(typing.get_args(Advantage))
     assert set(KL_ESTIMATORS) == set(typing.get_args(KlEstimator))

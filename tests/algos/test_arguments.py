@@ -7,7 +7,7 @@ import torch
 from loss_checks import random_inputs
 
 from algos import LOSSES, hyperparameters
-from algos.arguments import read_value
+from config import read_value
 
 GIVEN = {
     "clip_low": ("0.5", 0.5), "clip_high": ("1.5", 1.5), "dual_clip": ("3", 3.0), "behavior_weight_cap": ("1.2", 1.2),

@@ -83,7 +83,13 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path):
 
 
 def test_tiny_is_the_tiny_model_of_the_task():
-    folders = {task: resolve_model("tiny", task) for task in ("addition", "gsm8k", *MULTI_TURN_TASKS)}
-    assert folders["gsm8k"] == folders["addition"]
+    folders = {task: resolve_model("tiny", task) for task in ("addition", "jsonl", *MULTI_TURN_TASKS)}
+    assert folders["jsonl"] == folders["addition"]
     assert len(set(folders.values())) == 1 + len(MULTI_TURN_TASKS)
     assert all("config.json" in os.listdir(folder) for folder in folders.values())
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "reasoning_gym:chain_sum", "environment:/a/lake.py:Lake"])
+def test_where_there_is_no_tiny_model_one_line_says_so(task):
+    with pytest.raises(ValueError, match=rf"^--model tiny: there is no tiny model for --task {task}; give --model"):
+        resolve_model("tiny", task)

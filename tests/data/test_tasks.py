@@ -183,7 +183,7 @@ def test_a_row_without_a_text_is_named(tmp_path, answer):
     ("content", "message"),
     [
         (b"", r"a\.jsonl cannot be had \(no rows\)"),
-        (b'{"question": "\xff", "answer": "#### 1"}\n', r"a\.jsonl is not UTF-8"),
+        (b'{"question": "\xff", "answer": "#### 1"}\n', r"a\.jsonl, line 1: 'utf-8' codec can't decode"),
     ],
 )
 def test_a_file_that_holds_nothing_or_no_text_is_named(tmp_path, content, message):
@@ -278,6 +278,6 @@ def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(
 
 
 def test_an_unknown_task_is_an_error_with_the_list():
-    message = "tasks are addition, gsm8k, frozen_lake, guess_number and reasoning_gym:NAME"
+    message = "'additions' is none of addition, gsm8k, jsonl, nor FILE.py:NAME; did you mean addition?"
     with pytest.raises(ValueError, match=message):
         load_task("additions", seed=0)

@@ -18,7 +18,7 @@ from fake_worker import run_fake_worker
 
 from data.messages import Probed
 from engine.join import JoinedMachine
-from job.hub import make_key
+from weights.hub import make_key
 from weights.wire import Leave
 
 PROGRAM = """
@@ -111,7 +111,7 @@ def lasting(tmp_path_factory):
     """A run, and a machine that has joined it through a relay; the tests that share them do things to the relay."""
     tmp_path = tmp_path_factory.mktemp("lasting")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("job.hub.BEAT_S", 0.2)
+        patch.setattr("weights.hub.BEAT_S", 0.2)
         patch.setattr("engine.join.BEAT_S", 0.2)
         patch.setattr("engine.join.JOIN_S", 4.0)
         answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731

@@ -66,7 +66,7 @@ def test_the_tickets_of_a_machine_that_leaves_are_issued_again_and_what_it_says_
 
 @pytest.mark.parametrize("way", ["silence", "disconnect"])
 def test_the_tickets_of_a_machine_that_is_gone_are_issued_again(tmp_path, monkeypatch, way):
-    monkeypatch.setattr("job.hub.BEAT_S", 0.1)
+    monkeypatch.setattr("weights.hub.BEAT_S", 0.1)
     with running(tmp_path) as run, FakeMachine(run, "first") as first:
         first.holds = lambda ticket: True
         wait_until(lambda: len(first.held) == 8)
@@ -118,7 +118,7 @@ def test_a_machine_refreshes_only_when_it_is_so_many_versions_behind_and_no_toke
 
 
 def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):
-    monkeypatch.setattr("job.hub.BEAT_S", 0.1)
+    monkeypatch.setattr("weights.hub.BEAT_S", 0.1)
     with running(tmp_path, swarm_args=("lease_s=1",)) as run, FakeMachine(run, "slow") as slow:
         slow.holds = lambda ticket: True
         wait_until(lambda: len(slow.held) == 8)
@@ -139,7 +139,7 @@ def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_pa
 
 
 def test_a_machine_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
-    monkeypatch.setattr("job.hub.BEAT_S", 0.1)
+    monkeypatch.setattr("weights.hub.BEAT_S", 0.1)
     with running(tmp_path, async_ratio=0.0, swarm_args=("lease_s=1000",)) as run, FakeMachine(run, "fast"):
         run.step()  # now it is known how long a trajectory takes
         slow = FakeMachine(run, "slow")
@@ -192,7 +192,7 @@ def test_machines_of_one_name_are_told_apart_and_a_name_is_used_again(tmp_path):
 
 
 def test_a_machine_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("job.hub.MAX_UNSENT", 10)
+    monkeypatch.setattr("weights.hub.MAX_UNSENT", 10)
     with running(tmp_path, num_floats=1 << 18) as run, FakeMachine(run, "good"):
         deaf, sent = FakeMachine(run, "deaf", rcvhwm=1).join(), []
 

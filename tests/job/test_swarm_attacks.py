@@ -12,7 +12,7 @@ import zmq
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from data.messages import Fetched, Finished, Probed, Ready, SampledTokens, Tickets, Update, Updated
-from job.hub import MAX_MESSAGE_BYTES
+from weights.hub import MAX_MESSAGE_BYTES
 from weights.wire import Beat, Codec, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
 
 pack = msgspec.msgpack.encode

@@ -1,0 +1,61 @@
+"""Writes files as a user brings them, each under a name of its own: a process knows one module of a name."""
+
+import itertools
+from pathlib import Path
+
+_NUMBERS = itertools.count()
+
+
+def write_own(folder: Path, source: str, name: str = "own") -> Path:
+    """A file of that source in a folder, called NAME_NUMBER.py."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_{next(_NUMBERS)}.py"
+    path.write_text(source)
+    return path
+
+
+TASK = """
+from data.tasks import Problem
+
+
+class Double:
+    def __init__(self, seed, data_path=None, *, factor=2, words="What is {} times {}?"):
+        self.seed, self.factor, self.words, self.data_path = seed, factor, words, data_path
+
+    def train_problem(self, index):
+        return self._problem(2 * ((self.seed + index) % 40))
+
+    def eval_problems(self, count):
+        return [self._problem(2 * n + 1) for n in range(min(count, 40))]
+
+    def _problem(self, n):
+        return Problem(self.words.format(self.factor, n), str(self.factor * n))
+
+    @staticmethod
+    def score(answer, response):
+        return float(answer == response)
+"""
+LOSS = """
+import torch
+
+
+def loss(inputs, *, clip: float = 0.2):
+    ratio = (inputs.logprobs - inputs.behavior_logprobs).clamp(-20, 20).exp()
+    cut = torch.clamp(ratio, 1 - clip, 1 + clip)
+    return -torch.minimum(ratio * inputs.advantages, cut * inputs.advantages), {"ratio": ratio.detach()}
+"""
+ENVIRONMENT = '''
+import gymnasium
+
+
+class Echo(gymnasium.Env):
+    """Say the word back."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.word = str(self.np_random.integers(10))
+        return f"Say {self.word}", {}
+
+    def step(self, action):
+        return "", float(self.word in action), True, False, {}
+'''
