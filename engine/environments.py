@@ -202,8 +202,7 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     if config.is_multi_turn:
         return EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
     title, num_processes = f"rewards {spec.placement.worker}", max(4, min(16, available_cores() // 2))
-    rewards = getattr(config, "reward", ())
-    return SingleTurns(tokenizer, Rewards(config.task, rewards, config.env_timeout_s, num_processes, title))
+    return SingleTurns(tokenizer, Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title))
 
 
 def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data.own import load
+from data.tasks import score_of
+
 Scored = tuple[float, dict[str, float]]
 """A reward, and its parts by name, which are logged as reward/NAME."""
 MAX_PARTS, MAX_NAME = 64, 128
@@ -189,39 +192,3 @@ def one_line(error: BaseException) -> str:
 def brief(value: object) -> str:
     """What foreign code returned, in a few words on one line."""
     return " ".join(reprlib.repr(value).split())
-
-
-# SHIM until data/own.py and tasks.score_of are there: at the merge, delete from here on and import
-# `from data.own import load`, `from data.tasks import score_of`; and write config.reward for getattr(config, …).
-
-
-def load(text: str, option: str = "--task"):
-    """The object NAME of FILE.py:NAME."""
-    import importlib.util
-    import sys
-    from pathlib import Path
-
-    path, _, name = text.rpartition(":")
-    stem = Path(path).stem
-    if stem not in sys.modules or getattr(sys.modules[stem], "__file__", None) != path:
-        if not Path(path).is_file():
-            raise ValueError(f"{option} {text}: there is no file {path}")
-        sys.path.append(str(Path(path).parent))
-        spec = importlib.util.spec_from_file_location(stem, path)
-        sys.modules[stem] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[stem])
-        except Exception as error:
-            raise ValueError(f"{option} {text}: {one_line(error)}") from None
-    if not hasattr(sys.modules[stem], name):
-        raise ValueError(f"{option} {text}: {path} has no {name}")
-    return getattr(sys.modules[stem], name)
-
-
-def score_of(task: str):
-    """The score of a shipped task."""
-    import functools
-
-    from data.rewards import score
-
-    return functools.partial(score, task)

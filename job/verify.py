@@ -71,7 +71,7 @@ class Verifier:
         self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
         self.largest, self._key = 0.0, key or secrets.token_bytes(16)
         self._pool: RewardPool | None = None
-        self._score_by = config.task, getattr(config, "reward", ())
+        self._score_by = config.task, config.reward
         self._can_score = not (config.is_multi_turn or load_score(*self._score_by).is_async)
         self._scoring: list[tuple[Trajectory, Future]] = []
 

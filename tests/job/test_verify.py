@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,13 +168,8 @@ async def judge(response, answer):
     return 0.0
 
 
-@dataclass(frozen=True)
-class WithReward(Config):  # SHIM until Config has it
-    reward: tuple[str, ...] = ()
-
-
 def test_rewards_of_async_functions_are_counted_as_not_checked(model):
-    config = WithReward(**{**vars(make_config(model)), "reward": (f"{__file__}:judge",)})
+    config = make_config(model, reward=(f"{__file__}:judge",))
     policy, verifier = load(config), make_verifier(config)
     assert verifier.verify(sample(config, 3), policy, VERSION) == []
     assert (verifier.counts["rewards_unverified"], verifier.counts["verified"]) == (3, 3)
@@ -185,7 +180,7 @@ def wordy(response, answer):
 
 
 def test_rewards_of_a_function_of_ones_own_are_checked_by_it(model):
-    config = WithReward(**{**vars(make_config(model)), "reward": (f"{__file__}:wordy",)})
+    config = make_config(model, reward=(f"{__file__}:wordy",))
     policy, verifier = load(config), make_verifier(config)
     pairs = [(ticket, replace(t, reward=1.0 + len(ticket.answer.split()))) for ticket, t in sample(config, 3)]
     (ticket, honest), *_ = pairs
