@@ -27,6 +27,7 @@ def readable_samples(
             **answer,
             "turns": member.num_turns,
             "reward": member.reward,
+            "reward_parts": member.reward_parts,
             "group_reward": float(group.rewards.mean()),
             "min_version": member.min_version,
         }
