@@ -22,6 +22,10 @@ def score(task: str, answer: str, response: str) -> float:
         return _score_gsm8k(answer, response)
     if task.startswith("reasoning_gym:"):
         return _score_reasoning_gym(task.removeprefix("reasoning_gym:"), answer, response)
+    if task.startswith("sums:"):
+        from data.tasks import Sums
+
+        return Sums.score(answer, response)
     raise ValueError(f"unknown task {task!r}; tasks are addition, gsm8k and reasoning_gym:NAME")
 
 

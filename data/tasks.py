@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import random
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice, repeat
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from data.conversation import Conversation
 
@@ -61,7 +62,7 @@ class Task(Protocol):
 
 
 def load_task(name: str, seed: int, data_path: str | None = None) -> Task:
-    """The task of that name: `addition`, `gsm8k`, `reasoning_gym:NAME` or an environment of environments.py.
+    """The task of that name: `addition`, `gsm8k`, `reasoning_gym:NAME`, `sums:LEVEL` or one of environments.py.
 
     Raises ValueError for a name that is none of these, and for a dataset that cannot be had.
     """
@@ -71,12 +72,14 @@ def load_task(name: str, seed: int, data_path: str | None = None) -> Task:
         return Gsm8k(seed, data_path)
     if name.startswith("reasoning_gym:"):
         return ReasoningGym(name.removeprefix("reasoning_gym:"), seed)
+    if name.startswith("sums:"):
+        return Sums(name.removeprefix("sums:"), seed)
     from data.environments import ENVIRONMENTS
 
     if name in ENVIRONMENTS:
         return EnvironmentTask(name, seed)
     names = ", ".join(["addition", "gsm8k", *ENVIRONMENTS])
-    raise ValueError(f"unknown task {name!r}; tasks are {names} and reasoning_gym:NAME")
+    raise ValueError(f"unknown task {name!r}; tasks are {names}, reasoning_gym:NAME and sums:LEVEL")
 
 
 class Addition:
@@ -244,10 +247,10 @@ def _addition_length(rng: random.Random) -> int:
     return min(int(tail), ADDITION_MAX_COLUMNS)
 
 
-def _is_held_out(text: str) -> bool:
+def _is_held_out(text: str, share: float = _HELD_OUT_SHARE) -> bool:
     """The split of a problem, by a hash of its text that is the same in every process (Python's own is not)."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < _HELD_OUT_SHARE * 2**64
+    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def _distinct(problems: Iterator[Problem], count: int) -> list[Problem]:
@@ -385,3 +388,54 @@ def _check_survives_json(name: str, entry: dict) -> None:
             f"reasoning_gym:{name} cannot be used here: its own answer scores {before}, and {after} once the entry has "
             "been through JSON, as it must be to reach the reward process"
         )
+
+
+class Sums:
+    """Questions in plain words that a small chat model can learn to answer: sums of two numbers, the largest of four.
+
+    They are asked through the chat template, under the system prompt `Answer briefly.`. A quarter is held out; what
+    differs in the order of its numbers alone is on one side of the split, so of 100 one-digit sums 22 are never met.
+    """
+
+    LEVELS: ClassVar = {
+        "one_digit": ("What is {} + {}?", range(10), sum),
+        "two_digits": ("What is {} + {}?", range(10, 100), sum),
+        "largest_of_four": ("Which is the largest of {}, {}, {} and {}?", range(100), max),
+    }
+    """The question of each level, what its numbers are drawn from, and what of them is the answer."""
+    SYSTEM = "Answer briefly."
+    HELD_OUT = 1 / 4
+
+    def __init__(self, level: str, seed: int) -> None:
+        if level not in self.LEVELS:
+            raise ValueError(f"sums has no level {level!r}; levels are {', '.join(self.LEVELS)}")
+        self._question, self._values, self._answer = self.LEVELS[level]
+        self._seed = seed
+
+    def train_problem(self, index: int) -> Problem:
+        """Problem number `index` ≥ 0 of the training split, drawn from the seed."""
+        return self._draw(random.Random(f"{self._seed}/{index}"), held_out=False)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """Up to `count` distinct held-out problems, the same for every seed; all of them if there are no more."""
+        rng = random.Random(_EVAL_SEED)
+        return _distinct((self._draw(rng, held_out=True) for _ in range(_GYM_ATTEMPTS * count)), count)
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of system prompt and question, through the chat template if the tokenizer has one."""
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(f"{self.SYSTEM}\n{problem.prompt}")
+        messages = [{"role": "system", "content": self.SYSTEM}, {"role": "user", "content": problem.prompt}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+    @staticmethod
+    def score(answer: str, response: str) -> float:
+        """1 if the last number of the response is the answer, else 0."""
+        right, numbers = float(answer), re.findall(r"-?\d+(?:\.\d+)?", response)
+        return float(bool(numbers) and float(numbers[-1]) == right)
+
+    def _draw(self, rng: random.Random, held_out: bool) -> Problem:
+        while True:
+            numbers = rng.choices(self._values, k=self._question.count("{}"))
+            if _is_held_out(f"{sorted(numbers)}", self.HELD_OUT) == held_out:
+                return Problem(self._question.format(*numbers), str(self._answer(numbers)))
