@@ -65,7 +65,8 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--algo-args", "cap=2", "cap=3"], "--algo-args gives cap 2 times, got 'cap=2'; leave one"),
         (
             ["--task", "chess"],
-            "--task must be addition, gsm8k, reasoning_gym:NAME, frozen_lake or guess_number, got 'chess'",
+            "reasoning_gym:NAME, sums:one_digit, sums:two_digits, sums:largest_of_four, frozen_lake or guess_number, "
+            "got 'chess'",
         ),
         (["--over-sampling", "0.5"], "--over-sampling must be at least 1, got 0.5"),
         (["--over-sampling", "2"], "does not go with --async-ratio 1; use 0"),
