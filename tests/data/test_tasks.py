@@ -278,6 +278,6 @@ def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(
 
 
 def test_an_unknown_task_is_an_error_with_the_list():
-    message = "tasks are addition, gsm8k, frozen_lake, guess_number and reasoning_gym:NAME"
+    message = "tasks are addition, gsm8k, frozen_lake, guess_number, reasoning_gym:NAME and sums:LEVEL"
     with pytest.raises(ValueError, match=message):
         load_task("additions", seed=0)
