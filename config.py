@@ -34,10 +34,12 @@ class Config:
 
     # What most runs choose
     model: str = "tiny"
-    """Path or Hugging Face name of a causal LM; `tiny` is made here, in about a minute, on first use."""
+    """Path or Hugging Face name of a causal LM; made here on first use, in about a minute: `tiny`, and `smollm2`, a
+    de-quantised 4-bit SmolLM2-135M-Instruct from the package index."""
     task: str = "addition"
-    """`addition`, `gsm8k`, `jsonl` (rows of --data-path), `reasoning_gym:NAME`, an environment of several turns
-    (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a task or a gymnasium environment."""
+    """`addition`, `gsm8k`, `jsonl` (rows of --data-path), `reasoning_gym:NAME`, `sums:LEVEL` (one_digit, two_digits,
+    largest_of_four), an environment of several turns (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a
+    task or a gymnasium environment."""
     task_args: tuple[str, ...] = ()
     """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/tasks.py with their defaults."""
     reward: tuple[str, ...] = ()
@@ -132,6 +134,9 @@ class Config:
     save_memory: tuple[Literal["activations", "optimizer"], ...] = ()
     """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
     float32 weights, gradients and AdamW state in host memory, 16 bytes per parameter; never the gradient."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
+    or amx. GPUs compute in bfloat16. Trained weights, AdamW and log-probs from the logits on are float32 anyway."""
     compile: bool = False
     """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs."""
 
@@ -223,6 +228,10 @@ class Config:
         """Whether the task is an environment that may take more than one step."""
         return self.task in MULTI_TURN_TASKS or self.task.startswith("environment:")
 
+    def dtype_on(self, device: str) -> str:
+        """Name of the dtype that models compute in on a device of this type, `cpu` or `cuda`."""
+        return "float32" if device == "cpu" and self.dtype != "bfloat16" else "bfloat16"
+
     @property
     def max_sequence_tokens(self) -> int:
         """Context length of the engine: longest prompt plus longest response."""
@@ -292,7 +301,8 @@ _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
     "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,
 }  # fmt: skip
-_TASKS = ("addition", "gsm8k", "jsonl", "reasoning_gym:NAME", *MULTI_TURN_TASKS)
+_SUMS = ("sums:one_digit", "sums:two_digits", "sums:largest_of_four")
+_TASKS = ("addition", "gsm8k", "jsonl", "reasoning_gym:NAME", *_SUMS, *MULTI_TURN_TASKS)
 Mistakes = Iterator[tuple[bool, str]]
 """Whether a mistake is there, and the line that says what was got, what is allowed and what to change."""
 

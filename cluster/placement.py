@@ -118,6 +118,8 @@ def _choose_transport(wanted: str, placement: Placement, has_nccl: bool) -> str:
 def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
     if num_gpus == 0:
         return _place_on_cpu(config, num_cores, num_trainer_ranks)
+    if config.dtype == "float32":
+        raise ValueError(f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto or bfloat16")
     _check_ranks(num_gpus, num_trainer_ranks)
     free = list(range(num_trainer_ranks, num_gpus))
     if not free:

@@ -11,10 +11,11 @@ import hashlib
 import inspect
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice, repeat
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from config import MULTI_TURN_TASKS, read_arguments
 from data import own, tables
@@ -104,7 +105,7 @@ def score_of(name: str) -> Callable[[str, str], Any]:
 def _maker_of(name: str) -> Callable[..., Task]:
     """What makes a task from its seed and arguments: its class, with the name of one of its kind where it has many."""
     kind, _, which = name.partition(":")
-    if kind in (of_many := {"reasoning_gym": ReasoningGym}):
+    if kind in (of_many := {"reasoning_gym": ReasoningGym, "sums": Sums}):
         return functools.partial(of_many[kind], which)
     if name in MULTI_TURN_TASKS or kind == "environment":
         return functools.partial(EnvironmentTask, name)
@@ -492,3 +493,51 @@ def _check_survives_json(name: str, entry: dict) -> None:
             f"reasoning_gym:{name} cannot be used here: its own answer scores {before}, and {after} once the entry has "
             "been through JSON, as it must be to reach the reward process"
         )
+
+
+class Sums:
+    """Questions in plain words that a small chat model can learn to answer: sums of two numbers, the largest of four.
+
+    They are asked through the chat template, under the system prompt `Answer briefly.`. A quarter is held out; what
+    differs in the order of its numbers alone is on one side of the split, so of 100 one-digit sums 22 are never met.
+    """
+
+    LEVELS: ClassVar = {
+        "one_digit": ("What is {} + {}?", range(10), sum),
+        "two_digits": ("What is {} + {}?", range(10, 100), sum),
+        "largest_of_four": ("Which is the largest of {}, {}, {} and {}?", range(100), max),
+    }
+    """The question of each level, what its numbers are drawn from, and what of them is the answer."""
+    SYSTEM = "Answer briefly."
+    HELD_OUT = 1 / 4
+
+    def __init__(self, level: str, seed: int) -> None:
+        if level not in self.LEVELS:
+            raise ValueError(f"sums has no level {level!r}; levels are {', '.join(self.LEVELS)}")
+        self._question, self._values, self._answer = self.LEVELS[level]
+        self._seed = seed
+
+    def train_problem(self, index: int) -> Problem:
+        """Problem number `index` ≥ 0 of the training split, drawn from the seed."""
+        return self._draw(random.Random(f"{self._seed}/{index}"), held_out=False)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """Up to `count` distinct held-out problems, the same for every seed; all of them if there are no more."""
+        rng = random.Random(_EVAL_SEED)
+        return _distinct((self._draw(rng, held_out=True) for _ in range(_GYM_ATTEMPTS * count)), count)
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of system prompt and question, through the chat template if the tokenizer has one."""
+        return _encode_chat(problem.prompt, tokenizer, self.SYSTEM)
+
+    @staticmethod
+    def score(answer: str, response: str) -> float:
+        """1 if the last number of the response is the answer, else 0."""
+        right, numbers = float(answer), re.findall(r"-?\d+(?:\.\d+)?", response)
+        return float(bool(numbers) and float(numbers[-1]) == right)
+
+    def _draw(self, rng: random.Random, held_out: bool) -> Problem:
+        while True:
+            numbers = rng.choices(self._values, k=self._question.count("{}"))
+            if _is_held_out(f"{sorted(numbers)}", self.HELD_OUT) == held_out:
+                return Problem(self._question.format(*numbers), str(self._answer(numbers)))

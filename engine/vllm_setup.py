@@ -80,7 +80,7 @@ def engine_options(spec: WorkerSpec) -> dict:
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
         "load_format": "dummy",  # all weights come by the transport, so one that it misses is seen at once
-        "dtype": "float32" if on_cpu else "bfloat16",
+        "dtype": config.dtype_on("cpu" if on_cpu else "cuda"),
         "max_model_len": config.max_sequence_tokens,
         "max_num_seqs": config.max_running_requests,
         "seed": config.seed,

@@ -86,7 +86,7 @@ class Verifier:
         self.counts.update(verified=len(in_time), too_late=len(chosen) - len(in_time))
         found = [*self._false_rewards()]
         self._begin_to_score(chosen)
-        allowed = allowed_distance(self.config, compute_dtype(policy.device))
+        allowed = allowed_distance(self.config, compute_dtype(self.config, policy.device))
         for i, far in distances(in_time, policy, self.cluster).items():
             self.largest = max(self.largest, far)
             if not far <= allowed:  # or NaN

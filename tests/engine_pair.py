@@ -13,7 +13,6 @@ from cluster.placement import WorkerPlacement, WorkerSpec
 from engine.proxy import LLMProxy
 from trainer.packing import TrainSequence
 from weights.shm import ShmTransport
-from weights.transport import ParameterSpec
 
 PROMPT = tuple(range(3, 13))
 
@@ -24,8 +23,7 @@ class Pair:
     def __init__(self, config):
         self.config = config
         self.policy = load(config)
-        specs = [ParameterSpec(n, torch.float32, tuple(p.shape)) for n, p in self.policy.named_full_parameters()]
-        self.transport = ShmTransport(specs)
+        self.transport = ShmTransport(self.policy.sent_specs())
         self.loop = asyncio.new_event_loop()
         spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
         gc.freeze()  # the engine is forked, and dies if it collects a gloo group that another test's thread still holds

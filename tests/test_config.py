@@ -65,8 +65,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--algo-args", "cap=2", "cap=3"], "--algo-args gives cap 2 times, got 'cap=2'; leave one"),
         (
             ["--task", "chess"],
-            "--task must be one of addition, gsm8k, jsonl, reasoning_gym:NAME, frozen_lake, guess_number, or your own, "
-            "FILE.py:NAME, got 'chess'",
+            "sums:largest_of_four, frozen_lake, guess_number, or your own, FILE.py:NAME, got 'chess'",
         ),
         (["--over-sampling", "0.5"], "--over-sampling must be at least 1, got 0.5"),
         (["--over-sampling", "2"], "does not go with --async-ratio 1; use 0"),

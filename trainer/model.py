@@ -1,7 +1,8 @@
 """How the trainer's model comes to be: built empty and sharded on every rank (FSDP2), then filled from rank 0.
 
 Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
-CPU in float32; what is frozen beside adapters is kept in that dtype. trainer/attention.py says with which attention.
+CPU in float32, or by --dtype as a GPU does; what is frozen beside adapters is kept in that dtype. trainer/attention.py
+says with which attention.
 """
 
 import torch
@@ -34,9 +35,9 @@ def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def compute_dtype(device: torch.device) -> torch.dtype:
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """Dtype that the model computes in, and that its weights are sent in."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, config.dtype_on(device.type))
 
 
 def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
@@ -44,7 +45,7 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
     hf_config = _read_config(path)
     if config.share_prefix:
         check_shares_prefix(hf_config, path)
-    dtype = compute_dtype(device) if config.lora_rank else torch.float32
+    dtype = compute_dtype(config, device) if config.lora_rank else torch.float32
     with torch.device("meta"):
         attention = choose_attention(device, config.share_prefix)
         model = AutoModelForCausalLM.from_config(
@@ -58,7 +59,7 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         recompute_layers(model, layers)
     if config.compile:
         compile_layers(layers)
-    shard([*layers, module], mesh, compute_dtype(device), "optimizer" in config.save_memory)
+    shard([*layers, module], mesh, compute_dtype(config, device), "optimizer" in config.save_memory)
     module.to_empty(device="cpu" if "optimizer" in config.save_memory else device)
     _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, config.seed)

@@ -134,7 +134,7 @@ class Policy:
 
     def sent_specs(self) -> list[ParameterSpec]:
         """Specs of the full parameters as they are sent to rollout, in the same order, in the dtype of computing."""
-        dtype, named = compute_dtype(self.device), named_base_parameters(self.module.model)
+        dtype, named = compute_dtype(self.config, self.device), named_base_parameters(self.module.model)
         return [ParameterSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
 
     def save(self, path: str) -> None:

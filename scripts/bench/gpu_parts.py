@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cluster.shape import ModelShape, read_shape
+from config import Config
 from controller.controller import Controller
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
@@ -27,7 +28,6 @@ from scripts.bench.harness import ROOT
 from scripts.bench.rig import load_weights, one_rank, specs_of
 from scripts.lines import read
 from trainer.batch import distribute
-from trainer.model import compute_dtype
 from trainer.packing import TrainSequence
 from trainer.policy import load_policy
 from weights.transport import Announcement
@@ -89,7 +89,7 @@ def trainer(setup: Setup) -> dict:
 
 def matmul_rate(device: str) -> float:
     """FLOP/s of a large square matmul in the dtype that the trainer computes in: what there is to be had."""
-    n, dtype = 8192 if device == "cuda" else 512, compute_dtype(torch.device(device))
+    n, dtype = 8192 if device == "cuda" else 512, getattr(torch, Config().dtype_on(device))
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     for _ in range(3):
         a @ b
@@ -148,7 +148,8 @@ def rollout(setup: Setup) -> dict:
         controller.launch()
         controller.wait_until_ready()
         device = torch.device(setup.device)
-        weights = [(name, weight.to(device, compute_dtype(device))) for name, weight in load_weights(config.model)]
+        dtype = getattr(torch, config.dtype_on(device.type))
+        weights = [(name, weight.to(device, dtype)) for name, weight in load_weights(config.model)]
         controller.connect(TRANSPORTS[placement.transport](specs_of(weights)))
         steps = [_rollout_step(controller, weights, version) for version in range(ROLLOUT_STEPS)]
     finally:

@@ -14,13 +14,20 @@ from engine.vllm_setup import worker_environment
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def options():
+    """Options of the engine and the trainer that a file of tests may have its own of."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, options):
     torch.set_num_threads(1)
     before = dict(os.environ)
     os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     path = save_tiny_model(str(tmp_path_factory.mktemp("model")))
-    pair = Pair(Config(model=path, temperature=0.7, top_p=0.9, max_prompt_tokens=200, max_response_tokens=100, lr=1e-3))
+    sampling = {"temperature": 0.7, "top_p": 0.9, "max_prompt_tokens": 200, "max_response_tokens": 100}
+    pair = Pair(Config(model=path, lr=1e-3, **sampling, **options))
     yield pair
     pair.run(pair.shutdown())
     dist.destroy_process_group()
