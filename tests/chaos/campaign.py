@@ -80,7 +80,7 @@ class Run:
 
     def start(self) -> Job:
         """Start it, or go on with it from its newest checkpoint, if there is one."""
-        checkpoints = list(self.path.glob("checkpoints/step_*/resume/manifest.json"))
+        checkpoints = list(self.path.glob("checkpoints/step_*[0-9]/resume/manifest.json"))
         if checkpoints:
             arguments = [f"--resume={self.path}"]
         else:
