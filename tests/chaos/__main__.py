@@ -1,7 +1,6 @@
 """Break runs on purpose: `python -m tests.chaos --rounds 20 --seed 0`, or `--faults` for what no signal does."""
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from chaos import campaign, default_job, faults, rewards
-from scripts.bench.harness import provenance
+from scripts.bench.harness import add, provenance
 
 
 def main() -> None:
@@ -23,7 +22,9 @@ def main() -> None:
     parser.add_argument("--job", action="store_true", help="kill and resume the default job five times, instead")
     parser.add_argument("--cost", type=int, metavar="PAIRS", help="measure what checkpoints cost, instead")
     parser.add_argument("--keep", type=Path, help="a new folder for the runs; else they are deleted")
-    parser.add_argument("--out", type=Path, help="where the numbers go, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines, to which the numbers go; those of the same command are replaced"
+    )
     given, began = parser.parse_args(), time.monotonic()
     made = provenance() | {"command": " ".join(["python -m tests.chaos", *sys.argv[1:]])}
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as temporary:
@@ -39,7 +40,7 @@ def main() -> None:
         else:
             result = campaign.run_rounds(folder, given.rounds, given.seed)
     if given.out:
-        given.out.write_text(json.dumps(made | result, indent=1) + "\n")
+        add(made | {"repeat": 0} | result, given.out, key=("command",))
     print(f"passed in {time.monotonic() - began:.0f} s")
 
 
