@@ -34,7 +34,7 @@ def main() -> None:
         elif given.rewards:
             result = {"rewards": rewards.measure()}
         elif given.job:
-            result = {"job": default_job.compare(folder, given.seed)}
+            result = default_job.compare(folder, given.seed)
         elif given.cost:
             result = {"cost": default_job.measure_cost(folder, given.cost)}
         else:

@@ -35,8 +35,9 @@ def end(run: Run) -> None:
 
 
 def accuracies(run: Run) -> dict[int, float]:
-    """Held-out accuracy by policy version."""
-    return {line["eval/policy_version"]: line["eval/accuracy"] for line in run.job.metrics() if "eval/accuracy" in line}
+    """Held-out accuracy by policy version, of the last evaluations."""
+    lines = [line for line in run.job.metrics() if "eval/accuracy" in line][-LAST:]
+    return {line["eval/policy_version"]: line["eval/accuracy"] for line in lines}
 
 
 def resumes(run: Run) -> list[dict]:
@@ -78,15 +79,14 @@ def compare(folder: Path, seed: int, num_kills: int = 5) -> dict:
         killed.kill()
         raise
     for row, start in zip(rows, resumes(killed), strict=True):
-        row["resumed_from"] = start["step"]
-    accounts = {"unbroken": check_account(unbroken), "killed": check_account(killed)}
-    found = {name: accuracies(run) for name, run in (("unbroken", unbroken), ("killed", killed))}
-    means = {name: statistics.fmean(list(by_version.values())[-LAST:]) for name, by_version in found.items()}
-    print(accounts, means, flush=True)
-    assert found["unbroken"].keys() == found["killed"].keys(), found
-    assert accounts["unbroken"]["consumed"] == accounts["killed"]["consumed"]
-    assert abs(means["unbroken"] - means["killed"]) <= NEAR, means
-    return {"seed": seed, "kills": rows, "accounts": accounts, "evaluations": found, "last_accuracy": means}
+        row |= {"outcome": "ended", "resumed_from": start["step"]}
+    one, other = ({"last_evaluations": accuracies(run), **check_account(run)} for run in (unbroken, killed))
+    print(f"unbroken: {one}\nkilled: {other}", flush=True)
+    assert one["consumed"] == other["consumed"]
+    assert one["last_evaluations"].keys() == other["last_evaluations"].keys()
+    means = [statistics.fmean(found["last_evaluations"].values()) for found in (one, other)]
+    assert abs(means[0] - means[1]) <= NEAR, means
+    return {"seed": seed, "rounds": rows, "accounts": [other], "unbroken": [one], "last_accuracy": means}
 
 
 def measure_cost(folder: Path, num_pairs: int) -> dict:
