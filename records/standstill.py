@@ -61,8 +61,10 @@ def _look_for_stopped(root: psutil.Process, parent: int, limit_s: float) -> None
     poll_s, looks = max(0.1, min(2.0, limit_s / 10)), Counter()
     while os.getppid() == parent:
         time.sleep(poll_s)
+        alive = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            looks = Counter({p: looks[p] + 1 for p in [root, *root.children(recursive=True)] if _is_stopped(p)})
+            alive = [root, *root.children(recursive=True)]
+        looks = Counter({p: looks[p] + 1 for p in alive if _is_stopped(p)})
         for process in [process for process, times in looks.items() if times * poll_s >= limit_s]:
             reason = f"error: {_title(process)} was stopped (SIGSTOP) for {limit_s:g} s, and is killed"
             with contextlib.suppress(psutil.NoSuchProcess, OSError):

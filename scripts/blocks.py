@@ -8,6 +8,7 @@ import inspect
 import re
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from scripts import table as run_table
 from scripts.bench import parts as parts_bench
 from scripts.bench import peers as peers_bench
 from scripts.bench import rollout as rollout_bench
-from scripts.bench.harness import rounds
+from scripts.bench.harness import rounds, spread
 from scripts.lines import markdown, read
 from scripts.runs import Run, load
 from scripts.simulation import report as simulation_report
@@ -207,6 +208,23 @@ def parts() -> str:
 def simulation() -> str:
     """The papers' numbers beside the simulated ones, hits and misses."""
     return lines(simulation_report.short(records_of("simulation")))
+
+
+def reliability() -> str:
+    """What came of campaigns, and of a job that is killed beside the unbroken one; what checkpoints cost."""
+    rows, shares = [], []
+    for r in records_of("reliability"):
+        shares += [pair["share"] for pair in r.get("cost", {}).get("pairs", ())]
+        came = Counter(one["outcome"] for one in r.get("rounds", ()))
+        said = ", ".join(f"{n} {outcome}" for outcome, n in sorted(came.items()))
+        what = re.split(" --(?:keep|out) ", r["command"].partition("chaos ")[2])[0]
+        for name, of in ((f"`{what}`: {said}", "accounts"), ("the same, unbroken", "unbroken")):
+            if found := r.get(of):
+                sums = (sum(a[key] for a in found) for key in ("starts", "consumed", "dropped"))
+                rows.append([name, len(found), *sums, f"{min(a['accuracy'] for a in found):.3f}"])
+    heading = ["broken", "runs", "starts", "prompts trained on", "dropped", "held-out accuracy, at least"]
+    cost = [f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}."] if shares else []
+    return lines([*markdown(heading, rows), *cost])
 
 
 def findings() -> str:

@@ -80,7 +80,7 @@ class Run:
 
     def start(self) -> Job:
         """Start it, or go on with it from its newest checkpoint, if there is one."""
-        checkpoints = list(self.path.glob("checkpoints/step_*/resume/manifest.json"))
+        checkpoints = list(self.path.glob("checkpoints/step_*[0-9]/resume/manifest.json"))
         if checkpoints:
             arguments = [f"--resume={self.path}"]
         else:
@@ -231,6 +231,8 @@ def outcome_of(run: Run, process: psutil.Process, num_steps: int) -> str | None:
     run.look()
     if (code := run.job.process.poll()) is not None:
         return "finished" if code == 0 else "ended"
+    if process.pid == run.job.process.pid:
+        return None  # gone, and some of its threads not yet: the run ends with it
     return "recovered" if is_gone(process) and run.num_steps() >= num_steps + 3 else None
 
 

@@ -68,7 +68,8 @@ def test_the_only_process_of_a_run_is_killed_and_named_too(tmp_path):
     root.send_signal(signal.SIGSTOP)
     assert root.wait(20) == -signal.SIGKILL
     os.kill(child, signal.SIGKILL)
-    assert f"(pid {root.pid}) was stopped (SIGSTOP) for 0.5 s, and is killed" in root.stdout.read()
+    (said,) = root.stdout.read().splitlines()
+    assert f"(pid {root.pid}) was stopped (SIGSTOP) for 0.5 s, and is killed" in said
 
 
 def test_a_process_that_is_stopped_for_a_moment_goes_on(tmp_path):
