@@ -40,7 +40,6 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.models import load_tokenizer
 from data.records import Ticket, Trajectory
 from engine.environments import Environments, start_environments, turn_ends
 from engine.episode import Episode
@@ -48,6 +47,7 @@ from engine.in_flight import read_in_flight, settle
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
 from records.standstill import write_stacks_to
+from weights.models import load_tokenizer
 
 
 class RolloutWorker:

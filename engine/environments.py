@@ -18,10 +18,10 @@ import numpy as np
 from cluster.placement import WorkerSpec, available_cores
 from data.conversation import Conversation
 from data.environments import make_environment
-from data.models import stop_token_ids
 from data.records import Ticket
 from engine.reward_pool import RewardError, Rewards
 from engine.score import brief, one_line
+from weights.models import stop_token_ids
 
 _MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
 

@@ -29,7 +29,6 @@ from controller.state import ControllerState
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data import own
-from data.models import load_tokenizer, resolve_model
 from data.records import Group
 from data.tasks import Problem, Task, load_task
 from job.brought import check_rows
@@ -40,6 +39,7 @@ from records.manifest import Checkpoint, how_to_go_on
 from records.run_directory import RunDirectory
 from records.standstill import dump_stacks, end_what_is_stopped, write_stacks_to
 from records.time_ledger import TrainerClock
+from weights.models import load_tokenizer, resolve_model
 
 if TYPE_CHECKING:
     from job.swarm import Swarm

@@ -27,11 +27,11 @@ from controller.controller import Controller
 from controller.workers import Disbelieved, Worker
 from data import own
 from data.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
-from data.models import model_files
 from data.records import Ticket, Trajectory
 from job.trust import mistake_in
 from records.run_directory import RunDirectory
 from weights.hub import Hub, make_key
+from weights.models import model_files
 from weights.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
 from weights.snapshots import SnapshotWriter
 from weights.transport import ParameterSpec, Transport

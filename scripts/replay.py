@@ -162,9 +162,9 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
 
 def lead(start, recording: Recording, evaluate: bool):
     """Make rank 0's node: the model must be the recorded one; a rollout worker is needed only to evaluate."""
-    from data.models import resolve_model
     from job.node import start_rollout
     from records.run_directory import RunDirectory
+    from weights.models import resolve_model
 
     if start.cluster.num_nodes > 1:
         raise ValueError(f"a replay runs on one node, got {start.cluster.num_nodes}; use --nnodes 1")

@@ -18,7 +18,7 @@ def one_rank():
 @pytest.fixture(scope="session")
 def tiny_models():
     """The tiny models are there: made before the clock of any job starts."""
-    from data.models import resolve_model
+    from weights.models import resolve_model
 
     for task in ("addition", "frozen_lake", "guess_number"):
         resolve_model("tiny", task)

@@ -34,13 +34,13 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.models import load_tokenizer
 from data.tasks import load_task
 from data.tiny_agent import tiny_agent_path
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
 from rollout import start_worker
 from scripts.latency import run_latency_worker
+from weights.models import load_tokenizer
 from weights.shm import ShmTransport
 from weights.transport import ParameterSpec
 

@@ -12,12 +12,12 @@ from cluster.processes import freeze_garbage, kill_session
 from config import Config
 from controller.tickets import PromptSource, TicketSource
 from data.messages import Connect, Finished, Ready, Stop, Tickets, Update
-from data.models import load_tokenizer, stop_token_ids
 from data.records import Ticket
 from data.tasks import load_task
 from rollout import RolloutWorker, run_worker
 from scripts.bench.rig import Weights, specs_of
 from scripts.bench.work import SimulatedRewards, start_proxy, work_of
+from weights.models import load_tokenizer, stop_token_ids
 from weights.shm import ShmTransport
 
 TIMEOUT_S = 300.0

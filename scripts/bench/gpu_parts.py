@@ -19,7 +19,6 @@ from config import Config
 from controller.controller import Controller
 from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
-from data.models import load_tokenizer
 from data.tasks import load_task
 from engine.vllm_setup import engine_options
 from rollout import run_worker
@@ -30,6 +29,7 @@ from scripts.lines import read
 from trainer.batch import distribute
 from trainer.packing import TrainSequence
 from trainer.policy import load_policy
+from weights.models import load_tokenizer
 from weights.transport import Announcement
 
 SYNC_ROUNDS = 5

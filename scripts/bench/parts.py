@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from config import Config
-from data.models import load_tokenizer, resolve_model
 from data.tasks import load_task
 from scripts.bench import harness
 from scripts.bench.bare import PlainWorker, make_tickets, worker
@@ -51,6 +50,7 @@ from scripts.lines import markdown, read
 from trainer.batch import distribute
 from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
+from weights.models import load_tokenizer, resolve_model
 
 LATENCY = "lognormal:2,0.8 scale:0.01"
 """Of a turn, as in rollout.py: 0.1 s in the mean."""

