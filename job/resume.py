@@ -109,8 +109,8 @@ def controller_of(checkpoint: Checkpoint, model_path: str, cluster: "Cluster", c
     Raises ValueError if the weights of the model that are not in the checkpoint have changed.
     """
     from controller.state import ControllerState, redistribute
+    from data.plain import decode
     from records.batches import weights_sha256
-    from weights.plain import decode
 
     if checkpoint.frozen_sha256 and checkpoint.frozen_sha256 != weights_sha256(model_path):
         raise ValueError(f"--resume {config.resume}: the weights in {model_path} are not those that it began with")

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from cluster.cluster import Cluster
+from data.plain import encode
 from records.batches import weights_sha256
 from records.manifest import PART, checkpoints_in, flush, measured, write_manifest
 from records.run_directory import RunDirectory
@@ -34,7 +35,6 @@ from trainer.checkpoint import (
 )
 from trainer.lora import named_base_parameters
 from trainer.policy import Policy
-from weights.plain import encode
 
 KEPT_TO_RESUME = 2
 """Checkpoints that keep what --resume needs where all are kept."""

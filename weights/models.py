@@ -149,8 +149,9 @@ def convert_gguf(gguf: str, directory: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, name = os.path.split(gguf)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).to(torch.bfloat16)
+    options = {"gguf_file": name, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).to(torch.bfloat16)
     model.hf_quantizer, model.is_quantized = None, False  # or it would be saved as what it was
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -1,7 +1,7 @@
 """What a machine of the swarm and the run that it samples for say to each other, and all messages as bytes.
 
 Engines of a machine say and hear what data/messages.py has; here is what the machine itself does. As bytes a message is
-its kind, the name of a class that may come from that side, and its fields, as weights/plain.py writes them: no pickle,
+its kind, the name of a class that may come from that side, and its fields, as data/plain.py writes them: no pickle,
 which would run what a stranger sends. All else is a ValueError.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from zmq.utils import z85
 
+from data import plain
 from data.messages import (
     Abort,
     Connect,
@@ -25,7 +26,6 @@ from data.messages import (
     Update,
     Updated,
 )
-from weights import plain
 
 PROTOCOL = 3
 """Number of this page and of data/messages.py; a machine that has another is refused."""

@@ -22,9 +22,9 @@ from controller.controller import Controller
 from controller.state import ControllerState
 from controller.tickets import PromptSource
 from controller.workers import MAX_RESTARTS, Disbelieved
+from data import plain
 from data.messages import Finished, InFlight, Updated
 from data.tasks import Problem
-from weights import plain
 from weights.transport import Announcement, Staged, TwoBuffers
 
 NUM_WALKS = int(os.environ.get("WALKS", 1250))

@@ -8,7 +8,7 @@ from test_controller import session, wait_until
 
 import controller.workers
 from controller.state import ControllerState
-from weights.plain import decode, encode
+from data.plain import decode, encode
 
 
 def finished(events):

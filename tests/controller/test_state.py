@@ -13,9 +13,9 @@ from controller.evaluation import Evaluation
 from controller.ledger import DROP_REASONS
 from controller.state import IDS_PER_NODE, ControllerState, redistribute
 from controller.tickets import PromptSource, TicketSource
+from data.plain import decode, encode
 from data.records import Partial, Trajectory
 from data.tasks import Problem
-from weights.plain import decode, encode
 
 PROMPTS = PromptSource(lambda index: Problem("", str(index)), [], lambda problem: [2])
 

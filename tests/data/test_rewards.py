@@ -2,10 +2,10 @@
 
 import pytest
 
-from data.rewards import score
+from data.tasks import score_of
 
 
 @pytest.mark.parametrize(("task", "answer"), [("addition", " "), ("gsm8k", "ten apples"), ("subtraction", "1")])
 def test_a_malformed_answer_or_task_raises_and_never_scores_zero(task, answer):
     with pytest.raises(ValueError):
-        score(task, answer, "1")
+        score_of(task)(answer, "1")

@@ -65,4 +65,4 @@ def test_a_question_is_asked_under_a_system_prompt_through_the_chat_template(tmp
     text = tokenizer.decode(task.encode_prompt(problem, tokenizer))
     assert text == f"system: Answer briefly.\nuser: {problem.prompt}\nassistant: "
     tokenizer.chat_template = None
-    assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == f"Answer briefly.\n{problem.prompt}"
+    assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == f"Answer briefly.\n\n{problem.prompt}"

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from data import models
+from weights import models
 from weights.models import SMOLLM2, resolve_model
 
 

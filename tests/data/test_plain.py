@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from weights.plain import decode, encode
+from data.plain import decode, encode
 
 
 @dataclass
