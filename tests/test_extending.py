@@ -1,0 +1,91 @@
+"""What docs/extending.md shows: every file of a user's own loads and works, and every diff applies and trains."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from algos import LossInputs
+from data import own
+from data.environments import make_environment
+from data.tasks import load_task, score_of
+from engine.score import load_score
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+DIFFS = dict(re.findall(r"^\*\*(.+?)\*\*[^\n]*\n\n```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+OPTIONS = ("steps=3", "groups-per-step=4", "group-size=4", "max-response-tokens=24", "eval-every=0", "run-name=run")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own")
+    for name, source in FILES.items():
+        (path / name).write_text(source)
+    return path
+
+
+def test_the_page_has_all_its_recipes():
+    assert len(FILES) == 4 and len(DIFFS) == 4
+
+
+def test_the_loss_is_a_loss(folder):
+    loss = own.load(f"{folder}/my_loss.py:loss", "--algo")
+    values = torch.tensor([-1.0, -2.0], requires_grad=True)
+    zeros = torch.zeros(2)
+    per_token, stats = loss(LossInputs(values, zeros, zeros, zeros + 1, zeros, zeros.long()), cap=3.0)
+    per_token.sum().backward()
+    assert values.grad.isfinite().all() and set(stats) == {"ratio", "weight"}
+
+
+def test_the_rewards_score_a_row(folder):
+    score = load_score("jsonl", [f"{folder}/my_reward.py:score"])
+    row = json.dumps({"prompt": "Name a prime above 10.", "least": 10})
+    assert score(row, "It is 13.") == (2.0, {"prime": 1.0, "above": 1.0})
+    assert score(row, "none") == (0.0, {"prime": 0.0, "above": 0.0})
+    assert load_score("jsonl", [f"{folder}/my_reward.py:judge*0.2"]).is_async
+
+
+def test_the_task_asks_and_scores(folder):
+    text = f"{folder}/my_task.py:Double"
+    task = load_task(text, 3, None, ("factor=3",))
+    held_out = {problem.prompt for problem in task.eval_problems(50)}
+    assert not held_out & {task.train_problem(index).prompt for index in range(100)}
+    assert score_of(text)(task.train_problem(0).answer, "18") == 1.0 and score_of(text)("18", "17") == 0.0
+
+
+def test_the_environment_is_played(folder):
+    environment = make_environment(f"environment:{folder}/my_env.py:Echo")
+    observation, _ = environment.reset(seed=1)
+    assert environment.step("?")[1:4] == (0.0, False, False)
+    assert environment.step(observation)[1:4] == (1.0, True, False)
+
+
+def test_every_diff_applies_and_trains(tmp_path, tiny_models):
+    """All at once: a whole job each, with sampling that follows from seeds in place of an engine."""
+    jobs = {name: start_with(diff, tmp_path / str(place)) for place, (name, diff) in enumerate(DIFFS.items())}
+    output = {name: job.communicate()[0].decode() for name, job in jobs.items()}
+    assert all(job.returncode == 0 for job in jobs.values()), [output[name][-1500:] for name in output]
+    for place in range(len(DIFFS)):
+        assert len((tmp_path / str(place) / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def start_with(diff: str, copy: Path) -> subprocess.Popen:
+    """A job of this code with a diff applied."""
+    left_out = shutil.ignore_patterns(".*", "runs", "results", "docs", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    (copy / ".cache").symlink_to(ROOT / ".cache")
+    subprocess.run(["git", "apply", "-"], cwd=copy, input=diff.encode(), check=True)
+    options = [*(f"--{option}" for option in OPTIONS), f"--runs-dir={copy / 'runs'}"]
+    alone = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "tests/fake_job.py", *options]
+    return subprocess.Popen(
+        command, cwd=copy, env={**os.environ, **alone}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
