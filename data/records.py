@@ -92,6 +92,8 @@ class Trajectory:
     """Index of the rollout worker."""
     turns: tuple[tuple[float, float, float], ...] = ()
     """When the policy began and ended each turn that was answered, and when it was answered; Unix times, seconds."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """What the reward is made of, by the names that its functions give; empty when failed or aborted."""
 
     @property
     def is_evaluation(self) -> bool:

@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +20,8 @@ from data.conversation import Conversation
 from data.environments import make_environment
 from data.models import stop_token_ids
 from data.records import Ticket
-from engine.reward_pool import RewardError, RewardPool
-from engine.reward_process import brief, one_line
+from engine.reward_pool import RewardError, Rewards
+from engine.score import brief, one_line
 
 _MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
 
@@ -38,6 +38,7 @@ class Step:
     """What stands between this turn and the next; empty at the end."""
     reward: float
     ended: bool
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -67,7 +68,7 @@ class Environments(Protocol):
 class SingleTurn:
     """A task of one response: the prompt is the ticket's, the only step is its reward."""
 
-    def __init__(self, ticket: Ticket, tokenizer, rewards: RewardPool):
+    def __init__(self, ticket: Ticket, tokenizer, rewards: Rewards):
         self.ticket, self.tokenizer, self.rewards = ticket, tokenizer, rewards
 
     async def reset(self) -> list[int]:
@@ -76,7 +77,8 @@ class SingleTurn:
     async def step(self, tokens: list[int]) -> Step:
         response = self.tokenizer.decode(tokens, skip_special_tokens=True)
         try:
-            return Step([], await self.rewards.score(self.ticket.answer, response), ended=True)
+            reward, parts = await self.rewards.score(self.ticket.answer, response)
+            return Step([], reward, ended=True, reward_parts=parts)
         except RewardError as error:
             raise EnvironmentFailed(str(error)) from None
 
@@ -84,7 +86,7 @@ class SingleTurn:
 class SingleTurns:
     """Environments of one turn, which share the processes that score them."""
 
-    def __init__(self, tokenizer, rewards: RewardPool):
+    def __init__(self, tokenizer, rewards: Rewards):
         self.tokenizer, self.rewards = tokenizer, rewards
 
     def make_environment(self, ticket: Ticket, member: int) -> Environment:
@@ -200,7 +202,7 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     if config.is_multi_turn:
         return EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
     title, num_processes = f"rewards {spec.placement.worker}", max(4, min(16, available_cores() // 2))
-    return SingleTurns(tokenizer, RewardPool(config.task, config.env_timeout_s, num_processes, title=title))
+    return SingleTurns(tokenizer, Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title))
 
 
 def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:

@@ -7,6 +7,7 @@ environments of one step.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -50,7 +51,7 @@ class Episode:
         self.turns: list[tuple[int, Completion]] = []
         """Position of the first token, and what was sampled."""
         self._times: list[tuple[float, float, float]] = []
-        self._reward = 0.0
+        self._reward, self._reward_parts = 0.0, Counter()
 
     def abort(self) -> None:
         """End the trajectory where it stands. While it samples, the engine's abort of `request_id` does that."""
@@ -90,6 +91,7 @@ class Episode:
             step = await self.environment.step(completion.tokens)
             self._times.append((started_at, sampled_at, time.time()))
             self._reward += step.reward
+            self._reward_parts.update(step.reward_parts)
             if step.ended:
                 return completion.finish_reason
             if len(self._tokens) + len(step.tokens) >= max_tokens:
@@ -118,7 +120,7 @@ class Episode:
         return completion
 
     def _trajectory(self, finish_reason: FinishReason, failure: str, started_at: float, worker: int) -> Trajectory:
-        length = len(self._tokens)
+        length, has_ended = len(self._tokens), finish_reason in ("stop", "length")
         loss_mask = np.zeros(length, dtype=bool)
         behavior_logprobs = np.zeros(length, dtype=np.float32)
         policy_versions = np.full(length, -1, dtype=np.int32)
@@ -135,7 +137,8 @@ class Episode:
             loss_mask=loss_mask,
             behavior_logprobs=behavior_logprobs,
             policy_versions=policy_versions,
-            reward=self._reward if finish_reason in ("stop", "length") else float("nan"),
+            reward=self._reward if has_ended else float("nan"),
+            reward_parts=dict(self._reward_parts) if has_ended else {},
             finish_reason=finish_reason,
             failure=failure,
             num_turns=len(self.turns),

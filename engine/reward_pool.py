@@ -3,26 +3,29 @@
 Every process has a socket of its own and a thread here that waits for it. So one that hangs, dies or is stopped costs
 the response that it scores, and keeps only one thread waiting; the others go on. What runs there, and what it is kept
 from, is in reward_process.py. They send JSON and nothing else, as a hostile one could send anything.
+
+One with async functions has many responses at once. If it dies, or its event loop stands still, nobody knows by whose
+fault, so all of them are scored once more, each alone.
 """
 
 import asyncio
 import collections
 import contextlib
+import itertools
 import json
 import math
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
-import types
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.context import SpawnContext, SpawnProcess
 
-from data.rewards import ScoreFunction, score
-from engine.reward_process import READY, run_template
+from engine.reward_process import READY
+from engine.score import Scored, ScoreFailed, add, are_parts, load_score
 
 _MAX_BATCH = 64
 """Responses sent at once: scoring a short one takes less time than sending it."""
@@ -31,7 +34,12 @@ _MAX_START_S = 60.0
 _MAX_FORK_S = 5.0
 """Longest wait for a process forked from it: it has all imports and copies nothing."""
 _MAX_REPLY = 1 << 16  # bytes: a message of 500 characters is far below
-_MAIN_LOCK = threading.Lock()
+_GRACE_S = 2.0
+"""Time after which an event loop that says nothing stands still, beyond the limit that it keeps itself."""
+_TEMPLATE = """import json, sys
+sys.path, *arguments = json.loads(sys.argv[1])
+from engine.reward_process import run_template
+run_template(*arguments)"""
 
 
 class RewardError(Exception):
@@ -47,32 +55,52 @@ class _Item:
     """Whether a process died with it. That may have been killed by somebody else, so it is scored once more."""
 
 
+class Rewards:
+    """Scores responses to a task in processes that can be killed: by plain functions and by async ones."""
+
+    def __init__(self, task: str, rewards: Sequence[str], timeout_s: float, num_processes: int, title: str = "rewards"):
+        """As of RewardPool."""
+        kinds = {function.is_async for function in load_score(task, rewards).functions}
+        of_pool = task, rewards, timeout_s, num_processes, title
+        self._pools = [RewardPool(*of_pool, is_async=is_async) for is_async in sorted(kinds)]
+
+    async def score(self, answer: str, response: str) -> Scored:
+        """As of RewardPool."""
+        found = await asyncio.gather(*(pool.score(answer, response) for pool in self._pools))
+        try:
+            return add(found)
+        except ScoreFailed as failed:
+            raise RewardError(str(failed)) from None
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for pool in self._pools:
+            pool.close()
+
+
 class RewardPool:
-    """Scores responses in processes that can be killed."""
+    """Scores responses by plain functions, or by async ones, in processes that can be killed."""
 
     def __init__(
-        self,
-        task: str,
-        timeout_s: float,
-        num_processes: int = 4,
-        score_function: ScoreFunction = score,
-        title: str = "rewards",
+        self, task: str, rewards: Sequence[str], timeout_s: float, num_processes=4, title="rewards", is_async=False
     ) -> None:
-        """`title`: what the processes are called by ps."""
-        if score_function.__module__ == "__main__":
-            raise ValueError("score_function must live in a module that reward processes can import, not in __main__")
-        self._timeout_s, self._num_processes = timeout_s, num_processes
-        self._template = _Template(score_function, task, title)
+        """`rewards` are those of load_score, here without the functions of the other kind; `title` is for ps.
+
+        Raises ValueError for a file that cannot be loaded and for what is no reward function.
+        """
+        self._functions = str(load_score(task, rewards).of(is_async))
+        self._timeout_s, self._num_processes, self._is_async = timeout_s, num_processes, is_async
+        self._template = _Template(task, rewards, is_async, title)
         self._changed = threading.Condition()
         self._waiting: collections.deque[_Item] = collections.deque()
         self._closed = False
         for _ in range(num_processes):
             threading.Thread(target=self._score_waiting, name=title, daemon=True).start()
 
-    async def score(self, answer: str, response: str) -> float:
-        """Reward of one response; `timeout_s` bounds its scoring, not the time it waits for its turn.
+    async def score(self, answer: str, response: str) -> Scored:
+        """Reward of one response, and its parts; `timeout_s` bounds its scoring, not the time it waits for its turn.
 
-        Raises RewardError if the reward raises, hangs, kills its process, or is not a finite number.
+        Raises RewardError if the reward raises, hangs, kills its process, or is neither a finite number nor a dict.
         """
         return await asyncio.wrap_future(self.begin(answer, response))
 
@@ -94,14 +122,16 @@ class RewardPool:
             self._changed.notify_all()
         self._template.close()
 
-    def _take(self) -> collections.deque[_Item]:
-        """Wait for responses and take this thread's share of them; none when the pool is closed."""
+    def _take(self, is_free: bool = True) -> list[_Item]:
+        """Wait for responses, unless others are scored, and take this thread's share; none when the pool is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(lambda: self._waiting or self._closed or not is_free)
             share = min(_MAX_BATCH, -(-len(self._waiting) // self._num_processes))
-            return collections.deque(() if self._closed else [self._waiting.popleft() for _ in range(share)])
+            if self._is_async and share and self._waiting[0].died:
+                share = int(is_free)  # it is to be alone
+            return [] if self._closed else [self._waiting.popleft() for _ in range(share)]
 
-    def _put_back(self, items: collections.deque[_Item]) -> None:
+    def _put_back(self, items: list[_Item]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(items))
             self._changed.notify_all()
@@ -109,7 +139,8 @@ class RewardPool:
     def _score_waiting(self) -> None:
         """Have one process score what waits, and replace it when it fails; runs in a thread."""
         scorer, dead = None, 0
-        while items := self._take():
+        while taken := self._take():
+            items = dict(enumerate(taken))
             try:
                 scorer = scorer or self._template.fork(dead)
                 self._score(scorer, items)
@@ -117,28 +148,42 @@ class RewardPool:
                 self._on_failure(items, None if scorer is None else error)
                 dead, scorer = (scorer.kill(), None) if scorer else (0, None)
             if items:
-                self._put_back(items)
+                self._put_back([*items.values()])
         if scorer is not None:
             scorer.kill()
 
-    def _score(self, scorer: "_Scorer", items: collections.deque[_Item]) -> None:
-        """Settle items one after the other; those that are left when an error ends it are not scored."""
-        for outcome in scorer.outcomes(list(items), self._timeout_s):
-            _settle(items.popleft(), outcome)
+    def _score(self, scorer: "_Scorer", items: dict[int, _Item]) -> None:
+        """Settle items, and beside async ones what comes meanwhile; those that an error leaves are not scored."""
+        numbers = itertools.count(len(items))
+        scorer.connection.settimeout(self._timeout_s + _GRACE_S * self._is_async)
+        scorer.send(items, self._timeout_s)
+        while items:
+            number, outcome = scorer.receive(items)
+            _settle(items.pop(number), outcome)
+            if self._is_async and (taken := self._take(is_free=False)):
+                items |= (more := dict(zip(numbers, taken, strict=False)))
+                scorer.send(more, self._timeout_s)
 
-    def _on_failure(self, items: collections.deque[_Item], error: Exception | None) -> None:
+    def _on_failure(self, items: dict[int, _Item], error: Exception | None) -> None:
         """Say of the item that was scored why it has no reward, unless it is worth another try."""
+        first = next(iter(items))
         if error is None:
-            _settle(items.popleft(), "its process cannot be started; the log of its worker says why")
+            self._fail(items.pop(first), "its process cannot be started; the log of its worker says why")
+        elif self._is_async and len(items) > 1:
+            for item in items.values():
+                item.died = True
         elif isinstance(error, TimeoutError):
-            _settle(items.popleft(), f"timed out after {self._timeout_s:g} s")
-        elif items[0].died:
-            _settle(items.popleft(), "its process died")
+            self._fail(items.pop(first), f"timed out after {self._timeout_s:g} s")
+        elif items[first].died:
+            self._fail(items.pop(first), "its process died")
         else:
-            items[0].died = True
+            items[first].died = True
+
+    def _fail(self, item: _Item, why: str) -> None:
+        _settle(item, self._functions + why)
 
 
-def _settle(item: _Item, outcome: float | str) -> None:
+def _settle(item: _Item, outcome: Scored | str) -> None:
     if not item.reward.set_running_or_notify_cancel():
         return
     if isinstance(outcome, str):
@@ -151,60 +196,45 @@ class _Scorer:
     """One process that scores, seen from here."""
 
     def __init__(self, pid: int, connection: socket.socket):
-        self._pid, self._connection = pid, connection
+        self._pid, self.connection = pid, connection
         self._replies = connection.makefile("rb")
 
-    def outcomes(self, items: list[_Item], timeout_s: float) -> Iterator[float | str]:
-        """The reward of each item in turn, or one line that says why there is none.
+    def send(self, items: dict[int, _Item], timeout_s: float) -> None:
+        """Ask for the rewards of items, by numbers."""
+        request = json.dumps([timeout_s, [[number, item.answer, item.response] for number, item in items.items()]])
+        self.connection.sendall(request.encode() + b"\n")
 
-        Raises TimeoutError if one takes too long, and OSError, EOFError, ValueError or RecursionError if the process
+    def receive(self, items: dict[int, _Item]) -> tuple[int, Scored | str]:
+        """The number of an item, with its reward and parts, or one line that says why there are none.
+
+        Raises TimeoutError if that takes too long, and OSError, EOFError, ValueError or RecursionError if the process
         dies or says what it should not.
         """
-        self._connection.settimeout(timeout_s)
-        request = json.dumps([timeout_s, [[item.answer, item.response] for item in items]])
-        self._connection.sendall(request.encode() + b"\n")
-        for _ in items:
-            line = self._replies.readline(_MAX_REPLY)
-            if not line.endswith(b"\n"):
-                raise EOFError
-            outcome = json.loads(line)
-            if not isinstance(outcome, str) and not (type(outcome) is float and math.isfinite(outcome)):
-                raise ValueError(f"a reward process sent {line[:100]!r}")
-            yield outcome
+        line = self._replies.readline(_MAX_REPLY)
+        if not line.endswith(b"\n"):
+            raise EOFError
+        match json.loads(line):
+            case [int(number), str(why)] if number in items:
+                return number, why
+            case [int(number), float(reward), dict(parts)] if number in items and are_parts(parts):
+                if math.isfinite(reward):
+                    return number, (reward, parts)
+        raise ValueError(f"a reward process sent {line[:100]!r}")
 
     def kill(self) -> int:
         """End the process and what it has started. Returns its pid, which nobody has before it is reaped."""
         for kill in (os.killpg, os.kill):  # it is no group before it has made itself one
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)
-        self._connection.close()
+        self.connection.close()
         return self._pid
-
-
-class _Process(SpawnProcess):
-    """A spawned process that does not import its parent's __main__, which may import torch and vllm."""
-
-    @staticmethod
-    def _Popen(process):
-        # multiprocessing has no option for this; it reads the path of the main module off this entry.
-        with _MAIN_LOCK:
-            main = sys.modules["__main__"]
-            sys.modules["__main__"] = types.ModuleType("__main__")
-            try:
-                return SpawnProcess._Popen(process)
-            finally:
-                sys.modules["__main__"] = main
-
-
-class _Context(SpawnContext):
-    Process = _Process
 
 
 class _Template:
     """The process from which scorers are forked; it never sees a response. Safe to use from several threads."""
 
     def __init__(self, *arguments):
-        """`arguments` are those of run_template after the socket."""
+        """`arguments` are those of run_template after the socket's descriptor."""
         self._arguments, self._lock, self._closed = arguments, threading.Lock(), False
         self._start()
 
@@ -225,10 +255,10 @@ class _Template:
         if self._closed:
             raise ConnectionAbortedError("the reward pool is closed")
         self._control, theirs = socket.socketpair()
-        # Python ends daemon processes when it ends; others it would wait for.
-        self._process = _Context().Process(target=run_template, args=(theirs, *self._arguments), daemon=True)
-        with theirs:
-            self._process.start()
+        with theirs:  # a plain process: multiprocessing's would import this one's __main__, and torch and vllm with it
+            arguments = json.dumps([sys.path, theirs.fileno(), *self._arguments])
+            command = [sys.executable, "-c", _TEMPLATE, arguments]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._is_ready = False
 
     def _fork(self, dead: int) -> _Scorer:
@@ -248,7 +278,7 @@ class _Template:
 
     def _end(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.wait()
         self._control.close()
 
     def close(self) -> None:

@@ -12,54 +12,61 @@ privileges  none to be had by exec (no_new_privs); where namespaces are allowed 
             process can be seen or signalled
 time        the pool kills one that takes too long; RLIMIT_CPU ends what is left of it soon after
 
+Async functions of the user's own keep the network, may open more files and start threads, which look up names, and so
+processes; the pool alone keeps their time. RLIMIT_NOFILE and RLIMIT_CPU are not set for them.
+
 Not contained: reading files and environment variables, sockets in the file system of the same user (an engine's are
 some), the time of a core up to the limit, and as root a burst of forks until then. Namespaces (user, mount, network,
 process, IPC) want Linux 5.12, and many containers forbid them; the log says so then.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import importlib
 import json
 import math
 import os
-import reprlib
 import resource
 import signal
 import socket
 import struct
 import time
-import traceback
 
 from setproctitle import setproctitle
 
 from cluster.processes import freeze_garbage
-from data.rewards import ScoreFunction
+from engine.score import Score, Scored, ScoreFailed, load_score, one_line
 
 MEMORY_BYTES = 2 << 30
 MAX_OPEN_FILES = 64
+_MAX_LINE = 1 << 30  # bytes: a response and the row of its problem are far below
 READY = b"ready"
-_LIMITS = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN_FILES}
-_LIMITS |= {resource.RLIMIT_NPROC: 0}
-_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000 | 0x20000000 | 0x08000000  # user, mount, net, pid, ipc: sched.h
+_LIMITS_OF_ASYNC = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+_LIMITS = {**_LIMITS_OF_ASYNC, resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_NPROC: 0}
+_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, pid, ipc: sched.h
+_NEW_NETWORK = 0x40000000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the same number on all machines
 _READ_ONLY_AND_PRIVATE = struct.pack("4Q", 1, 0, 1 << 18, 0)  # struct mount_attr: MOUNT_ATTR_RDONLY, MS_PRIVATE
 _NO_CAPABILITIES = struct.pack("2I", 0x20080522, 0), bytes(24)  # capset's header (version 3) and sets
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_MAX_REASON = 500  # characters: an error message may quote a whole response
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def run_template(control: socket.socket, score_function: ScoreFunction, task: str, title: str) -> None:
-    """Import what scoring needs, then fork a scorer for each socket that comes over `control`, until that closes.
+def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool, title: str) -> None:
+    """Import what scoring needs, by plain functions or by async ones, then fork a scorer for each socket that comes
+    over the socket of that descriptor, until that closes.
 
     With each comes the pid of a scorer that was killed, to be reaped, or 0; its own goes back.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle(title)
-    _import(task)
+    control = socket.socket(fileno=descriptor)
+    if slow := {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}.get(task.partition(":")[0]):
+        importlib.import_module(slow)  # it must not eat the time of the first response
+    score = load_score(task, rewards).of(is_async)
     freeze_garbage()
-    if reason := _why_no_namespaces():
+    if reason := _why_no_namespaces(is_async):
         print(f"warning: {title}: no namespaces ({reason}): network and files are not contained", flush=True)
     control.sendall(READY)
     while True:
@@ -70,25 +77,17 @@ def run_template(control: socket.socket, score_function: ScoreFunction, task: st
             with contextlib.suppress(ChildProcessError):  # a template before this one had it
                 os.waitpid(dead, 0)
         if (pid := os.fork()) == 0:
-            _run_scorer(sockets[0], score_function, task, not reason)
+            _run_scorer(sockets[0], score, not reason)
         os.close(sockets[0])
         control.sendall(b"%d" % pid)
 
 
-def _import(task: str) -> None:
-    """Slow imports must not eat the time of the first response."""
-    if task == "gsm8k":
-        importlib.import_module("math_verify")
-    elif task.startswith("reasoning_gym:"):
-        importlib.import_module("reasoning_gym")
-
-
-def _why_no_namespaces() -> str:
+def _why_no_namespaces(keeps_network: bool = False) -> str:
     """What the kernel says when a process asks for namespaces; empty if it gives them."""
     if (pid := os.fork()) == 0:
         status = 0
         try:
-            _enter_namespaces()
+            _enter_namespaces(keeps_network)
         except OSError as error:
             status = error.errno
         finally:
@@ -97,9 +96,10 @@ def _why_no_namespaces() -> str:
     return os.strerror(code) if code else ""
 
 
-def _enter_namespaces() -> None:
-    """Have all file systems read-only, no network, and what is forked from here on in a process space of its own."""
-    _call(_libc.unshare, _NEW_NAMESPACES)
+def _enter_namespaces(keeps_network: bool) -> None:
+    """Have all file systems read-only, no network unless it is kept, and what is forked from here on in a process space
+    of its own."""
+    _call(_libc.unshare, _NEW_NAMESPACES if keeps_network else _NEW_NAMESPACES | _NEW_NETWORK)
     of_mount = _AT_FDCWD, b"/", _AT_RECURSIVE, _READ_ONLY_AND_PRIVATE, len(_READ_ONLY_AND_PRIVATE)
     _call(_libc.syscall, _SYS_MOUNT_SETATTR, *of_mount)
 
@@ -109,28 +109,29 @@ def _call(function, *arguments) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _run_scorer(descriptor: int, score_function: ScoreFunction, task: str, in_namespaces: bool) -> None:
+def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
     """Serve one socket under all limits, or answer with what forbids them; never returns."""
     connection = socket.socket(fileno=descriptor)
     try:
         memory = _address_space() + MEMORY_BYTES
         os.setpgid(0, 0)
         _keep_only(descriptor)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")  # the first to go when memory runs out
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as badness:
+            badness.write("1000")  # the first to go when memory runs out
         if in_namespaces:
-            _enter_namespaces()
+            _enter_namespaces(score.is_async)
             if scorer := os.fork():  # the first process of its space: all others there end with it
                 _die_with_parent()
                 os._exit(bool(os.waitpid(scorer, 0)))
             _call(_libc.capset, *_NO_CAPABILITIES)
         _die_with_parent()
         _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        for limit, most in {**_LIMITS, resource.RLIMIT_AS: memory}.items():
+        limits = _LIMITS_OF_ASYNC if score.is_async else _LIMITS
+        for limit, most in {**limits, resource.RLIMIT_AS: memory}.items():
             resource.setrlimit(limit, (most, most))
-        _serve(connection, score_function, task)
+        asyncio.run(_serve_together(connection, score)) if score.is_async else _serve(connection, score)
     except (OSError, MemoryError) as error:  # it cannot be set up, or whoever asks is gone
-        connection.sendall(json.dumps(one_line(error)).encode() + b"\n")
+        connection.sendall(json.dumps([0, one_line(error)]).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -157,39 +158,44 @@ def _die_with_parent() -> None:
     _call(_libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _serve(connection: socket.socket, score_function: ScoreFunction, task: str) -> None:
-    """Read a line of JSON, [limit in seconds, [[answer, response], …]], and write one with each one's outcome."""
+def _serve(connection: socket.socket, score: Score) -> None:
+    """Read lines of JSON, [limit in seconds, [[number, answer, response], …]], and answer each item with a line of its
+    own: its number, and its reward and parts or why there are none."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody else would bury what a response has started
     for line in connection.makefile("rb"):
         timeout_s, items = json.loads(line)
         cpu_s = math.ceil(time.process_time() + timeout_s * len(items)) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
-        for answer, response in items:
-            outcome = _score_item(score_function, task, answer, response)
+        for number, answer, response in items:
+            try:
+                outcome = score(answer, response)
+            except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
+                outcome = (str(error) if type(error) is ScoreFailed else one_line(error),)
             if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(-1, signal.SIGKILL)
-            connection.sendall(json.dumps(outcome).encode() + b"\n")
-            if isinstance(outcome, str) and outcome.startswith("MemoryError"):
+            connection.sendall(json.dumps([number, *outcome]).encode() + b"\n")
+            if "MemoryError" in str(outcome[0]):
                 return  # the next one is to have all its memory; the pool starts another
 
 
-def _score_item(score_function: ScoreFunction, task: str, answer: str, response: str) -> float | str:
-    """The reward, or one line that says why there is none."""
-    try:
-        reward = score_function(task, answer, response)
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            return f"the reward is {brief(reward)}, not a finite number"
-        return float(reward)
-    except BaseException as error:  # foreign code may raise anything, and all of it becomes a RewardError
-        return one_line(error)
+async def _serve_together(connection: socket.socket, score: Score) -> None:
+    """As _serve by async functions: all items at once, each with its own limit."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE)
+    scoring = set()
 
+    async def serve(timeout_s: float, number: int, *item: str) -> None:
+        task = asyncio.ensure_future(score.together(*item))
+        await asyncio.wait({task}, timeout=timeout_s)
+        outcome: Scored | tuple[str] = (f"{score}timed out after {timeout_s:g} s",)
+        if not task.cancel():  # it has ended
+            outcome = (str(task.exception()),) if task.exception() else task.result()
+        writer.write(json.dumps([number, *outcome]).encode() + b"\n")
+        if "MemoryError" in str(outcome[0]):
+            os._exit(0)
 
-def one_line(error: BaseException) -> str:
-    """Type and message of what foreign code raised, on one line, even where its `__str__` raises too."""
-    return " ".join("".join(traceback.format_exception_only(error))[:_MAX_REASON].split())
-
-
-def brief(value: object) -> str:
-    """What foreign code returned, in a few words on one line."""
-    return " ".join(reprlib.repr(value).split())
+    while line := await reader.readline():
+        timeout_s, items = json.loads(line)
+        for item in items:
+            scoring.add(task := asyncio.ensure_future(serve(timeout_s, *item)))
+            task.add_done_callback(scoring.discard)

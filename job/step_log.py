@@ -169,5 +169,6 @@ class StepLog:
             response=decode(trajectory.tokens[start:]),
             turns=trajectory.num_turns,
             reward=trajectory.reward,
+            reward_parts=trajectory.reward_parts,
             min_version=trajectory.min_version,
         )

@@ -12,6 +12,7 @@ import numpy as np
 
 from config import Config
 from data.records import Ticket, Trajectory
+from engine.score import are_parts
 
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
@@ -119,6 +120,8 @@ def _of_ending_and_times(t: Trajectory, num_generated: int, config: Config) -> I
         yield f"cut at {num_generated} tokens, not at {config.max_response_tokens}"
     if not (abs(t.reward) <= MAX_REWARD if has_ended else isnan(t.reward)):
         yield f"a reward of {t.reward:.4g}, {reason}"
+    if t.reward_parts and (not has_ended or config.is_multi_turn or not are_parts(t.reward_parts)):
+        yield f"{len(t.reward_parts)} parts of a reward, {reason}"
     if len(t.failure) > MAX_FAILURE or bool(t.failure) != (reason == "failed"):
         yield f"{len(t.failure)} characters of failure, {reason}"
     earlier = t.started_at

@@ -11,7 +11,7 @@ job/trust.py looks at every response for what no honest machine sends. What all 
 - A machine that always claims an older version than the trainer's, as far as tickets allow: all of it is too late.
 - Lies below `allowed_distance`: in bfloat16 engines differ by that much, and so may weights that are some steps older.
 - Few lies: n of them are all missed with probability (1 − verify_share)^n. And what was trained on before stays.
-- False rewards of environments, and of responses whose scoring fails or takes too long here.
+- False rewards of environments and async functions, and where scoring fails or takes too long here; false parts of any.
 - Machines that take work and give it back, fail or are slow, which costs time alone.
 """
 
@@ -28,6 +28,7 @@ from cluster.cluster import Cluster
 from config import Config
 from data.records import Ticket, Trajectory
 from engine.reward_pool import RewardPool
+from engine.score import load_score
 from trainer.batch import distribute, pad
 from trainer.model import compute_dtype
 from trainer.packing import TrainSequence
@@ -70,6 +71,8 @@ class Verifier:
         self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
         self.largest, self._key = 0.0, key or secrets.token_bytes(16)
         self._pool: RewardPool | None = None
+        self._score_by = config.task, config.reward
+        self._can_score = not (config.is_multi_turn or load_score(*self._score_by).is_async)
         self._scoring: list[tuple[Trajectory, Future]] = []
 
     def verify(self, answered: list[tuple[Ticket, Trajectory]], policy: Policy, version: int) -> list[tuple[int, str]]:
@@ -99,11 +102,11 @@ class Verifier:
 
     def _begin_to_score(self, chosen: list[tuple[Ticket, Trajectory]]) -> None:
         """Have responses scored in the background, one by one, in a process that starts at first use."""
-        if self.config.is_multi_turn or len(self._scoring) > MAX_SCORING:
+        if not self._can_score or len(self._scoring) > MAX_SCORING:
             self.counts.update(rewards_unverified=len(chosen))
             return
         for ticket, t in chosen:
-            self._pool = self._pool or RewardPool(self.config.task, self.config.env_timeout_s, title="rewards verifier")
+            self._pool = self._pool or RewardPool(*self._score_by, self.config.env_timeout_s, title="rewards verifier")
             text = self.tokenizer.decode(t.tokens[t.loss_mask].tolist(), skip_special_tokens=True)
             self._scoring.append((t, self._pool.begin(ticket.answer, text)))
 
@@ -115,8 +118,8 @@ class Verifier:
                 continue
             failed = scoring.cancelled() or scoring.exception() is not None
             self.counts.update(["rewards_unverified" if failed else "rewards_verified"])
-            if not failed and abs(scoring.result() - t.reward) > REWARD_ROUNDING:
-                yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result():g}, not {t.reward:g}"
+            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING:
+                yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}"
 
     def metrics(self) -> dict[str, float]:
         """`swarm/*` of what was checked since the start, on a leader."""

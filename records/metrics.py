@@ -23,6 +23,7 @@ def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int =
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
+        **_part_means([t.reward_parts for t in trajectories]),
         "reward/zero_variance_groups": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": int(lengths.max()),
@@ -34,6 +35,12 @@ def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int =
         "staleness/max": int(staleness.max()),
         "staleness/token_mean": float(policy_version - np.concatenate(versions).mean()),
     }
+
+
+def _part_means(of_trajectories: list[dict[str, float]]) -> dict[str, float]:
+    """Mean of each part of the rewards; a trajectory without it counts 0."""
+    names = dict.fromkeys(name for parts in of_trajectories for name in parts)
+    return {f"reward/{name}": float(np.mean([of.get(name, 0.0) for of in of_trajectories])) for name in names}
 
 
 @dataclass(frozen=True)
@@ -102,9 +109,11 @@ def _batch_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
     Means are averaged, by tokens where they are over tokens; a maximum is the largest, and the variance of the rewards
     is that within nodes and that between them.
     """
-    columns = {name: np.array([metrics[name] for metrics in of_nodes]) for name in of_nodes[0]}
+    names = dict.fromkeys(name for metrics in of_nodes for name in metrics)
+    columns = {name: np.array([metrics.get(name, 0.0) for metrics in of_nodes]) for name in names}  # 0 of a part
     whole = {name: float(column.mean()) for name, column in columns.items()}
-    whole |= {name: column.max().item() for name, column in columns.items() if name.endswith("max")}
+    of_maxima = [name for name in columns if name.endswith("max") and not name.startswith("reward/")]
+    whole |= {name: columns[name].max().item() for name in of_maxima}
     tokens = columns["response/length_mean"]
     whole |= {name: float(np.average(columns[name], weights=tokens)) for name in TOKEN_MEANS}
     variance = (columns["reward/std"] ** 2).mean() + columns["reward/mean"].var()

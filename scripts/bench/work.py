@@ -20,6 +20,7 @@ from data.records import Ticket
 from engine.completion import Completion
 from engine.environments import Environment, Environments, SingleTurn
 from engine.proxy import LLMProxy
+from engine.score import Scored
 from rollout import RolloutWorker, run_worker, start_worker
 from scripts.latency import LatencyLaw, start_delayed
 
@@ -128,11 +129,11 @@ class SimulatedRewards:
         varies = random.Random(repr(ticket.prompt_tokens)).random() < VARYING_SHARE
         return SingleTurn(replace(ticket, answer=str(int(varies and member % 2))), self.tokenizer, self)
 
-    async def score(self, answer: str, response: str) -> float:
+    async def score(self, answer: str, response: str) -> Scored:
         """The answer, which is the reward."""
         async with self._process:
             await asyncio.sleep(REWARD_S)
-        return float(answer)
+        return float(answer), {}
 
     def close(self) -> None:
         """Nothing was started."""

@@ -43,31 +43,32 @@ def leave(response: str) -> None:
     os._exit(0)
 
 
-def score_badly(task: str, answer: str, response: str, harm: Callable) -> float:
+def score_badly(answer: str, response: str, harm: Callable) -> float:
     """The number of right characters, and harm now and then."""
     if sum(map(ord, answer + response)) % RARE == 0:
         harm(response)
     return sum(a == b for a, b in zip(answer, response, strict=False)) / max(1, len(answer))
 
 
-def score_hang(task, answer, response):
-    return score_badly(task, answer, response, hang)
+def score_hang(answer, response):
+    return score_badly(answer, response, hang)
 
 
-def score_fork(task, answer, response):
-    return score_badly(task, answer, response, fork)
+def score_fork(answer, response):
+    return score_badly(answer, response, fork)
 
 
-def score_allocate(task, answer, response):
-    return score_badly(task, answer, response, allocate)
+def score_allocate(answer, response):
+    return score_badly(answer, response, allocate)
 
 
-def score_leave(task, answer, response):
-    return score_badly(task, answer, response, leave)
+def score_leave(answer, response):
+    return score_badly(answer, response, leave)
 
 
-def start_rewards(spec, tokenizer, score: Callable) -> SingleTurns:
-    return SingleTurns(tokenizer, RewardPool("addition", spec.config.env_timeout_s, 4, score, "rewards 0"))
+def start_rewards(spec, tokenizer, score: str) -> SingleTurns:
+    rewards = [f"{__file__}:{score}"]
+    return SingleTurns(tokenizer, RewardPool("addition", rewards, spec.config.env_timeout_s, 4, "rewards 0"))
 
 
 # Environments
@@ -138,10 +139,10 @@ class DiesInUpdate(LLMProxy):
 
 
 FAULTS = {
-    "reward-hangs": {"start_environments": functools.partial(start_rewards, score=score_hang)},
-    "reward-forks": {"start_environments": functools.partial(start_rewards, score=score_fork)},
-    "reward-allocates": {"start_environments": functools.partial(start_rewards, score=score_allocate)},
-    "reward-exits": {"start_environments": functools.partial(start_rewards, score=score_leave)},
+    "reward-hangs": {"start_environments": functools.partial(start_rewards, score="score_hang")},
+    "reward-forks": {"start_environments": functools.partial(start_rewards, score="score_fork")},
+    "reward-allocates": {"start_environments": functools.partial(start_rewards, score="score_allocate")},
+    "reward-exits": {"start_environments": functools.partial(start_rewards, score="score_leave")},
     "environment-crashes": {"start_environments": start_crashing},
     "engine-nan-once": {"start_proxy": NanOnce.start},
     "engine-nan-always": {"start_proxy": NanAlways.start},

@@ -10,7 +10,7 @@ RESPONSES = 256
 REPEATS = 3
 
 
-def hang_or_score(task: str, answer: str, response: str) -> float:
+def hang_or_score(response: str) -> float:
     """Hangs if the response says so."""
     if response == "hang":
         time.sleep(3600)
@@ -19,7 +19,7 @@ def hang_or_score(task: str, answer: str, response: str) -> float:
 
 async def time_step(share: float, limit_s: float, num_processes: int) -> float:
     """Seconds in which a step's responses are scored, `share` of which hang, in processes that are up."""
-    pool = RewardPool("addition", limit_s, num_processes, hang_or_score)
+    pool = RewardPool("addition", [f"{__file__}:hang_or_score"], limit_s, num_processes)
     await asyncio.gather(*(pool.score("", "good") for _ in range(RESPONSES)))
     hanging = round(share * RESPONSES)
     every = RESPONSES // hanging if hanging else RESPONSES + 1
@@ -28,7 +28,7 @@ async def time_step(share: float, limit_s: float, num_processes: int) -> float:
     outcomes = await asyncio.gather(*(pool.score("", text) for text in texts), return_exceptions=True)
     took_s = time.monotonic() - began
     pool.close()
-    assert outcomes.count(1.0) == RESPONSES - hanging
+    assert outcomes.count((1.0, {})) == RESPONSES - hanging
     return took_s
 
 

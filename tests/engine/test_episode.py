@@ -107,7 +107,7 @@ class Answers:
 
     async def score(self, answer, response):
         self.response = response
-        return float(len(response))
+        return float(len(response)), {"length": 1.0}
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -321,7 +321,7 @@ class Rewards:
     async def score(self, answer, response):
         if answer == "fail":
             raise RewardError("ValueError: no good")
-        return float(len(response))
+        return float(len(response)), {"length": 1.0}
 
 
 @pytest.mark.parametrize(("answer", "reason", "reward"), [("", "stop", 1.0), ("fail", "failed", float("nan"))])
@@ -332,6 +332,7 @@ def test_a_single_turn_task_is_an_environment_of_one_step(answer, reason, reward
     assert trajectory.tokens[:3].tolist() == [4, 5, 6] and trajectory.loss_mask[:3].sum() == 0
     assert (trajectory.finish_reason, trajectory.num_turns) == (reason, 1)
     assert trajectory.reward == reward or np.isnan(reward)
+    assert trajectory.reward_parts == ({"length": 1.0} if reason == "stop" else {})
 
 
 class Instant:

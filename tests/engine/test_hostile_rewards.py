@@ -18,11 +18,12 @@ from setproctitle import setproctitle
 
 from engine.reward_pool import RewardError, RewardPool, _Item, _Scorer
 from engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
+from engine.score import load_score
 
 needs_namespaces = pytest.mark.skipif(bool(_why_no_namespaces()), reason="the kernel gives no namespaces here")
 
 
-def attack(task: str, answer: str, response: str) -> float:
+def attack(response: str) -> float:
     """Does what the response says; 1 if it was done."""
     what, *arguments = response.split()
     return float(ATTACKS[what](*arguments) is not False) if what in ATTACKS else float(response)
@@ -93,13 +94,17 @@ def titles() -> str:
     return found
 
 
-def outcomes(*responses: str, task="addition", answer="", function=attack, timeout_s=1.0) -> list:
+ATTACK = [f"{__file__}:attack"]
+
+
+def outcomes(*responses: str, timeout_s=1.0) -> list:
     """What becomes of each response, one after the other, in one pool of one process."""
 
     async def ask() -> list:
-        pool = RewardPool(task, timeout_s, 1, function)
+        pool = RewardPool("addition", ATTACK, timeout_s, 1)
         try:
-            return [(await asyncio.gather(pool.score(answer, r), return_exceptions=True))[0] for r in responses]
+            found = [(await asyncio.gather(pool.score("", r), return_exceptions=True))[0] for r in responses]
+            return [outcome if isinstance(outcome, Exception) else outcome[0] for outcome in found]
         finally:
             pool.close()
 
@@ -175,7 +180,7 @@ def test_a_burst_of_forks_ends_within_its_time():
 def run_scorer_as(user: int, connection: socket.socket, in_namespaces: bool) -> None:
     with contextlib.suppress(PermissionError):  # it is no root that runs this
         os.setuid(user)
-    _run_scorer(connection.detach(), attack, "addition", in_namespaces)
+    _run_scorer(connection.detach(), load_score("addition", ATTACK), in_namespaces)
 
 
 @pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
@@ -189,10 +194,13 @@ def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(tmp_path
     scorer, path, title = _Scorer(process.pid, ours), tmp_path / "file", f"hostile-{tmp_path.name}"
     tmp_path.chmod(0o777)
     texts = ("limits", f"write {path}", "allocate") if user == 0 else ("limits", f"daemon {title}", "allocate")
-    limits, kept, memory = scorer.outcomes([_Item("", text) for text in texts], 20.0)
+    items = {number: _Item("", text) for number, text in enumerate(texts)}
+    ours.settimeout(20)
+    scorer.send(items, 20.0)
+    (limits, _), kept, memory = (scorer.receive(items)[1] for _ in texts)
     assert scorer.kill() == process.pid
     process.join()
-    assert limits == 1.0 and memory.startswith("MemoryError")
+    assert limits == 1.0 and ": MemoryError" in memory
     assert ("File too large" in kept or "Read-only" in kept) if user == 0 else "temporarily unavailable" in kept
     assert title not in titles() and (not path.exists() or not path.read_bytes())
 
@@ -215,8 +223,8 @@ TEXTS = {
 
 def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
     async def ask() -> tuple[list, list, float]:
-        pool = RewardPool("gsm8k", 1.0, 4)
-        assert await pool.score("8", "\\boxed{8}") == 1.0  # it has imported all
+        pool = RewardPool("gsm8k", [], 1.0, 4)
+        assert await pool.score("8", "\\boxed{8}") == (1.0, {})  # it has imported all
         begun = time.monotonic()
         hostile = asyncio.gather(
             *(pool.score("8", text.replace("PATH", str(tmp_path / "broken-in"))) for text in TEXTS.values()),
@@ -227,8 +235,8 @@ def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
 
     found, good, taken_s, _ = asyncio.run(ask())
     named = dict(zip(TEXTS, found, strict=True))
-    assert good == [0.0, 0.0, 1.0, 0.0]
-    assert all(outcome == 0.0 or isinstance(outcome, RewardError) for outcome in found), named
+    assert good == [(right, {}) for right in (0.0, 0.0, 1.0, 0.0)]
+    assert all(outcome == (0.0, {}) or isinstance(outcome, RewardError) for outcome in found), named
     assert isinstance(named["tower"], RewardError) or isinstance(named["boxed tower"], RewardError), named
     assert not list(tmp_path.iterdir()), "text became code"
     assert taken_s < 15, json.dumps({name: str(outcome)[:80] for name, outcome in named.items()})

@@ -18,6 +18,8 @@ from engine.reward_pool import RewardError, RewardPool
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.5
+HALF = 0.5, {}
+MISBEHAVE = [f"{__file__}:misbehave"]
 
 
 class Unspeakable(Exception):
@@ -25,7 +27,7 @@ class Unspeakable(Exception):
         raise ValueError("no words")
 
 
-def misbehave(task: str, answer: str, response: str) -> float:
+def misbehave(response: str) -> float:
     """Does what the response says."""
     match response.split():
         case ["raise"]:
@@ -64,9 +66,10 @@ def run_pool(*responses: str, timeout_s: float = TIMEOUT_S, num_processes: int =
     """Outcome of each response, all asked for at once: a reward or the RewardError."""
 
     async def ask() -> list:
-        pool = RewardPool("addition", timeout_s, num_processes, misbehave)
+        pool = RewardPool("addition", MISBEHAVE, timeout_s, num_processes)
         try:
-            return await asyncio.gather(*(pool.score("", r) for r in responses), return_exceptions=True)
+            found = await asyncio.gather(*(pool.score("", r) for r in responses), return_exceptions=True)
+            return [outcome if isinstance(outcome, Exception) else outcome[0] for outcome in found]
         finally:
             pool.close()
 
@@ -138,8 +141,8 @@ def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_ti
     monkeypatch.setattr(reward_pool, "_MAX_FORK_S", 1.0)
 
     async def ask() -> tuple[list[float], float]:
-        pool = RewardPool("addition", 1.0, 2, score_function=misbehave)
-        assert await asyncio.gather(*(pool.score("", "0.5") for _ in range(8))) == [0.5] * 8
+        pool = RewardPool("addition", MISBEHAVE, 1.0, 2)
+        assert await asyncio.gather(*(pool.score("", "0.5") for _ in range(8))) == [HALF] * 8
         template, *scorers = reward_processes()
         for process in {"scorers": scorers, "all": [template, *scorers]}[which]:
             process.send_signal(number)
@@ -147,12 +150,12 @@ def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_ti
         outcomes = await asyncio.gather(*(pool.score("", "0.25") for _ in range(20)), return_exceptions=True)
         taken_s = time.monotonic() - begun
         await asyncio.gather(*(pool.score("", "hang") for _ in range(2)), return_exceptions=True)  # needs new ones
-        assert await pool.score("", "0.75") == 0.75
+        assert await pool.score("", "0.75") == (0.75, {})
         pool.close()
         return outcomes, taken_s
 
     outcomes, taken_s = asyncio.run(ask())
-    failed = [outcome for outcome in outcomes if outcome != 0.25]
+    failed = [outcome for outcome in outcomes if outcome != (0.25, {})]
     assert len(failed) <= (2 if number == signal.SIGSTOP else 0), "a stopped process may cost what it was given"
     assert all("timed out" in str(error) for error in failed)
     assert taken_s < 10, "the limit of a reward, then of a fork"
@@ -160,7 +163,7 @@ def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_ti
 
 def test_answers_that_hang_keep_only_their_own_process_from_the_others():
     async def ask() -> tuple[list, float]:
-        pool = RewardPool("addition", 1.0, 4, misbehave)
+        pool = RewardPool("addition", MISBEHAVE, 1.0, 4)
         await asyncio.gather(*(pool.score("", "0.5") for _ in range(8)))
         begun = time.monotonic()
         responses = (["0.5"] * 9 + ["sleep"]) * 8
@@ -169,13 +172,13 @@ def test_answers_that_hang_keep_only_their_own_process_from_the_others():
         return outcomes, time.monotonic() - begun
 
     outcomes, taken_s = asyncio.run(ask())
-    assert outcomes.count(0.5) == 72 and sum("timed out" in str(o) for o in outcomes) == 8
+    assert outcomes.count(HALF) == 72 and sum("timed out" in str(o) for o in outcomes) == 8
     assert taken_s < 4, "eight, four at a time; one after the other takes 8 s"
 
 
 def test_a_cancelled_caller_does_not_cancel_the_others():
     async def ask() -> list:
-        pool = RewardPool("addition", 10.0, score_function=misbehave)
+        pool = RewardPool("addition", MISBEHAVE, 10.0)
         callers = [asyncio.create_task(pool.score("", text)) for text in ("1", "2", "3")]
         await asyncio.sleep(0)
         callers[1].cancel()
@@ -184,13 +187,13 @@ def test_a_cancelled_caller_does_not_cancel_the_others():
         return outcomes
 
     first, second, third = asyncio.run(ask())
-    assert (first, third) == (1.0, 3.0)
+    assert (first, third) == ((1.0, {}), (3.0, {}))
     assert isinstance(second, asyncio.CancelledError)
 
 
 def test_close_ends_the_processes_whatever_they_are_doing():
     async def ask() -> list[int]:
-        pool = RewardPool("addition", 60.0, 2, misbehave)
+        pool = RewardPool("addition", MISBEHAVE, 60.0, 2)
         await asyncio.gather(*(pool.score("", "1") for _ in range(9)))
         hanging = asyncio.create_task(pool.score("", "hang"))
         await asyncio.sleep(0.3)
@@ -209,19 +212,17 @@ def test_close_ends_the_processes_whatever_they_are_doing():
 
 PARENT = """
 import asyncio, multiprocessing, sys, turtledemo
-sys.path.insert(0, {here!r})
 from engine.reward_pool import RewardPool
-from test_reward_pool import misbehave
 
 async def ask(end):
-    pool = RewardPool("addition", 60.0, score_function=misbehave)
-    print(int(await pool.score("", "1")), flush=True)
+    pool = RewardPool("addition", [{misbehave!r}], 60.0)
+    print(int((await pool.score("", "1"))[0]), flush=True)
     if end == "raise":
         raise ValueError("no close")
     if end == "modules":
-        for name in ("turtledemo", "torch", "data.rewards"):
+        for name in ("turtledemo", "torch", "engine.score"):
             assert "turtledemo" in sys.modules
-            print(int(await pool.score("", f"modules {{name}}")), flush=True)
+            print(int((await pool.score("", f"modules {{name}}"))[0]), flush=True)
         pool.close()
         return
     await pool.score("", "hang")
@@ -241,7 +242,7 @@ if __name__ == "__main__":
 def start_parent(tmp_path: Path, end: str) -> tuple[subprocess.Popen, int, list[int]]:
     """A process, the pid of its child that owns a pool, and those of its reward processes."""
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(here=str(Path(__file__).parent)))
+    script.write_text(PARENT.format(misbehave=MISBEHAVE[0]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, script, end], stdout=subprocess.PIPE, text=True, env=environment)
     owner, reward = (int(process.stdout.readline()) for _ in range(2))
@@ -272,29 +273,22 @@ def test_a_parent_that_ends_by_an_exception_does_not_wait_for_ever(tmp_path):
     assert all(gone(pid, within_s=5) for pid in reward_processes)
 
 
-def test_a_score_function_of_the_main_module_is_refused():
-    def function(task: str, answer: str, response: str) -> float:
-        return 0.0
-
-    function.__module__ = "__main__"
-    with pytest.raises(ValueError, match="must live in a module"):
-        RewardPool("addition", 1.0, score_function=function)
-
-
 def test_the_default_score_function_scores_in_the_pool():
     async def ask() -> list[float]:
-        pool = RewardPool("addition", 10.0)
+        pool = RewardPool("addition", [], 10.0)
         rewards = await asyncio.gather(pool.score("a1 b2", "a 1 b 2"), pool.score("a1 b2", "a1 b3"))
         pool.close()
         return rewards
 
-    assert asyncio.run(ask()) == [1.0, 0.0]
+    assert asyncio.run(ask()) == [(1.0, {}), (0.0, {})]
 
 
 def test_outside_of_an_event_loop_each_response_has_a_future_whatever_becomes_of_the_others():
-    pool = RewardPool("addition", TIMEOUT_S, score_function=misbehave)
+    pool = RewardPool("addition", MISBEHAVE, TIMEOUT_S)
     scored = [pool.begin("", response) for response in ("1.5", "raise", "hang", "die 3", "2.5")]
-    assert scored[0].result(30) == 1.5 and scored[4].result(30) == 2.5
+    assert scored[0].result(30) == (1.5, {}) and scored[4].result(30) == (2.5, {})
     failures = [str(future.exception(30)) for future in scored[1:4]]
-    assert failures == ["KeyError: 'no\\nsuch key'", "timed out after 0.5 s", "its process died"]
+    line = misbehave.__code__.co_firstlineno + 4
+    why = (f", line {line}: KeyError: 'no\\nsuch key'", ": timed out after 0.5 s", ": its process died")
+    assert failures == [MISBEHAVE[0] + reason for reason in why]
     pool.close()

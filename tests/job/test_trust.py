@@ -64,7 +64,7 @@ class Rewards:
     async def score(self, answer, response):
         if answer == "fail":
             raise RewardError("ValueError: no good")
-        return 0.5
+        return 0.5, {"right": 0.5}
 
 
 class Failing:
@@ -215,6 +215,12 @@ LIES = [
     ("stop", {"reward": -1e300}, "a reward of -1e+300"),
     ("failed", {"reward": 1.0}, "a reward of 1, failed"),
     ("aborted in its turn", {"reward": 1.0}, "a reward of 1, aborted"),
+    ("failed", {"reward_parts": {"right": 1.0}}, "1 parts of a reward, failed"),
+    ("stop after turns", {"reward_parts": {"right": 1.0}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": {"right": float("nan")}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": {"mean": 1.0}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": {"x" * 10**6: 1.0}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": dict.fromkeys(map(str, range(100)), 1.0)}, "100 parts of a reward, stop"),
     ("failed", {"failure": ""}, "0 characters of failure, failed"),
     ("stop", {"failure": "no"}, "2 characters of failure, stop"),
     ("failed", {"failure": "x" * 10**6}, "1000000 characters of failure"),

@@ -164,6 +164,33 @@ def test_a_false_reward_is_found_later_and_one_that_cannot_be_scored_here_is_cou
     assert (verifier.counts["rewards_verified"], verifier.counts["rewards_unverified"]) == (2, 1)
 
 
+async def judge(response, answer):
+    return 0.0
+
+
+def test_rewards_of_async_functions_are_counted_as_not_checked(model):
+    config = make_config(model, reward=(f"{__file__}:judge",))
+    policy, verifier = load(config), make_verifier(config)
+    assert verifier.verify(sample(config, 3), policy, VERSION) == []
+    assert (verifier.counts["rewards_unverified"], verifier.counts["verified"]) == (3, 3)
+
+
+def wordy(response, answer):
+    return {"right": float(response == answer), "words": len(response.split())}
+
+
+def test_rewards_of_a_function_of_ones_own_are_checked_by_it(model):
+    config = make_config(model, reward=(f"{__file__}:wordy",))
+    policy, verifier = load(config), make_verifier(config)
+    pairs = [(ticket, replace(t, reward=1.0 + len(ticket.answer.split()))) for ticket, t in sample(config, 3)]
+    (ticket, honest), *_ = pairs
+    pairs[0] = ticket, replace(honest, worker=9, reward=99.0)
+    assert verifier.verify(pairs, policy, VERSION) == []
+    ((worker, what),) = wait_for_rewards(verifier, policy, 3)
+    verifier.close()
+    assert worker == 9 and what == f"the reward of ticket 0 is {honest.reward:g}, not 99"
+
+
 def test_rewards_of_environments_are_counted_as_not_checked_and_their_log_probs_are(model):
     config = make_config(model, task="guess_number")
     policy, verifier = load(config), make_verifier(config)

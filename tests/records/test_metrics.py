@@ -34,6 +34,16 @@ def test_rewards_are_over_the_batch_and_zero_variance_over_its_groups():
     assert metrics["reward/mean"] == 0.75 and metrics["reward/zero_variance_groups"] == 0.5
 
 
+def test_each_part_of_the_rewards_has_its_mean_over_the_batch_where_a_trajectory_without_it_counts_0():
+    one, other, *_ = trajectories = [make_trajectory(0, member) for member in range(4)]
+    trajectories[:2] = (
+        dataclasses.replace(one, reward=3.0, reward_parts={"right": 1.0, "length": 2.0}),
+        dataclasses.replace(other, reward=1.0, reward_parts={"right": 1.0}),
+    )
+    metrics = batch_metrics([Group(0, tuple(trajectories))], policy_version=0)
+    assert metrics["reward/right"] == 0.5 and metrics["reward/length"] == 0.5 and metrics["reward/mean"] == 1.0
+
+
 def test_training_stats_get_their_names_in_the_log():
     stats = {"loss": 1.0, "tokens": 8.0, "tokens/lag_0": 8.0, "drift/k3": 0.1, "ratio": 1.0, "ratio/lag_0": 1.0}
     assert set(training_metrics(stats | {"tokens/forward": 9.0})) == {
@@ -75,7 +85,10 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
     def group(group_id):
         lengths, rewards = rng.integers(1, 9, 2), rng.normal(size=2)
         members = [make_trajectory(group_id, m, rng.integers(1, 5, n)) for m, n in enumerate(lengths)]
-        members = [dataclasses.replace(t, reward=float(r)) for t, r in zip(members, rewards, strict=True)]
+        parts = {"climax": float(rewards[0])} if group_id != 4 else {"rare": 8.0}  # in the second node alone
+        members = [
+            dataclasses.replace(t, reward=float(r), reward_parts=parts) for t, r in zip(members, rewards, strict=True)
+        ]
         return Group(group_id, tuple(members))
 
     nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]

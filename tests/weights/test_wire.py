@@ -17,7 +17,7 @@ def trajectory(**changed):
         "ticket_id": 1, "group_id": 2, "member": 3, "tokens": np.arange(5), "loss_mask": np.arange(5) > 2,
         "behavior_logprobs": np.zeros(5, np.float32), "policy_versions": np.full(5, 7, np.int32), "reward": 1.0,
         "finish_reason": "stop", "failure": "", "num_turns": 1, "started_at": 0.5, "ended_at": 1.5, "worker": 0,
-        "turns": ((0.5, 1.0, 1.5),),
+        "turns": ((0.5, 1.0, 1.5),), "reward_parts": {"right": 0.5, "short": 0.5},
     }  # fmt: skip
     return Trajectory(**{**fields, **changed})
 
