@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
-from data.rewards import score
-from data.tasks import load_task
+from data.tasks import load_task, score_of
 from scripts.bench.peers_ours import ended, save_weights
 from scripts.bench.work import GROUP_SIZE, MAX_PROMPT_TOKENS, MODEL_TASK, SAMPLES_PER_STEP, WORKS, Work
 
@@ -64,7 +63,7 @@ def trained_tokens(logs: dict) -> float | None:
 def addition_reward(completions: list, answer: list[str], **_) -> list[float]:
     """Reward of each completion, a text or a conversation of one message, by the task's own score."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [score(MODEL_TASK, right, text) for right, text in zip(answer, texts, strict=True)]
+    return [score_of(MODEL_TASK)(right, text) for right, text in zip(answer, texts, strict=True)]
 
 
 def problems(conversational: bool) -> Dataset:

@@ -13,8 +13,7 @@ from config import MULTI_TURN_TASKS
 from data import tiny_agent
 from data.conversation import Conversation
 from data.environments import make_environment
-from data.rewards import score
-from data.tasks import ADDITION_LABELS, GSM8K_INSTRUCTION, Addition, Problem, addition_answer, load_task
+from data.tasks import ADDITION_LABELS, GSM8K_INSTRUCTION, Addition, Problem, addition_answer, load_task, score_of
 from data.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -98,18 +97,18 @@ def test_problems_are_the_same_in_another_process():
     assert other.stdout.strip() == here
 
 
-def test_importing_tasks_and_rewards_imports_no_torch():
-    command = "import sys, data.tasks, data.rewards; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+def test_importing_tasks_imports_no_torch():
+    command = "import sys, data.tasks; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)
 
 
 def test_own_answer_scores_one_and_a_changed_digit_zero():
     task = Addition(0)
     for problem in [*task.eval_problems(200), *map(task.train_problem, range(200))]:
-        assert score("addition", problem.answer, problem.answer) == 1.0
+        assert score_of("addition")(problem.answer, problem.answer) == 1.0
         changed = problem.answer[:-1] + str((int(problem.answer[-1]) + 1) % 10)
-        assert score("addition", problem.answer, changed) == 0.0
-        assert score("addition", problem.answer, problem.answer[:-3]) == 0.0
+        assert score_of("addition")(problem.answer, changed) == 0.0
+        assert score_of("addition")(problem.answer, problem.answer[:-3]) == 0.0
 
 
 @pytest.mark.parametrize("saved_as", ["jsonl files", "one jsonl file", "parquet files", "save_to_disk"])
@@ -150,10 +149,10 @@ def test_gsm8k_meets_every_problem_once_an_epoch_in_a_new_order(tmp_path):
 def test_gsm8k_scores_the_boxed_number_of_a_response(tmp_path):
     problem = load_task("gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", ROWS))).train_problem(0)
     assert problem.answer.isdigit()
-    assert score("gsm8k", problem.answer, f"Twice that is \\boxed{{{int(problem.answer):,}}}.") == 1.0
-    assert score("gsm8k", problem.answer, f"It is 3, no: \\boxed{{{int(problem.answer) + 1}}}.") == 0.0
-    assert score("gsm8k", problem.answer, "I do not know") == 0.0
-    assert score("gsm8k", problem.answer, "") == 0.0
+    assert score_of("gsm8k")(problem.answer, f"Twice that is \\boxed{{{int(problem.answer):,}}}.") == 1.0
+    assert score_of("gsm8k")(problem.answer, f"It is 3, no: \\boxed{{{int(problem.answer) + 1}}}.") == 0.0
+    assert score_of("gsm8k")(problem.answer, "I do not know") == 0.0
+    assert score_of("gsm8k")(problem.answer, "") == 0.0
 
 
 def test_gsm8k_prompt_goes_through_the_chat_template(tmp_path):
@@ -220,9 +219,9 @@ def test_reasoning_gym_problems_are_repeatable_distinct_splits_that_score_one():
     assert load_task("reasoning_gym:basic_arithmetic", seed=1).train_problem(0) != train[0]
     for problem in train[:20]:
         right = json.loads(problem.answer)["answer"]
-        assert score("reasoning_gym:basic_arithmetic", problem.answer, f"so <answer>{right}</answer>") == 1.0
-        assert score("reasoning_gym:basic_arithmetic", problem.answer, "<answer>x</answer>") < 1.0
-        assert score("reasoning_gym:basic_arithmetic", problem.answer, "no tags") == 0.0
+        assert score_of("reasoning_gym:basic_arithmetic")(problem.answer, f"so <answer>{right}</answer>") == 1.0
+        assert score_of("reasoning_gym:basic_arithmetic")(problem.answer, "<answer>x</answer>") < 1.0
+        assert score_of("reasoning_gym:basic_arithmetic")(problem.answer, "no tags") == 0.0
 
 
 def test_an_unknown_reasoning_gym_dataset_is_an_error_with_close_names():
@@ -281,3 +280,9 @@ def test_an_unknown_task_is_an_error_with_the_list():
     message = "'additions' is none of addition, gsm8k, jsonl, nor FILE.py:NAME; did you mean addition?"
     with pytest.raises(ValueError, match=message):
         load_task("additions", seed=0)
+
+
+@pytest.mark.parametrize(("task", "answer"), [("addition", " "), ("gsm8k", "ten apples"), ("subtraction", "1")])
+def test_a_malformed_answer_or_task_raises_and_never_scores_zero(task, answer):
+    with pytest.raises(ValueError):
+        score_of(task)(answer, "1")
