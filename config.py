@@ -358,7 +358,7 @@ def _mistakes_in_texts(config: Config) -> Mistakes:
         items, option = getattr(config, option), f"--{flag(option)}"
         names = [item.partition("=")[0] for item in items]
         for name, item in zip(names, items, strict=True):
-            yield not re.fullmatch(r"\w+=.+", item), f"{option} takes NAME=VALUE, as in {example}, got {item!r}"
+            yield not re.fullmatch(r"(?s)\w+=.+", item), f"{option} takes NAME=VALUE, as in {example}, got {item!r}"
             yield names.count(name) > 1, f"{option} gives {name} {names.count(name)} times, got {item!r}; leave one"
     for option, known in (("algo", ALGOS), ("task", _TASKS)):
         text, allowed = getattr(config, option), f"{', '.join(known)}, or your own, FILE.py:NAME"
@@ -366,10 +366,6 @@ def _mistakes_in_texts(config: Config) -> Mistakes:
         yield not is_known, f"--{option} must be one of {allowed}, got {text!r}{nearest(text, known)}"
     for text in config.reward:
         yield not re.fullmatch(OWN, text), f"--reward takes FILE.py:FUNCTION, or FILE.py:FUNCTION*WEIGHT, got {text!r}"
-    yield (
-        config.task == "jsonl" and config.data_path is None,
-        "--task jsonl needs --data-path, a file or folder of rows",
-    )
     yield (
         config.listen is not None and not re.fullmatch(r"[\w.*-]+:\d{1,5}", config.listen),
         f"--listen must be HOST:PORT, as 127.0.0.1:7711 or 0.0.0.0:7711, got {config.listen!r}",

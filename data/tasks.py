@@ -80,6 +80,8 @@ def prepare_task(
     parameters = inspect.signature(make, eval_str=True).parameters
     taken = [parameter for parameter in parameters.values() if parameter.name not in ("seed", "data_path")]
     arguments = read_arguments("task-args", task_args, f"--task {name}", taken)
+    if "data_path" in parameters and parameters["data_path"].default is inspect.Parameter.empty and data_path is None:
+        raise ValueError(f"--task {name} needs --data-path, a file or folder of rows")
     arguments |= {k: value for k, value in (("seed", seed), ("data_path", data_path)) if k in parameters}
     return functools.partial(make, **arguments)
 

@@ -4,8 +4,8 @@ Every process has a socket of its own and a thread here that waits for it. So on
 the response that it scores, and keeps only one thread waiting; the others go on. What runs there, and what it is kept
 from, is in reward_process.py. They send JSON and nothing else, as a hostile one could send anything.
 
-A process of async functions has many responses at once. If it dies, or its event loop stands still, nobody knows by
-whose fault: all of them are scored once more, each alone in a process.
+One with async functions has many responses at once. If it dies, or its event loop stands still, nobody knows by whose
+fault, so all of them are scored once more, each alone.
 """
 
 import asyncio
@@ -58,10 +58,8 @@ class _Item:
 class Rewards:
     """Scores responses to a task in processes that can be killed: by plain functions and by async ones."""
 
-    def __init__(
-        self, task: str, rewards: Sequence[str], timeout_s: float, num_processes: int = 4, title: str = "rewards"
-    ):
-        """As of RewardPool; `rewards` as of load_score."""
+    def __init__(self, task: str, rewards: Sequence[str], timeout_s: float, num_processes: int, title: str = "rewards"):
+        """As of RewardPool."""
         kinds = {function.is_async for function in load_score(task, rewards).functions}
         of_pool = task, rewards, timeout_s, num_processes, title
         self._pools = [RewardPool(*of_pool, is_async=is_async) for is_async in sorted(kinds)]
@@ -84,16 +82,9 @@ class RewardPool:
     """Scores responses by plain functions, or by async ones, in processes that can be killed."""
 
     def __init__(
-        self,
-        task: str,
-        rewards: Sequence[str],
-        timeout_s: float,
-        num_processes: int = 4,
-        title: str = "rewards",
-        *,
-        is_async: bool = False,
+        self, task: str, rewards: Sequence[str], timeout_s: float, num_processes=4, title="rewards", is_async=False
     ) -> None:
-        """`rewards`, as of load_score, may have functions of the other kind; `title`: what ps calls the processes.
+        """`rewards` are those of load_score, here without the functions of the other kind; `title` is for ps.
 
         Raises ValueError for a file that cannot be loaded and for what is no reward function.
         """
@@ -131,18 +122,14 @@ class RewardPool:
             self._changed.notify_all()
         self._template.close()
 
-    def _take(self) -> list[_Item]:
-        """Wait for responses and take this thread's share of them; none when the pool is closed."""
+    def _take(self, is_free: bool = True) -> list[_Item]:
+        """Wait for responses, unless others are scored, and take this thread's share; none when the pool is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return [] if self._closed else self._share()
-
-    def _share(self) -> list[_Item]:
-        """What one process is given of what waits; under the lock."""
-        share = min(_MAX_BATCH, -(-len(self._waiting) // self._num_processes))
-        if self._is_async and any(item.died for item in itertools.islice(self._waiting, share)):
-            share = 1  # suspects wait in front
-        return [self._waiting.popleft() for _ in range(share)]
+            self._changed.wait_for(lambda: self._waiting or self._closed or not is_free)
+            share = min(_MAX_BATCH, -(-len(self._waiting) // self._num_processes))
+            if self._is_async and share and self._waiting[0].died:
+                share = int(is_free)  # it is to be alone
+            return [] if self._closed else [self._waiting.popleft() for _ in range(share)]
 
     def _put_back(self, items: list[_Item]) -> None:
         with self._changed:
@@ -166,22 +153,16 @@ class RewardPool:
             scorer.kill()
 
     def _score(self, scorer: "_Scorer", items: dict[int, _Item]) -> None:
-        """Settle items, and with async functions what waits meanwhile; what is left when an error ends it is not
-        scored."""
+        """Settle items, and beside async ones what comes meanwhile; those that an error leaves are not scored."""
         numbers = itertools.count(len(items))
         scorer.connection.settimeout(self._timeout_s + _GRACE_S * self._is_async)
         scorer.send(items, self._timeout_s)
         while items:
             number, outcome = scorer.receive(items)
             _settle(items.pop(number), outcome)
-            if self._is_async and (more := dict(zip(numbers, self._more(), strict=False))):
-                items.update(more)
+            if self._is_async and (taken := self._take(is_free=False)):
+                items |= (more := dict(zip(numbers, taken, strict=False)))
                 scorer.send(more, self._timeout_s)
-
-    def _more(self) -> list[_Item]:
-        """What may be scored beside others, of what waits."""
-        with self._changed:
-            return self._share() if self._waiting and not self._waiting[0].died else []
 
     def _on_failure(self, items: dict[int, _Item], error: Exception | None) -> None:
         """Say of the item that was scored why it has no reward, unless it is worth another try."""

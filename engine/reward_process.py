@@ -12,8 +12,8 @@ privileges  none to be had by exec (no_new_privs); where namespaces are allowed 
             process can be seen or signalled
 time        the pool kills one that takes too long; RLIMIT_CPU ends what is left of it soon after
 
-Async functions of the user's own wait for others, so a process of theirs keeps the network, may start threads (that
-look up names) and so processes, and opens more files; time is theirs by item, not by RLIMIT_CPU.
+Async functions of the user's own keep the network, may open more files and start threads, which look up names, and so
+processes; the pool alone keeps their time. RLIMIT_NOFILE and RLIMIT_CPU are not set for them.
 
 Not contained: reading files and environment variables, sockets in the file system of the same user (an engine's are
 some), the time of a core up to the limit, and as root a burst of forks until then. Namespaces (user, mount, network,
@@ -39,11 +39,11 @@ from cluster.processes import freeze_garbage
 from engine.score import Score, Scored, ScoreFailed, load_score, one_line
 
 MEMORY_BYTES = 2 << 30
-MAX_OPEN_FILES, MAX_OPEN_CONNECTIONS = 64, 4096
+MAX_OPEN_FILES = 64
 _MAX_LINE = 1 << 30  # bytes: a response and the row of its problem are far below
 READY = b"ready"
-_LIMITS = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN_FILES}
-_LIMITS |= {resource.RLIMIT_NPROC: 0}
+_LIMITS_OF_ASYNC = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+_LIMITS = {**_LIMITS_OF_ASYNC, resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_NPROC: 0}
 _NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, pid, ipc: sched.h
 _NEW_NETWORK = 0x40000000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the same number on all machines
@@ -62,7 +62,8 @@ def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool,
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle(title)
     control = socket.socket(fileno=descriptor)
-    _import(task)
+    if slow := {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}.get(task.partition(":")[0]):
+        importlib.import_module(slow)  # it must not eat the time of the first response
     score = load_score(task, rewards).of(is_async)
     freeze_garbage()
     if reason := _why_no_namespaces(is_async):
@@ -79,14 +80,6 @@ def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool,
             _run_scorer(sockets[0], score, not reason)
         os.close(sockets[0])
         control.sendall(b"%d" % pid)
-
-
-def _import(task: str) -> None:
-    """Slow imports must not eat the time of the first response."""
-    if task == "gsm8k":
-        importlib.import_module("math_verify")
-    elif task.startswith("reasoning_gym:"):
-        importlib.import_module("reasoning_gym")
 
 
 def _why_no_namespaces(keeps_network: bool = False) -> str:
@@ -133,11 +126,12 @@ def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
             _call(_libc.capset, *_NO_CAPABILITIES)
         _die_with_parent()
         _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        for limit, most in {**(_limits_of_async() if score.is_async else _LIMITS), resource.RLIMIT_AS: memory}.items():
+        limits = _LIMITS_OF_ASYNC if score.is_async else _LIMITS
+        for limit, most in {**limits, resource.RLIMIT_AS: memory}.items():
             resource.setrlimit(limit, (most, most))
         asyncio.run(_serve_together(connection, score)) if score.is_async else _serve(connection, score)
     except (OSError, MemoryError) as error:  # it cannot be set up, or whoever asks is gone
-        connection.sendall(json.dumps(one_line(error)).encode() + b"\n")
+        connection.sendall(json.dumps([0, one_line(error)]).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -164,13 +158,6 @@ def _die_with_parent() -> None:
     _call(_libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _limits_of_async() -> dict[int, int]:
-    """Limits of a process that waits for others."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    most = MAX_OPEN_CONNECTIONS if most == resource.RLIM_INFINITY else min(most, MAX_OPEN_CONNECTIONS)
-    return {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: most}
-
-
 def _serve(connection: socket.socket, score: Score) -> None:
     """Read lines of JSON, [limit in seconds, [[number, answer, response], …]], and answer each item with a line of its
     own: its number, and its reward and parts or why there are none."""
@@ -180,21 +167,16 @@ def _serve(connection: socket.socket, score: Score) -> None:
         cpu_s = math.ceil(time.process_time() + timeout_s * len(items)) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
         for number, answer, response in items:
-            outcome = _score_item(score, answer, response)
+            try:
+                outcome = score(answer, response)
+            except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
+                outcome = (str(error) if type(error) is ScoreFailed else one_line(error),)
             if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(-1, signal.SIGKILL)
             connection.sendall(json.dumps([number, *outcome]).encode() + b"\n")
             if "MemoryError" in str(outcome[0]):
                 return  # the next one is to have all its memory; the pool starts another
-
-
-def _score_item(score: Score, answer: str, response: str) -> Scored | tuple[str]:
-    """Reward and parts, or one line that says why there are none."""
-    try:
-        return score(answer, response)
-    except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
-        return (str(error) if type(error) is ScoreFailed else one_line(error),)
 
 
 async def _serve_together(connection: socket.socket, score: Score) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.own import load
+from data.own import is_own, load
 from data.tasks import score_of
 
 Scored = tuple[float, dict[str, float]]
@@ -38,12 +38,14 @@ class RewardFunction:
 
     call: Callable
     text: str = ""
-    """FILE.py:NAME; empty for the score of a task, which is called as `call(answer, response)`."""
+    """FILE.py:NAME; empty for the score of a shipped task."""
     weight: float = 1.0
     label: str = ""
     """What its reward is logged as; empty if it is the only function."""
     columns: frozenset[str] | None = None
     """Names of the columns that it takes; None for all."""
+    is_of_task: bool = False
+    """Whether it is the score of a task, called as `call(answer, response)`."""
 
     @property
     def is_async(self) -> bool:
@@ -52,7 +54,7 @@ class RewardFunction:
 
     def begin(self, answer: str, response: str) -> Any:
         """What the function returns."""
-        if not self.text:
+        if self.is_of_task:
             return self.call(answer, response)
         row = _row(answer)
         taken = row if self.columns is None else {name: row[name] for name in self.columns & row.keys()}
@@ -60,13 +62,12 @@ class RewardFunction:
 
     def read(self, returned: Any) -> Scored:
         """The weighted reward and the parts in what the function returned."""
-        is_dict = isinstance(returned, dict) and returned
-        parts = {name: _number(part, f"the part {brief(name)}") for name, part in returned.items()} if is_dict else {}
-        reward = sum(parts.values()) if is_dict else _number(returned, "the reward", " or a dict of them")
+        parts = {}
+        if isinstance(returned, dict):
+            parts = {name: _number(part, f"the part {brief(name)}") for name, part in returned.items()}
+        reward = sum(parts.values()) if parts else _number(returned, "the reward")
         if self.label:
             parts = {self.label: reward, **{f"{self.label}.{name}": part for name, part in parts.items()}}
-        if not are_parts(parts):
-            raise ScoreFailed(f"{len(parts)} parts {brief([*parts])}, expected at most {MAX_PARTS} {_NAMES}")
         return self.weight * reward, parts
 
     @contextlib.contextmanager
@@ -79,9 +80,6 @@ class RewardFunction:
             lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
             where = self.text and f"{self.text}{f', line {lines[-1]}' if lines else ''}: "
             raise ScoreFailed(where + reason) from None
-
-
-_NAMES = f"printable names of at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
 
 
 class Score:
@@ -105,7 +103,7 @@ class Score:
         for function in self.functions:
             with function.named():
                 found.append(function.read(function.begin(answer, response)))
-        return add(found)
+        return add(found, str(self))
 
     async def together(self, answer: str, response: str) -> Scored:
         """Reward and parts by async functions, which wait together. Raises ScoreFailed, whatever they raise."""
@@ -114,7 +112,7 @@ class Score:
             with function.named():
                 return function.read(await function.begin(answer, response))
 
-        return add(await asyncio.gather(*map(wait, self.functions)))
+        return add(await asyncio.gather(*map(wait, self.functions)), str(self))
 
 
 def load_score(task: str, rewards: Sequence[str] = ()) -> Score:
@@ -123,37 +121,33 @@ def load_score(task: str, rewards: Sequence[str] = ()) -> Score:
     Raises ValueError, in one line, for a file that cannot be loaded and for what is no reward function.
     """
     if not rewards:
-        return Score([RewardFunction(score_of(task))])
-    texts, stars, weights = zip(*(text.partition("*") for text in rewards), strict=True)
-    names, functions = [text.rpartition(":")[2] for text in texts], []
-    for text, star, weight, name in zip(texts, stars, weights, names, strict=True):
-        if len(names) > 1 and (name in _TAKEN or names.count(name) > 1):
-            raise ValueError(f"--reward {text} is logged as reward/{name}, as something else is; give it another name")
-        call, label = load(text, "--reward"), name if len(names) > 1 else ""
-        functions.append(
-            RewardFunction(call, text, _weight(text, weight) if star else 1.0, label, _columns(text, call))
-        )
+        return Score([RewardFunction(score_of(task), f"{task}.score" if is_own(task) else "", is_of_task=True)])
+    functions = [_load(*reward.partition("*"), is_only=len(rewards) == 1) for reward in rewards]
+    labels = [function.label for function in functions]
+    for function in functions:
+        if function.label in _TAKEN or (function.label and labels.count(function.label) > 1):
+            raise ValueError(f"--reward {function.text} would be reward/{function.label}, as another metric; rename it")
     return Score(functions)
 
 
-def _weight(text: str, weight: str) -> float:
-    with contextlib.suppress(ValueError):
-        if math.isfinite(float(weight)):
-            return float(weight)
-    raise ValueError(f"--reward {text}*{weight}: the weight is {weight!r}, not a finite number; write *0.5, say")
-
-
-def _columns(text: str, call: object) -> frozenset[str] | None:
-    """Names of the columns that a function takes, or None for all. Raises ValueError if it takes no response."""
+def _load(text: str, star: str, weight: str, is_only: bool) -> RewardFunction:
+    """One function, of FILE.py:NAME and a weight if there is a star."""
+    call = load(text, "--reward")
     if not callable(call):
         raise ValueError(f"--reward {text} is {brief(call)}, not a function: write `def NAME(response, answer, **row)`")
+    try:
+        factor = float(weight if star else 1)
+    except ValueError:
+        factor = math.nan
+    if not math.isfinite(factor):
+        raise ValueError(f"--reward {text}*{weight}: the weight is {weight!r}, not a finite number; write *0.5, say")
     parameters = inspect.signature(call).parameters.values()
-    names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    if "response" not in names:
-        raise ValueError(f"--reward {text} takes {sorted(names)}, and not `response`, the text that it is to score")
-    return names
+    columns = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if "response" not in columns and not takes_all:
+        raise ValueError(f"--reward {text} takes {sorted(columns)}, and not `response`, the text that it is to score")
+    label = "" if is_only else text.rpartition(":")[2]
+    return RewardFunction(call, text, factor, label, None if takes_all else columns)
 
 
 def _row(answer: str) -> dict:
@@ -164,24 +158,25 @@ def _row(answer: str) -> dict:
     return {"answer": answer}
 
 
-def _number(value: Any, what: str, or_else: str = "") -> float:
+def _number(value: Any, what: str) -> float:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ScoreFailed(f"{what} is {brief(value)}, not a finite number{or_else}")
+    raise ScoreFailed(f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}")
 
 
-def add(found: Sequence[Scored]) -> Scored:
-    """The sum of rewards, and all their parts. Raises ScoreFailed if it is not finite."""
+def add(found: Sequence[Scored], whose: str = "") -> Scored:
+    """The sum of rewards, and all their parts. Raises ScoreFailed if these are what no log can have."""
     parts = {name: part for _, of_one in found for name, part in of_one.items()}
-    return _number(sum(reward for reward, _ in found), "the sum of rewards"), parts
+    if not are_parts(parts):
+        allowed = f"{MAX_PARTS} printable names of at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
+        raise ScoreFailed(f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {allowed}")
+    return _number(sum(reward for reward, _ in found), f"{whose}the sum of rewards"), parts
 
 
 def are_parts(parts: dict) -> bool:
     """Whether a reward may have these parts: names that a log can have, and finite numbers."""
-    are_names = all(isinstance(n, str) and n.isprintable() and 0 < len(n) <= MAX_NAME for n in parts)
-    return (
-        are_names and len(parts) <= MAX_PARTS and all(map(math.isfinite, parts.values())) and not parts.keys() & _TAKEN
-    )
+    are_names = all(isinstance(n, str) and n.isprintable() and len(n) <= MAX_NAME and n not in _TAKEN for n in parts)
+    return are_names and "" not in parts and len(parts) <= MAX_PARTS and all(map(math.isfinite, parts.values()))
 
 
 def one_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from config import Config
 from data import own
-from data.tasks import Task, prepare_task, score_of
+from data.tasks import Problem, Task, prepare_task, score_of
 
 
 def resolved(options: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +44,19 @@ def check_rows(config: Config, task: Task) -> None:
     if config.task == "jsonl" and not config.reward:
         task.score(task.train_problem(0).answer, "")
         print("no --reward: a response is right if it is the column `answer` of its row", flush=True)
+
+
+def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
+    """Token ids of a prompt. Raises ValueError if the tokenizer does not know its words, as a tiny model's may not."""
+    try:
+        return task.encode_prompt(problem, tokenizer)
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises nothing more special
+            raise
+        raise ValueError(
+            f"--model {config.model}: its tokenizer cannot encode {str(problem.prompt)[:60]!r} of --task {config.task} "
+            f"({error}){'; there is no tiny model for this task' * (config.model == 'tiny')}; give another --model"
+        ) from None
 
 
 def _check_loss(config: Config) -> None:

@@ -30,8 +30,8 @@ from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data import own
 from data.records import Group
-from data.tasks import Problem, Task, load_task
-from job.brought import check_rows
+from data.tasks import load_task
+from job.brought import check_rows, encode
 from job.probe import Probe
 from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
@@ -242,22 +242,9 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
     prompts = PromptSource(
         train_problem=task.train_problem,
         eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else [],
-        encode=functools.partial(_encode, config, task, load_tokenizer(model_path)),
+        encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
     )
     return TicketSource(config, prompts, cluster.node, cluster.num_nodes)
-
-
-def _encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
-    """Token ids of a prompt. Raises ValueError if the tokenizer does not know its words, as a tiny model's may not."""
-    try:
-        return task.encode_prompt(problem, tokenizer)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise ValueError(  # tokenizers raises nothing more special
-            f"the tokenizer of --model {config.model} cannot encode a prompt of --task {config.task} ({error}): "
-            f"{str(problem.prompt)[:60]!r}; there is no tiny model for this task, give --model, such as Qwen/Qwen3-0.6B"
-        ) from None
 
 
 def _check_window(config: Config, model_path: str) -> None:

@@ -67,7 +67,7 @@ def open_shared_buffer(path: str, specs: list[ParameterSpec]) -> SharedBuffer:
 
 
 class ShmTransport(TwoBuffers):
-    """The trainer's end, which makes both buffers; engine/extension.py has the engine's."""
+    """The trainer's end, which makes both buffers; weights/extension.py has the engine's."""
 
     def __init__(self, specs: list[ParameterSpec]):
         super().__init__()

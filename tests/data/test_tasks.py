@@ -280,3 +280,9 @@ def test_an_unknown_task_is_an_error_with_the_list():
     message = "'additions' is none of addition, gsm8k, jsonl, nor FILE.py:NAME; did you mean addition?"
     with pytest.raises(ValueError, match=message):
         load_task("additions", seed=0)
+
+
+@pytest.mark.parametrize(("task", "answer"), [("addition", " "), ("gsm8k", "ten apples"), ("subtraction", "1")])
+def test_a_malformed_answer_or_task_raises_and_never_scores_zero(task, answer):
+    with pytest.raises(ValueError):
+        score_of(task)(answer, "1")

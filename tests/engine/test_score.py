@@ -103,12 +103,12 @@ def test_one_process_takes_async_rewards_on_while_others_wait():
 BROKEN = [
     ("nan", "the reward is nan, not a finite number or a dict of them"),
     ("text", "the reward is '1.0', not a finite number or a dict of them"),
-    ("list", "the reward is [1.0, 0.0], not a finite number"),
+    ("list", "the reward is [1.0, 0.0], not a finite number or"),
     ("nothing", "the reward is None, not a finite number"),
     ("empty", "the reward is {}, not a finite number"),
     ("bad part", "the part 'wrong' is inf, not a finite number"),
     ("text part", "the part 'right' is '1.0', not a finite number"),
-    ("bad name", "1 parts [3], expected at most 64 printable names"),
+    ("bad name", "1 parts, [3]; allowed are 64 printable names"),
     ("long name", "printable names of at most 128 characters"),
     ("taken", "none of them mean, std, zero_variance_groups"),
     ("many", "1000 parts"),
@@ -159,12 +159,12 @@ def test_async_functions_have_the_network_and_plain_ones_beside_them_have_none()
         (texts("no_response"), "takes ['answer', 'completion'], and not `response`"),
         (texts("exact*heavy"), "the weight is 'heavy', not a finite number"),
         (texts("exact*nan"), "the weight is 'nan', not a finite number"),
-        (texts("exact", "exact*2"), "is logged as reward/exact, as something else is"),
+        (texts("exact", "exact*2"), "would be reward/exact, as another metric; rename it"),
     ],
 )
 def test_what_is_no_reward_function_is_refused_in_one_line_before_a_process_starts(rewards, message):
     with pytest.raises(ValueError) as refused:
-        Rewards("addition", rewards, 1.0)
+        Rewards("addition", rewards, 1.0, 2)
     assert message in str(refused.value) and "\n" not in str(refused.value) and "--reward" in str(refused.value)
 
 
