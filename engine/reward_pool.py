@@ -34,8 +34,7 @@ _MAX_START_S = 60.0
 _MAX_FORK_S = 5.0
 """Longest wait for a process forked from it: it has all imports and copies nothing."""
 _MAX_REPLY = 1 << 16  # bytes: a message of 500 characters is far below
-_GRACE_S = 2.0
-"""Time after which an event loop that says nothing stands still, beyond the limit that it keeps itself."""
+_GRACE_S = 2.0  # an event loop that is silent so much longer than its own limit stands still
 _TEMPLATE = """import json, sys
 sys.path, *arguments = json.loads(sys.argv[1])
 from engine.reward_process import run_template
@@ -61,8 +60,7 @@ class Rewards:
     def __init__(self, task: str, rewards: Sequence[str], timeout_s: float, num_processes: int, title: str = "rewards"):
         """As of RewardPool."""
         kinds = {function.is_async for function in load_score(task, rewards).functions}
-        of_pool = task, rewards, timeout_s, num_processes, title
-        self._pools = [RewardPool(*of_pool, is_async=is_async) for is_async in sorted(kinds)]
+        self._pools = [RewardPool(task, rewards, timeout_s, num_processes, title, kind) for kind in sorted(kinds)]
 
     async def score(self, answer: str, response: str) -> Scored:
         """As of RewardPool."""
@@ -131,11 +129,6 @@ class RewardPool:
                 share = int(is_free)  # it is to be alone
             return [] if self._closed else [self._waiting.popleft() for _ in range(share)]
 
-    def _put_back(self, items: list[_Item]) -> None:
-        with self._changed:
-            self._waiting.extendleft(reversed(items))
-            self._changed.notify_all()
-
     def _score_waiting(self) -> None:
         """Have one process score what waits, and replace it when it fails; runs in a thread."""
         scorer, dead = None, 0
@@ -148,7 +141,9 @@ class RewardPool:
                 self._on_failure(items, None if scorer is None else error)
                 dead, scorer = (scorer.kill(), None) if scorer else (0, None)
             if items:
-                self._put_back([*items.values()])
+                with self._changed:
+                    self._waiting.extendleft(reversed(items.values()))
+                    self._changed.notify_all()
         if scorer is not None:
             scorer.kill()
 
@@ -168,19 +163,16 @@ class RewardPool:
         """Say of the item that was scored why it has no reward, unless it is worth another try."""
         first = next(iter(items))
         if error is None:
-            self._fail(items.pop(first), "its process cannot be started; the log of its worker says why")
+            _settle(items.pop(first), f"{self._functions}its process cannot be started; the log of its worker says why")
         elif self._is_async and len(items) > 1:
             for item in items.values():
                 item.died = True
         elif isinstance(error, TimeoutError):
-            self._fail(items.pop(first), f"timed out after {self._timeout_s:g} s")
+            _settle(items.pop(first), f"{self._functions}timed out after {self._timeout_s:g} s")
         elif items[first].died:
-            self._fail(items.pop(first), "its process died")
+            _settle(items.pop(first), f"{self._functions}its process died")
         else:
             items[first].died = True
-
-    def _fail(self, item: _Item, why: str) -> None:
-        _settle(item, self._functions + why)
 
 
 def _settle(item: _Item, outcome: Scored | str) -> None:

@@ -39,11 +39,9 @@ from cluster.processes import freeze_garbage
 from engine.score import Score, Scored, ScoreFailed, load_score, one_line
 
 MEMORY_BYTES = 2 << 30
-MAX_OPEN_FILES = 64
-_MAX_LINE = 1 << 30  # bytes: a response and the row of its problem are far below
 READY = b"ready"
 _LIMITS_OF_ASYNC = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
-_LIMITS = {**_LIMITS_OF_ASYNC, resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_NPROC: 0}
+_LIMITS = {**_LIMITS_OF_ASYNC, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}
 _NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, pid, ipc: sched.h
 _NEW_NETWORK = 0x40000000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the same number on all machines
@@ -181,7 +179,7 @@ def _serve(connection: socket.socket, score: Score) -> None:
 
 async def _serve_together(connection: socket.socket, score: Score) -> None:
     """As _serve by async functions: all items at once, each with its own limit."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
     scoring = set()
 
     async def serve(timeout_s: float, number: int, *item: str) -> None:

@@ -3,6 +3,7 @@
 rollout      one rollout worker, rewards and log-probs included, against AsyncLLM with the same options, weights,
              prompts, seeds and sampling parameters; both are given all requests at once
 trainer      Policy.train_step against forward, backward, clipping and AdamW on the same tokens, packed beforehand
+reward       a reward function of one's own in its processes, beyond its own time, against 0.2 ms
 publish      weights from the trainer's memory to an engine that samples with them, against one memcpy of their bytes
 job          whole steps of the default task at α = 0, 1, 2: pause per update, speed-up over α = 0, and overlap: the
              step against the slower of the same loop without training and training alone
@@ -13,6 +14,8 @@ in work.py. The page also has `large`, `update` and `queue`: their code is in th
 """
 
 import argparse
+import concurrent.futures
+import json
 import math
 import random
 import statistics
@@ -30,7 +33,9 @@ import torch
 from torch import nn
 
 from config import Config
+from data import own
 from data.tasks import load_task
+from engine.reward_pool import RewardPool
 from scripts.bench import harness
 from scripts.bench.bare import PlainWorker, make_tickets, worker
 from scripts.bench.harness import Arm, Bench, Case, Column
@@ -61,6 +66,7 @@ SIZES = {
     "tiny": {"natural": 16, "long": 16, "steps": 2},
 }
 """Tickets of each work, steps of a measurement."""
+REWARDS, MAX_REWARD_S = 2048, 0.2e-3
 
 Measure = Callable[[], dict]
 
@@ -99,6 +105,25 @@ def publishing(logs: Path) -> Iterator[Measure]:
     num_bytes = sum(weight.nbytes for _, weight in weights)
     with worker(start_work_worker, NATURAL.config(), path, weights, logs) as made:
         yield lambda: {**made.publish(), "bytes": num_bytes, "memcpy_s": memcpy_s(num_bytes)}
+
+
+@contextmanager
+def rewarding(logs: Path) -> Iterator[Measure]:
+    """Seconds per reward of a plain function of a user's own: in a pool of processes, and its own."""
+    file, answer = logs / "reward_of_bench.py", json.dumps({"answer": "4", "prompt": "What is 2 + 2? " * 20})
+    file.write_text("def score(response, answer, **row):\n    return float(response == answer)\n", encoding="utf-8")
+    pool, score = RewardPool("addition", [f"{file}:score"], 10.0), own.load(f"{file}:score")
+
+    def measure() -> dict:
+        start = time.perf_counter()
+        concurrent.futures.wait([pool.begin(answer, "4" * 100) for _ in range(REWARDS)])
+        end = time.perf_counter()
+        for _ in range(REWARDS):
+            score(response="4" * 100, answer="4", prompt="")
+        return {"pool_s": (end - start) / REWARDS, "own_s": (time.perf_counter() - end) / REWARDS}
+
+    yield measure
+    pool.close()
 
 
 # Training
@@ -247,6 +272,12 @@ def against_memcpy(found: dict[str, dict]) -> list[dict]:
     return [record("publish tiny", m["bytes"] / m["publish_s"], m["bytes"] / m["memcpy_s"], **m)]
 
 
+def against_its_own_time(found: dict[str, dict]) -> list[dict]:
+    """What a reward costs beyond its own time."""
+    m = found["ours"]
+    return [record("reward", m["pool_s"] - m["own_s"], MAX_REWARD_S, **m)]
+
+
 def against_synchronous(task: str, found: dict[str, dict]) -> Iterator[dict]:
     """Speed-up over α = 0, and for the task whose halves are measured too, overlap and pause."""
     for ratio in (1, 2):
@@ -267,6 +298,7 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
     for work in (NATURAL, LONG):
         arms = [Arm(who, partial(training, who, work, size["steps"])) for who in start]
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
+    yield Case("reward", [Arm("ours", rewarding)], against_its_own_time)
     yield Case("publish", [Arm("ours", publishing)], against_memcpy)
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
     yield Case(
