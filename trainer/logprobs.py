@@ -85,6 +85,7 @@ class TokenLogprobs(nn.Module):
         # In float32 from the logits on: a bfloat16 log-prob is known to 3 digits, too few for a ratio of probabilities.
         # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
         logprobs = sampling_logits(head(hidden).float(), targets, temperature, top_p).log_softmax(dim=-1)
-        with torch.no_grad():
+        picked = logprobs.gather(1, targets[:, None]).squeeze(1)
+        with torch.no_grad():  # last, as the backward pass computes this again only up to what it needs
             entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
-        return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+        return picked, entropy

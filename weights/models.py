@@ -95,27 +95,14 @@ def _make_smollm2(directory: Path) -> None:
     if done.returncode:
         raise RuntimeError(f"--model smollm2: {gguf.name} of {SMOLLM2} cannot be converted:\n{done.stderr}")
     shutil.rmtree(scratch)
-    weights_mb = (directory / "model.safetensors").stat().st_size / 1e6
-    print(
-        f"smollm2: {done.stdout.strip()}, de-quantised from 4 bits, so not quite the published one; {weights_mb:.0f} "
-        f"MB in bfloat16, {time.monotonic() - started:.0f} s",
-        flush=True,
-    )
+    made, megabytes = done.stdout.splitlines()[-1], (directory / "model.safetensors").stat().st_size / 1e6
+    size = f"{megabytes:.0f} MB in bfloat16, {time.monotonic() - started:.0f} s"
+    print(f"smollm2: {made}, de-quantised from 4 bits, so not quite the published one; {size}", flush=True)
 
 
 def _pip(*arguments: str) -> None:
     """Run pip, which gives up on a silent index after 20 s; raises ValueError with its last word."""
-    options = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--retries",
-        "1",
-        "--timeout",
-        "10",
-        "--disable-pip-version-check",
-        "--quiet",
-    ]
+    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=10", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", arguments[0], *options, *arguments[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -52,6 +52,14 @@ def test_nucleus_equals_brute_force_and_always_holds_the_sampled_token(top_p):
     assert torch.isfinite(result.gather(1, targets[:, None])).all()
 
 
+def test_the_backward_pass_does_not_compute_the_entropy_again(tied):
+    model, batch = AutoModelForCausalLM.from_pretrained(tied).eval(), pack(bundle(random_sequences(3)), one_row=False)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        score(model, batch)[0].sum().backward()
+    counts = {event.key: event.count for event in recorded.key_averages()}
+    assert counts["aten::special_entr"] == 1 and counts["aten::_log_softmax"] == 2
+
+
 def test_entropy_is_that_of_the_transformed_distribution(tied):
     model, sequences = AutoModelForCausalLM.from_pretrained(tied).eval(), random_sequences(3)
     batch = pack(bundle(sequences), one_row=False)

