@@ -293,6 +293,14 @@ def test_what_people_look_at_first_has_curves(run):
         assert [(float(step), value) for step in range(1, STEPS + 1)] in drawn
 
 
+def test_named_parts_of_the_reward_have_a_chart_where_a_reward_has_parts(run):
+    assert not any("Parts of the reward" in title for title in curves(page_of(run)))
+    parts = {"reward/std": 0.5, "reward/zero_variance_groups": 0.0, "reward/format": 0.25, "reward/check.right": 1.0}
+    write_lines(run / "metrics.jsonl", [metrics_line(step) | parts for step in (1, 2)])
+    drawn = curves(page_of(run))["Parts of the reward, mean"]
+    assert drawn == {"format": [(1.0, 0.25), (2.0, 0.25)], "check.right": [(1.0, 1.0), (2.0, 1.0)]}
+
+
 def test_the_ledgers_sum_to_what_was_issued_and_generated(run):
     page = page_of(run)
     groups, tokens = table(page, "groups"), table(page, "tokens")
