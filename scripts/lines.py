@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from records.trajectory_lines import unpack
+from records.trajectory_lines import expand
 
 
 def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
@@ -31,7 +31,7 @@ def read_events(path: Path, cut: list[Path] | None = None) -> list[dict]:
     """The events of an events.jsonl, those of trajectories too as objects that name their fields; else as `read`."""
     lines = read(path, cut)
     try:
-        return unpack(lines)
+        return expand(lines)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

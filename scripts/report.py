@@ -55,6 +55,8 @@ CURVES = {
     "Machines that have joined": {"swarm/machines": "machines"},
 }  # fmt: skip
 """Charts over steps: title, metrics and what to call them."""
+WHOLE_REWARD = ("reward/mean", "reward/std", "reward/zero_variance_groups")
+"""What is measured of the whole reward; others are named parts of it."""
 MACHINE_CURVES = {
     "tokens_per_s": "Generated tokens/s", "lag": "Versions that responses were behind when they came in",
     "mb_sent": "MB sent to it in a step", "mb_received": "MB received from it in a step",
@@ -184,10 +186,12 @@ def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
         accuracies = curve("held-out accuracy", COLORS[1], reached[x][accuracy.index], accuracy, marked=True)
         title = f"Reward and held-out accuracy over {x.replace('seconds', 'time')}"
         possible.append({"title": title, "x": label, "series": [rewards, accuracies]})
-    for title, labels in CURVES.items():
+    parts = [name for name in metrics if name.startswith("reward/") and name not in WHOLE_REWARD]
+    of_parts = {"Parts of the reward, mean": {name: name.removeprefix("reward/") for name in parts}} if parts else {}
+    for title, labels in (of_parts | CURVES).items():
         there = [(name, label) for name, label in labels.items() if name in metrics]
         series = [
-            curve(label, colors.get(label, COLORS[index % len(COLORS)]), metrics["step"], metrics[name])
+            curve(label, colors.get(label, MACHINE_COLORS[index % len(MACHINE_COLORS)]), metrics["step"], metrics[name])
             for index, (name, label) in enumerate(there)
             if label not in STATE_COLORS or metrics[name].any()
         ]

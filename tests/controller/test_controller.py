@@ -95,6 +95,7 @@ def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
         for step in range(1, 6):
             groups = s.controller.take_batch()
             assert [len(g.trajectories) for g in groups] == [2, 2]
+            assert all(g.problem == g.group_id for g in groups), "no group was dropped, and each has the next problem"
             assert all(0 <= step - 1 - g.min_version <= 1 for g in groups)
             s.publish(step)
         assert s.controller.take_report().ledger["groups_consumed"] == 10

@@ -4,7 +4,7 @@ import pytest
 
 from config import Config
 from controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
-from data.records import EVALUATION_GROUP
+from data.records import EVALUATION_GROUP, Group
 from data.tasks import Problem
 
 
@@ -41,7 +41,8 @@ def test_problems_come_in_order_and_a_dropped_groups_problem_can_come_again():
     assert [source.for_group(g, 0)[0].answer for g in (0, 1, 2)] == ["a0", "a1", "a2"]
     source.put_back(1)
     assert [source.for_group(g, 0)[0].answer for g in (3, 4)] == ["a1", "a3"]
-    source.forget(4)
+    assert source.forget(4) == 3
+    assert source.answer(Group(4, (), problem=3)) == "a3"
     source.put_back(3)
     assert source.for_group(5, 0)[0].answer == "a1"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from records.trajectory_lines import legend, shorten
 from scripts import report
 from scripts.runs import load
 from scripts.timeline import STATE_COLORS, build_timeline, pack, trace
@@ -293,6 +294,14 @@ def test_what_people_look_at_first_has_curves(run):
         assert [(float(step), value) for step in range(1, STEPS + 1)] in drawn
 
 
+def test_named_parts_of_the_reward_have_a_chart_where_a_reward_has_parts(run):
+    assert not any("Parts of the reward" in title for title in curves(page_of(run)))
+    parts = {"reward/std": 0.5, "reward/zero_variance_groups": 0.0, "reward/format": 0.25, "reward/check.right": 1.0}
+    write_lines(run / "metrics.jsonl", [metrics_line(step) | parts for step in (1, 2)])
+    drawn = curves(page_of(run))["Parts of the reward, mean"]
+    assert drawn == {"format": [(1.0, 0.25), (2.0, 0.25)], "check.right": [(1.0, 1.0), (2.0, 1.0)]}
+
+
 def test_the_ledgers_sum_to_what_was_issued_and_generated(run):
     page = page_of(run)
     groups, tokens = table(page, "groups"), table(page, "tokens")
@@ -470,6 +479,18 @@ def test_workers_of_other_nodes_have_lanes_of_their_own_with_the_same_bars(run):
     assert of_nodes["trainer"].bars == lanes["trainer"].bars
     assert of_nodes["worker 1.0"].bars == lanes["worker 1"].bars and of_nodes["worker 0"].bars == lanes["worker 0"].bars
     assert "worker deaths: 1" in page_of(run)["facts"]["outcome"]
+
+
+def test_an_evaluation_has_its_last_response_also_where_it_ends_within_its_millisecond(tmp_path):
+    of_first = [trajectory(i, 0, 1.0 + i, 0.9997, 0, group=-1, turns=[]) for i in range(3)]
+    of_second = [trajectory(i, 0, 5.0 + i, 0.5, 1, group=-1, turns=[]) for i in range(2)]
+    first, second = ({"event": "evaluation", "time": STARTED + at, "accuracy": 0.5} for at in (3.9998, 7.0))
+    events = [legend(STARTED) | {"event": "run_started", "time": STARTED}]
+    events += [*(shorten(e, STARTED) for e in of_first), first | {"version": 0}]
+    events += [*(shorten(e, STARTED) for e in of_second), second | {"version": 1}]
+    assert all(isinstance(event, list) for event in events[1:4])
+    bars = timeline_of_events(tmp_path, events).lanes[1].bars
+    assert [bar.details["responses"] for bar in bars] == [3, 2]
 
 
 def test_two_evaluations_of_one_version_are_two_bars_and_one_that_did_not_end_is_one(tmp_path):

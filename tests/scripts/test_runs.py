@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from records.trajectory_lines import legend, pack
+from records.trajectory_lines import legend, shorten
 from scripts.runs import evaluations, frame, load, names, progress, rows, summarise
 
 INFO = {"config": {"algo": "grpo"}}
@@ -56,11 +56,11 @@ def test_trajectories_that_are_written_short_are_the_same_rows(path):
     event = trajectory(3, group=1, member=0, started_at=1.5, ended_at=2.25, turns=[[1.5, 2.0, 2.25]], tokens=4)
     event |= {"time": 2.5, "finish_reason": "stop", "reward": 0.5, "min_version": 2, "max_version": 2}
     start = {"event": "run_started", "time": 1.0}
-    write_lines(path / "events.jsonl", [start | legend(1.0), pack(event, 1.0)])
+    write_lines(path / "events.jsonl", [start | legend(1.0), shorten(event, 1.0)])
     short = load(path).events["trajectory"]
     write_lines(path / "events.jsonl", [start, event])
     assert rows(short) == rows(load(path).events["trajectory"])
-    write_lines(path / "events.jsonl", [pack(event, 1.0)])
+    write_lines(path / "events.jsonl", [shorten(event, 1.0)])
     with pytest.raises(ValueError, match=r"run/events.jsonl: trajectory .* stands before the event"):
         _ = load(path).events
 
