@@ -17,6 +17,8 @@ GARBAGE_THRESHOLD = 10_000
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
 """Freed memory that malloc keeps at the top of its heap; largest piece that it takes from there, the most it allows."""
+FIRST_PARENT = os.getppid()
+"""Of this process, if it was not forked: an orphan has another one by the time that torch and the rest are imported."""
 # torchrun's variables would make a child believe that it is a trainer rank.
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -31,12 +33,12 @@ class Interrupted(Exception):
 
 
 def exit_with_parent(poll_s: float = 1.0) -> None:
-    """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death.
+    """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death, also an earlier one.
 
     A thread and not PR_SET_PDEATHSIG: that one fires when the *thread* ends that started us, which may be a short one.
     """
     starter = multiprocessing.parent_process()  # known even if it died before this process got here
-    parent = os.getppid() if starter is None else starter.pid
+    parent = FIRST_PARENT if starter is None else starter.pid
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from cluster.processes import kill_session, without_torchrun
 
@@ -21,11 +22,10 @@ def test_torchruns_variables_are_taken_out_and_nothing_else():
     assert without_torchrun(kept | {"RANK": "0", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "y"}) == kept
 
 
-def test_a_process_ends_with_its_parent():
-    child = (
-        "import os, time; from cluster.processes import exit_with_parent\n"
-        "exit_with_parent(0.05); print(os.getpid(), flush=True); time.sleep(60)"
-    )
+@pytest.mark.parametrize("steps", ["{watch}; {say}", "{say}; time.sleep(1); {watch}"], ids=["up", "still importing"])
+def test_a_process_ends_with_its_parent(steps):
+    steps = steps.format(watch="exit_with_parent(0.05)", say="print(os.getpid(), flush=True)")
+    child = f"import os, time; from cluster.processes import exit_with_parent\n{steps}; time.sleep(60)"
     parent = start(f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)")
     pid = int(parent.stdout.readline())
     parent.kill()
