@@ -215,8 +215,7 @@ def reliability() -> str:
     rows, shares = [], []
     for r in records_of("reliability"):
         shares += [pair["share"] for pair in r.get("cost", {}).get("pairs", ())]
-        came = Counter(one["outcome"] for one in r.get("rounds", ()))
-        said = ", ".join(f"{n} {outcome}" for outcome, n in sorted(came.items()))
+        said = ", ".join(f"{n} {o}" for o, n in sorted(Counter(one["outcome"] for one in r.get("rounds", ())).items()))
         what = re.split(" --(?:keep|out) ", r["command"].partition("chaos ")[2])[0]
         for name, of in ((f"`{what}`: {said}", "accounts"), ("the same, unbroken", "unbroken")):
             if found := r.get(of):

@@ -29,11 +29,7 @@ def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
 
 def read_events(path: Path, cut: list[Path] | None = None) -> list[dict]:
     """The events of an events.jsonl, those of trajectories too as objects that name their fields; else as `read`."""
-    lines = read(path, cut)
-    try:
-        return expand(lines)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return expand(read(path, cut))
 
 
 def markdown(heading: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
