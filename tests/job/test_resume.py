@@ -5,6 +5,9 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,7 @@ from records.manifest import (
 from records.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+ROOT = Path(__file__).parents[2]
 OTHER = {
     "task": "gsm8k", "algo": "tis", "on_update": "resume", "stale_policy": "drop", "scheduling": "batch", "lr": "0.5",
     "advantage": "rloo", "proximal": "loglinear", "loss_aggregation": "constant", "kl_estimator": "k1", "top_p": "0.5",
@@ -263,3 +267,30 @@ def test_a_run_that_was_stopped_says_what_to_type_or_why_nothing_is_saved(tmp_pa
     assert how_to_go_on(run) == f"go on from step 12: python train_async.py --resume '{run}'"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert ": torchrun train_async.py --resume" in how_to_go_on(run)
+
+
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from config import Config
+from job.node import start_node
+from train_async import run_job
+
+def job():
+    node = SimpleNamespace(model_path="model", run=SimpleNamespace(path=Path(sys.argv[1])))
+    with start_node(Config(), None, lead=lambda start: node):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+run_job(job)
+"""
+
+
+def test_the_last_line_of_a_run_that_is_stopped_says_how_to_go_on(tmp_path):
+    (tmp_path / "checkpoints/step_4" / PART).mkdir(parents=True)
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    said = f"error: stopped by SIGINT; go on from step 4: python train_async.py --resume {tmp_path}"
+    assert ended.stderr.splitlines()[-1] == said and ended.returncode == 128 + signal.SIGINT
