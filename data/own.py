@@ -166,6 +166,14 @@ def digest(texts: Iterable[str]) -> str:
     return sha256.hexdigest() if texts else ""
 
 
+def are_as(texts: Iterable[str], expected: str) -> bool:
+    """Whether the files that users bring are there, and have this digest."""
+    try:
+        return digest(texts) == expected
+    except (OSError, SyntaxError):
+        return False
+
+
 def copy(texts: Iterable[str], folder: Path) -> None:
     """Copy the files that users bring into a folder, which is made."""
     for place, path in files(texts).items():

@@ -227,7 +227,8 @@ class JoinedMachine:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._welcome is None:
-            _check_own(Config.from_dict(welcome.options), welcome.own_digest)
+            if not own.are_as(texts := own.texts_of(Config.from_dict(welcome.options)), welcome.own_digest):
+                raise ValueError(f"{', '.join(texts)}: not what the run has at the same place, or imports; copy it")
             self._welcome = welcome
             self._start_engines()
         elif welcome != self._welcome:
@@ -339,20 +340,6 @@ class JoinedMachine:
             engine.process.stop(max(0.0, deadline - time.monotonic()) if engine.is_up else 0.0)
         self._threads.shutdown()
         self._context.destroy()
-
-
-def _check_own(config: Config, digest: str) -> None:
-    """Raise ValueError, in one line, if this machine lacks what the run's user brings: code is never sent."""
-    if texts := own.texts_of(config):
-        try:
-            found = own.digest(texts)
-        except (OSError, SyntaxError):
-            found = ""
-        if found != digest:
-            what = (
-                "not what the run has at the same place, by its file or what it imports; copy it here, and join again"
-            )
-            raise ValueError(f"{', '.join(texts)}: {what}")
 
 
 def main(worker_main: Callable) -> None:

@@ -78,22 +78,14 @@ def gone_on_with(made: dict[str, Any], run: Path) -> dict[str, Any]:
     Raises ValueError, in one line, if neither is what the run began with.
     """
     config, code = Config.from_dict(made["config"]), run.absolute() / "code"
-    if not (texts := own.texts_of(config)):
-        return {}
-    if _digest(texts) == made["own"]["digest"]:
+    texts = own.texts_of(config)
+    if not texts or own.are_as(texts, made["own"]["digest"]):
         return {}
     moved = {text: own.moved(text, code) for text in texts}
-    if _digest(moved.values()) != made["own"]["digest"]:
+    if not own.are_as(moved.values(), made["own"]["digest"]):
         raise ValueError(
             f"--resume {run}: {code} is not what the run began with; put the files back, or begin a new run"
         )
     print(f"{', '.join(made['own']['files'])}: changed or gone; the run goes on with the copies in {code}", flush=True)
     one = {name: moved.get(getattr(config, name), getattr(config, name)) for name in ("algo", "task")}
     return one | {"reward": tuple(moved.get(text, text) for text in config.reward)}
-
-
-def _digest(texts) -> str:
-    try:
-        return own.digest(texts)
-    except (OSError, SyntaxError):  # gone, or no Python any more
-        return ""

@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from config import Config, flag
+from data.own import title
 from job.command_line import read_options
 from records.batches import batch_path, read_batch, weights_sha256
 from records.time_ledger import Account
@@ -131,7 +132,7 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
             _refuse(name, getattr(recording.config, name))
     if chosen.steps > recording.num_steps:
         raise ValueError(f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps")
-    name = f"{recording.path.name}-replay-{chosen.algo}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    name = f"{recording.path.name}-replay-{title(chosen.algo)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return replace(chosen, run_name=chosen.run_name or name).checked()
 
 

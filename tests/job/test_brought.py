@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from config import Config
 from data import own
 from job.command_line import parse_config, read_options
 from records.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
 
 
 def refusal(capsys, *args) -> str:
@@ -174,3 +178,21 @@ def test_a_run_that_was_moved_goes_on_with_its_copies(own_run, tmp_path):
     moved = shutil.move(run, tmp_path / "elsewhere")
     shutil.rmtree(loss.parent)
     assert Path(read_options(["--resume", str(moved)]).algo.rpartition(":")[0]).parent == tmp_path / "elsewhere/code"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("a11 b22 c33 d44 =", "has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9"),
+        ("What is 1 + 1?", "its tokenizer cannot encode 'What is 1 + 1?' of --task jsonl"),
+    ],
+)
+@pytest.mark.usefixtures("tiny_models")
+def test_prompts_that_do_not_fit_are_said_before_anything_is_written_or_started(tmp_path, prompt, said):
+    rows = [{"prompt": text, "answer": "x"} for text in ("a12 =", "b13 =", "a14 =", prompt)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = ["--task", "jsonl", "--data-path", "rows.jsonl", "--max-prompt-tokens", "4"]
+    command = [sys.executable, str(ROOT / "train_async.py"), *args]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr[-2000:]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
