@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -34,6 +34,7 @@ _MAX_START_S = 60.0
 _MAX_FORK_S = 5.0
 """Longest wait for a process forked from it: it has all imports and copies nothing."""
 _MAX_REPLY = 1 << 16  # bytes: a message of 500 characters is far below
+_MAX_REASON = 1000  # characters: as many as a joined machine may send
 _GRACE_S = 2.0  # an event loop that is silent so much longer than its own limit stands still
 _TEMPLATE = """import json, sys
 sys.path, *arguments = json.loads(sys.argv[1])
@@ -131,15 +132,15 @@ class RewardPool:
 
     def _score_waiting(self) -> None:
         """Have one process score what waits, and replace it when it fails; runs in a thread."""
-        scorer, dead = None, 0
+        scorer, dead, numbers = None, 0, itertools.count()  # none twice, as a hostile one may answer twice
         while taken := self._take():
-            items = dict(enumerate(taken))
+            items = {number: item for item, number in zip(taken, numbers, strict=False)}
             try:
                 scorer = scorer or self._template.fork(dead)
-                self._score(scorer, items)
+                self._score(scorer, items, numbers)
             except (OSError, EOFError, ValueError, RecursionError) as error:  # the last two by hostile JSON
                 self._on_failure(items, None if scorer is None else error)
-                dead, scorer = (scorer.kill(), None) if scorer else (0, None)
+                dead, scorer, numbers = scorer.kill() if scorer else 0, None, itertools.count()
             if items:
                 with self._changed:
                     self._waiting.extendleft(reversed(items.values()))
@@ -147,16 +148,15 @@ class RewardPool:
         if scorer is not None:
             scorer.kill()
 
-    def _score(self, scorer: "_Scorer", items: dict[int, _Item]) -> None:
+    def _score(self, scorer: "_Scorer", items: dict[int, _Item], numbers: Iterator[int]) -> None:
         """Settle items, and beside async ones what comes meanwhile; those that an error leaves are not scored."""
-        numbers = itertools.count(len(items))
         scorer.connection.settimeout(self._timeout_s + _GRACE_S * self._is_async)
         scorer.send(items, self._timeout_s)
         while items:
             number, outcome = scorer.receive(items)
             _settle(items.pop(number), outcome)
             if self._is_async and (taken := self._take(is_free=False)):
-                items |= (more := dict(zip(numbers, taken, strict=False)))
+                items |= (more := {number: item for item, number in zip(taken, numbers, strict=False)})
                 scorer.send(more, self._timeout_s)
 
     def _on_failure(self, items: dict[int, _Item], error: Exception | None) -> None:
@@ -179,7 +179,7 @@ def _settle(item: _Item, outcome: Scored | str) -> None:
     if not item.reward.set_running_or_notify_cancel():
         return
     if isinstance(outcome, str):
-        item.reward.set_exception(RewardError(outcome))
+        item.reward.set_exception(RewardError(" ".join(outcome[:_MAX_REASON].split())))
     else:
         item.reward.set_result(outcome)
 

@@ -106,3 +106,9 @@ number = 3
 
 def no_response(completion, answer):
     return 0.0
+
+
+class OwnTask:
+    @staticmethod
+    def score(answer, response):
+        return {"right": float(response == answer), "digits": len(response) / len(answer)}

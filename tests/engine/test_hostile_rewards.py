@@ -19,6 +19,7 @@ from setproctitle import setproctitle
 from engine.reward_pool import RewardError, RewardPool, _Item, _Scorer
 from engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
 from engine.score import load_score
+from job.trust import MAX_FAILURE
 
 needs_namespaces = pytest.mark.skipif(bool(_why_no_namespaces()), reason="the kernel gives no namespaces here")
 
@@ -54,7 +55,9 @@ def connect(port: str) -> None:
 
 def spoil_replies(what: str) -> bool:
     """Write to every socket that there is."""
-    replies = {"nested": b"[" * 60_000 + b"\n", "nan": b"NaN\n", "long": b"1" * 200_000, "pickle": b"\x80\x04N.\n"}
+    replies = {"line": json.dumps([0, "\n" + "no line\n" * 5000]).encode() + b"\n", "bool": b"[0, true, {}]\n"}
+    replies |= {"parts": b'[0, 1.0, {"mean": 1.0}]\n', "part": b'[0, 1.0, {"x": 1e999}]\n', "other": b"[7, 1.0, {}]\n"}
+    replies |= {"nested": b"[" * 60_000 + b"\n", "nan": b"NaN\n", "long": b"1" * 200_000, "pickle": b"\x80\x04N.\n"}
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
             os.write(descriptor, replies[what])
@@ -129,10 +132,17 @@ def test_no_byte_is_written_to_a_file(tmp_path):
     assert not path.exists() or not path.read_bytes()
 
 
-@pytest.mark.parametrize("what", ["nested", "nan", "long", "pickle"])
+@pytest.mark.parametrize("what", ["nested", "nan", "long", "pickle", "bool", "parts", "part", "other"])
 def test_a_process_that_talks_nonsense_is_replaced(what):
     spoiled, good = outcomes(f"spoil {what}", "0.5")
     assert "its process died" in str(spoiled) and good == 0.5
+
+
+def test_a_reason_that_a_process_makes_up_is_one_line_and_short():
+    spoiled, good = outcomes("spoil line", "0.5")
+    assert isinstance(spoiled, RewardError) and str(spoiled).startswith("no line no line")
+    assert good == 0.5, "its second answer is nobody's"
+    assert "\n" not in str(spoiled) and len(str(spoiled)) <= MAX_FAILURE
 
 
 @needs_namespaces
@@ -222,8 +232,7 @@ TEXTS = {
 
 
 def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
-    async def ask() -> tuple[list, list, float]:
-        pool = RewardPool("gsm8k", [], 1.0, 4)
+    async def ask(pool: RewardPool) -> tuple[list, list, float]:
         assert await pool.score("8", "\\boxed{8}") == (1.0, {})  # it has imported all
         begun = time.monotonic()
         hostile = asyncio.gather(
@@ -231,9 +240,10 @@ def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
             return_exceptions=True,
         )
         good = await asyncio.gather(*(pool.score("8", f"\\boxed{{{i}}}") for i in range(6, 10)))
-        return await hostile, good, time.monotonic() - begun, pool.close()
+        return await hostile, good, time.monotonic() - begun
 
-    found, good, taken_s, _ = asyncio.run(ask())
+    with contextlib.closing(RewardPool("gsm8k", [], 1.0, 4)) as pool:
+        found, good, taken_s = asyncio.run(ask(pool))
     named = dict(zip(TEXTS, found, strict=True))
     assert good == [(right, {}) for right in (0.0, 0.0, 1.0, 0.0)]
     assert all(outcome == (0.0, {}) or isinstance(outcome, RewardError) for outcome in found), named

@@ -66,6 +66,20 @@ def test_without_a_function_the_task_scores():
     assert score("a1 b2", "a 1 b 2") == (1.0, {}) and not score.is_async
 
 
+def test_a_task_of_ones_own_scores_with_parts_and_its_failures_are_told_with_its_file():
+    async def ask() -> list:
+        rewards = Rewards(texts("OwnTask")[0], [], 5.0, 1)
+        asked = rewards.score("4", "4"), rewards.score("", "4")
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        rewards.close()
+        return found
+
+    right, failed = asyncio.run(ask())
+    line = own_rewards.OwnTask.score.__code__.co_firstlineno + 2
+    assert right == (2.0, {"right": 1.0, "digits": 1.0})
+    assert str(failed) == f"{FILE}:OwnTask.score, line {line}: ZeroDivisionError: division by zero"
+
+
 @pytest.mark.parametrize("function", ["parts", "judge"])
 def test_a_reward_and_its_parts_come_back_from_the_processes(function):
     scored = {"parts": (1.5, {"right": 1.0, "short": 0.5}), "judge": (2.0, {"wise": 2.0})}
