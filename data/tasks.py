@@ -338,9 +338,8 @@ class EnvironmentTask:
     def __init__(self, name: str, seed: int) -> None:
         from data.environments import make_environment
 
-        self._environment, self._name = make_environment(name), name
+        self._environment, self._name, self._seed = make_environment(name), name, seed
         self._seed_shows = getattr(self._environment, "seed_shows", False)
-        self._seed = seed
         self._conversation = functools.lru_cache(maxsize=1)(Conversation)
 
     def train_problem(self, index: int) -> Problem:
@@ -424,18 +423,14 @@ def _shuffled(length: int, seed: str) -> list[int]:
     return order
 
 
-def _encode_chat(prompt: str | list, tokenizer, system: str = "", **options) -> list[int]:
+def _encode_chat(prompt: str | list, tokenizer, system: str = "", **how) -> list[int]:
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
-            raise ValueError(
-                "a prompt of chat messages needs a chat template, and the tokenizer has none; give texts as prompts, "
-                "or a --model with one, such as Qwen/Qwen3-0.6B"
-            )
+            raise ValueError("a prompt of chat messages needs a chat template; give texts, or a --model that has one")
         return tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{"role": "system", "content": system}, *messages] if system else messages
-    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-    return tokenizer.apply_chat_template(messages, **how, **options)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **how)
 
 
 def _json_object(text: str) -> dict:
@@ -510,8 +505,7 @@ class Sums:
         "largest_of_four": ("Which is the largest of {}, {}, {} and {}?", range(100), max),
     }
     """The question of each level, what its numbers are drawn from, and what of them is the answer."""
-    SYSTEM = "Answer briefly."
-    HELD_OUT = 1 / 4
+    SYSTEM, HELD_OUT = "Answer briefly.", 1 / 4
 
     def __init__(self, level: str, seed: int) -> None:
         if level not in self.LEVELS:

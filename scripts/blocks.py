@@ -212,18 +212,18 @@ def simulation() -> str:
 
 def reliability() -> str:
     """What came of campaigns, and of a job that is killed beside the unbroken one; what checkpoints cost."""
-    rows, shares = [], []
-    for r in records_of("reliability"):
-        shares += [pair["share"] for pair in r.get("cost", {}).get("pairs", ())]
+    found = records_of("reliability")
+    rows, shares = [], [pair["share"] for r in found for pair in r.get("cost", {}).get("pairs", ())]
+    for r in found:
         said = ", ".join(f"{n} {o}" for o, n in sorted(Counter(one["outcome"] for one in r.get("rounds", ())).items()))
         what = re.split(" --(?:keep|out) ", r["command"].partition("chaos ")[2])[0]
         for name, of in ((f"`{what}`: {said}", "accounts"), ("the same, unbroken", "unbroken")):
-            if found := r.get(of):
-                sums = (sum(a[key] for a in found) for key in ("starts", "consumed", "dropped"))
-                rows.append([name, len(found), *sums, f"{min(a['accuracy'] for a in found):.3f}"])
+            if runs := r.get(of):
+                sums = (sum(a[key] for a in runs) for key in ("starts", "consumed", "dropped"))
+                rows.append([name, len(runs), *sums, f"{min(a['accuracy'] for a in runs):.3f}"])
     heading = ["broken", "runs", "starts", "prompts trained on", "dropped", "held-out accuracy, at least"]
-    cost = [f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}."] if shares else []
-    return lines([*markdown(heading, rows), *cost])
+    cost = f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}." if shares else ""
+    return lines([*markdown(heading, rows), *[cost] * bool(cost)])
 
 
 def findings() -> str:
@@ -264,10 +264,9 @@ def planner() -> str:
     (time,) = rounds(found, "arm", case="time", arm="56 GPUs").values()
     seconds = statistics.median(r["planning_s"] for r in time)
     rows.append(["planning, 56 GPUs, s (table 5)", f"{seconds:.2f}", f"{time[0]['paper_s']:g}"])
-    for case, measured, what in (
-        ("simulated", "simulated_s", "step, 30 random clusters under the real controller"),
-        ("running", "step_s", "step, two machines of unequal speed that joined a run"),
-    ):
+    cases = [("simulated", "simulated_s", "step, 30 random clusters under the real controller")]
+    cases += [("running", "step_s", "step, two machines of unequal speed that joined a run")]
+    for case, measured, what in cases:
         of = [r["predicted_s"] / r[measured] for r in found if r["case"] == case]
         spread = f"{statistics.median(of):.2f} × ({min(of):.2f}–{max(of):.2f}, n = {len(of)})"
         rows.append([f"{what}, predicted / measured", spread, "1 ×"])

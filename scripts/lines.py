@@ -28,7 +28,7 @@ def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
 
 
 def read_events(path: Path, cut: list[Path] | None = None) -> list[dict]:
-    """The events of an events.jsonl, those of trajectories too as objects that name their fields; else as `read`."""
+    """As `read` of an events.jsonl, with trajectories as objects that name their fields."""
     return expand(read(path, cut))
 
 

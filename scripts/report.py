@@ -29,8 +29,7 @@ from scripts.runs import Run, evaluations, load, names, progress, readable_summa
 from scripts.table import differing_options, show
 from scripts.timeline import STATE_COLORS, TRAJECTORY_FIELDS, Timeline, build_timeline, trace
 
-NUM_SAMPLES = 30
-"""Groups of which a page shows samples, those of all its runs together."""
+NUM_SAMPLES = 30  # groups of which a page shows samples, those of all its runs together
 STILL_GOING_S = 60  # a run whose last record is younger may be going on
 COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
 MACHINE_COLORS = (*COLORS, "#8d6cc4", "#e3b505", "#e57373", "#6fb1e8", "#7a4a1e")
@@ -55,8 +54,7 @@ CURVES = {
     "Machines that have joined": {"swarm/machines": "machines"},
 }  # fmt: skip
 """Charts over steps: title, metrics and what to call them."""
-WHOLE_REWARD = ("reward/mean", "reward/std", "reward/zero_variance_groups")
-"""What is measured of the whole reward; others are named parts of it."""
+WHOLE_REWARD = ("reward/mean", "reward/std", "reward/zero_variance_groups")  # others are named parts of it
 MACHINE_CURVES = {
     "tokens_per_s": "Generated tokens/s", "lag": "Versions that responses were behind when they came in",
     "mb_sent": "MB sent to it in a step", "mb_received": "MB received from it in a step",
@@ -252,8 +250,7 @@ def workers_time(timeline: Timeline) -> list[dict]:
     together = of_worker.sum(axis=1).sort_values(ascending=False)
     each = (of_worker / of_worker.sum()).agg(["min", "max"], axis=1)
     ranges = {name: f"{low:.1%} … {high:.1%}" for name, low, high in each.itertuples()} if len(of_worker.T) > 1 else {}
-    title = "Where the workers' time went"
-    return [shares(title, "worker-seconds", together, "all workers", WORKER_STATES, ranges)]
+    return [shares("Where the workers' time went", "worker-seconds", together, "all workers", WORKER_STATES, ranges)]
 
 
 def of_machines(run: Run) -> dict[str, dict[str, list[dict]]]:

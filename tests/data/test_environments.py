@@ -37,7 +37,7 @@ def test_the_command_line_knows_all_environments():
 
 
 def test_an_unknown_environment_is_an_error_with_the_list():
-    with pytest.raises(ValueError, match=r"'frozen_lakes'; environments are frozen_lake, guess_number$"):
+    with pytest.raises(ValueError, match=r"'frozen_lakes' is none of frozen_lake, guess_number, nor FILE.py:NAME"):
         make_environment("frozen_lakes")
 
 

@@ -75,7 +75,7 @@ def test_every_case_is_there_in_both_sizes():
     for size in parts.SIZES:
         cases = list(parts.cases(SimpleNamespace(size=size)))
         assert {case.name.split()[0] for case in cases} == {
-            "rollout", "trainer", "publish", "job", "frozen_lake"
+            "rollout", "trainer", "reward", "publish", "job", "frozen_lake"
         }  # fmt: skip
 
 
