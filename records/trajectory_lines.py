@@ -38,8 +38,9 @@ def shorten(event: dict, since: float) -> list | dict:
     return values if "failure" in event else values[:-1]
 
 
-def expand(lines: list[dict | list]) -> list[dict]:
-    """The events of a file, those of trajectories as they were before `shorten`, but for times cut to milliseconds.
+def expand(lines: list[dict | list], name: str = "events.jsonl") -> list[dict]:
+    """The events of a file of that name, those of trajectories as they were before `shorten`, but for times cut to
+    milliseconds.
 
     Raises ValueError for a list before which no event says how to read it.
     """
@@ -48,7 +49,8 @@ def expand(lines: list[dict | list]) -> list[dict]:
         if isinstance(line, dict):
             read = line.get(LEGEND, read)
         elif read is None:
-            raise ValueError(f"trajectory {line} stands before the event with {LEGEND!r}; restore the file's beginning")
+            what = f"trajectory {line} stands before the event with {LEGEND!r}"
+            raise ValueError(f"{name}: {what}; restore the file's beginning")
         events.append(_event(line, **read) if isinstance(line, list) else line)
     return events
 

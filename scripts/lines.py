@@ -29,7 +29,7 @@ def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
 
 def read_events(path: Path, cut: list[Path] | None = None) -> list[dict]:
     """As `read` of an events.jsonl, with trajectories as objects that name their fields."""
-    return expand(read(path, cut))
+    return expand(read(path, cut), str(path))
 
 
 def markdown(heading: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:

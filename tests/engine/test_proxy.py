@@ -13,7 +13,7 @@ from tiny_policy import VOCAB
 
 from config import Config
 from engine.proxy import LLMProxy
-from engine.vllm_setup import split_wire_options
+from engine.vllm_setup import num_sampled, split_wire_options
 from weights.nccl import CHUNK_BYTES, NcclTransport
 from weights.transport import ParameterSpec
 
@@ -107,7 +107,8 @@ def test_a_prefix_that_an_update_has_used_up_is_cut_and_not_resumed(pair):
 def test_what_is_suspended_goes_on_after_the_next_update_and_not_before(pair):
     async def generate(version):
         tasks = [asyncio.create_task(pair.proxy.generate(f"sus-{version}-{i}", PROMPT, i)) for i in range(16)]
-        await asyncio.sleep(0.04)
+        while not any(num_sampled(pair.proxy.engine, r.engine_id) > 2 for r in pair.proxy.requests.values()):
+            await asyncio.sleep(0.002)
         await pair.proxy.suspend()
         num_done = sum(task.done() for task in tasks)
         late = asyncio.create_task(pair.proxy.generate(f"sus-{version}-late", PROMPT, 99))
