@@ -7,7 +7,8 @@ from typing import Any
 
 from config import Config
 from data import own
-from data.tasks import Problem, Task, prepare_task, score_of
+from data.tasks import Problem, Task, prepare_task
+from engine.score import load_score
 
 
 def resolved(options: dict[str, Any]) -> dict[str, Any]:
@@ -30,12 +31,9 @@ def check(config: Config) -> None:
     """Raise ValueError, in one line, for something of the user's own that does not load or is not what it must be."""
     if own.is_own(config.algo):
         _check_loss(config)
-    for text in config.reward:
-        if not callable(own.load(text, "--reward")):
-            raise ValueError(f"--reward {text} is no function; give one that takes response and the row's columns")
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
-    if not (config.reward or config.is_multi_turn):
-        score_of(config.task)
+    if not config.is_multi_turn:
+        load_score(config.task, config.reward)
     own.files(own.texts_of(config))
 
 
