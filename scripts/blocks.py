@@ -223,7 +223,7 @@ def reliability() -> str:
                 rows.append([name, len(runs), *sums, f"{min(a['accuracy'] for a in runs):.3f}"])
     heading = ["broken", "runs", "starts", "prompts trained on", "dropped", "held-out accuracy, at least"]
     cost = f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}." if shares else ""
-    return lines([*markdown(heading, rows), *[cost] * bool(cost)])
+    return lines([*markdown(heading, rows), *["", cost] * bool(cost)])
 
 
 def findings() -> str:
