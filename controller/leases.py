@@ -65,19 +65,19 @@ class Leases:
         faster that one is free there at once."""
         self._looked_at = now = time.monotonic()
         holding_back, most = self.buffer.holding_back(), self.config.max_running_requests
-        others = sorted((w for w in self.workers if w.is_up), key=_token_s)
-        slots = {worker.index: most - worker.num_running for worker in others}
+        by_speed = sorted((w for w in self.workers if w.is_up), key=_token_s)
+        slots = {worker.index: most - worker.num_running for worker in by_speed}
         for gone in [key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])]:
             del self._num_moves[gone]
             self._taken_from.pop(gone, None)
-        for worker in filter(lambda worker: others and worker.is_remote, self.workers):
-            least_s = min(self._urgent_lease_s(worker, others[0]), self.config.swarm.lease_s)
+        for worker in filter(lambda worker: by_speed and worker.is_remote, self.workers):
+            least_s = min(self._urgent_lease_s(worker, by_speed[0]), self.config.swarm.lease_s)
             for ticket in worker.awaited:
                 had_s = now - worker.given_at[ticket.ticket_id]
                 if had_s <= least_s or not self.is_awaited(worker, ticket):
                     continue
                 version, members = self.min_version(ticket), ticket.num_members
-                able = (other for other in others if other is not worker and other.can_start(version))
+                able = (other for other in by_speed if other is not worker and other.can_start(version))
                 has_slots = (w for w in able if slots[w.index] >= members or _is_faster(w, worker))
                 if (other := next(has_slots, None)) is None:
                     continue

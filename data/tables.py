@@ -14,7 +14,6 @@ from pathlib import Path
 Rows = list[dict]
 TEST_SPLITS = ("test", "validation")
 _HUB_PROBE_S = 5.0
-_ONE_FILE = "a single file must end in .parquet, .jsonl or .json"
 
 
 def load_splits(path: str | None, hub: str = "", part: str | None = None) -> dict[str, Rows]:
@@ -100,7 +99,7 @@ def _load_from_disk(path: Path):
     if path.is_file():
         kind = {".parquet": "parquet", ".json": "json"}.get(path.suffix)
         if kind is None:
-            raise ValueError(_ONE_FILE)
+            raise ValueError("a single file must end in .parquet, .jsonl or .json")
         return datasets.load_dataset(kind, data_files=str(path))
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         return datasets.load_from_disk(str(path))
