@@ -37,46 +37,55 @@ def end_what_is_stopped(limit_s: float) -> Callable[[], None]:
     says so on stderr. Returns what ends it. To be called before there are threads.
 
     A stopped process looks alive to all who wait for it; this one waits for nobody. A debugger's stop is another, and
-    Ctrl-Z stops this process too. Looks are counted, not time, as it may have been stopped with the others.
+    Ctrl-Z stops this process too. It stays until torchrun's agent has ended, which may be stopped while the ranks
+    finish: after them there is nobody else who would see it.
     """
-    root, parent = run_root(), os.getpid()
+    root, is_rank = run_root(), run_root().pid != os.getpid()
     if (pid := os.fork()) == 0:
         try:
-            _look_for_stopped(root, parent, limit_s)
+            _look_for_stopped(root, is_rank, limit_s)
         finally:
             os._exit(0)
 
     def end() -> None:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        os.kill(pid, signal.SIGTERM)
+        if not is_rank:
+            os.waitpid(pid, 0)
 
     return end
 
 
-def _look_for_stopped(root: psutil.Process, parent: int, limit_s: float) -> None:
-    """Look until the process `parent` has ended."""
+def _look_for_stopped(root: psutil.Process, is_rank: bool, limit_s: float) -> None:
+    """Look until the process `root` has ended, or SIGTERM has come; for a rank this only says that `root` soon will.
+
+    Time is that which was waited here, not the clock's: this process may have been stopped with the others.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     setproctitle("watch for stopped processes")
-    poll_s, looks = max(0.1, min(2.0, limit_s / 10)), Counter()
-    while os.getppid() == parent:
-        time.sleep(poll_s)
+    poll_s, stopped_s = max(0.1, min(2.0, limit_s / 10)), Counter()
+    while _status(root) not in (None, psutil.STATUS_ZOMBIE):
+        if signal.sigtimedwait({signal.SIGTERM}, poll_s):
+            if not is_rank:
+                return
+            poll_s = 0.1
         alive = []
         with contextlib.suppress(psutil.NoSuchProcess):
             alive = [root, *root.children(recursive=True)]
-        looks = Counter({p: looks[p] + 1 for p in alive if _is_stopped(p)})
-        for process in [process for process, times in looks.items() if times * poll_s >= limit_s]:
+        stopped_s = Counter({p: stopped_s[p] + poll_s for p in alive if _status(p) == psutil.STATUS_STOPPED})
+        for process in [process for process, seconds in stopped_s.items() if seconds >= limit_s]:
             reason = f"error: {_title(process)} was stopped (SIGSTOP) for {limit_s:g} s, and is killed"
             with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 os.write(2, f"{reason}\n".encode())
                 process.kill()
 
 
-def _is_stopped(process: psutil.Process) -> bool:
+def _status(process: psutil.Process) -> str | None:
+    """What the process does, by psutil's constants; None if it has gone."""
     try:
-        return process.status() == psutil.STATUS_STOPPED
+        return process.status() if process.is_running() else None
     except psutil.NoSuchProcess:
-        return False
+        return None
 
 
 def _title(process: psutil.Process) -> str:

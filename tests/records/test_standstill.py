@@ -72,6 +72,39 @@ def test_the_only_process_of_a_run_is_killed_and_named_too(tmp_path):
     assert f"(pid {root.pid}) was stopped (SIGSTOP) for 0.5 s, and is killed" in said
 
 
+RANK = (
+    "import os, sys\n"
+    "from records.standstill import end_what_is_stopped\n"
+    "end = end_what_is_stopped(0.5)\n"
+    "print(os.getpid(), flush=True); sys.stdin.readline(); end()\n"
+)
+AGENT = (
+    "import os, subprocess, sys\n"
+    f"command = [sys.executable, '-c', {RANK!r}]\n"
+    "subprocess.run(command, env={**os.environ, 'TORCHELASTIC_RUN_ID': 'x'})\n"
+)
+
+
+def start_agent_and_rank():
+    agent = start(AGENT, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return agent, psutil.Process(int(agent.stdout.readline()))
+
+
+def test_an_agent_that_is_stopped_while_its_ranks_finish_is_killed_and_named():
+    agent, _ = start_agent_and_rank()
+    agent.send_signal(signal.SIGSTOP)
+    said = agent.communicate("finish\n", timeout=20)[0]  # until the one that watches has ended, too
+    assert agent.returncode == -signal.SIGKILL
+    assert f"(pid {agent.pid}) was stopped (SIGSTOP) for 0.5 s, and is killed" in said
+
+
+def test_who_watches_ends_with_the_agent_of_ranks_that_have_finished():
+    agent, rank = start_agent_and_rank()
+    (watch,) = rank.children()
+    assert agent.communicate("finish\n", timeout=20)[0] == ""
+    assert agent.returncode == 0 and psutil.wait_procs([watch], timeout=5)[0]
+
+
 def test_a_process_that_is_stopped_for_a_moment_goes_on(tmp_path):
     root, child = start_two(tmp_path)
     for _ in range(4):
