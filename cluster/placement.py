@@ -128,7 +128,7 @@ def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_
     num_workers = max(1, fitting) if config.num_rollout_workers is None else config.num_rollout_workers
     if num_workers > fitting and not num_trainer_ranks:
         raise ValueError(
-            f"--rollout-tp {tp} needs {tp} GPUs, {num_gpus} are visible; join from a machine that has them"
+            f"--rollout-tp {tp} needs {tp} GPUs, {num_gpus} are visible; use --rollout-tp {num_gpus} or less here"
         )
     if num_workers > fitting:
         wanted = f"{num_workers} rollout workers" + (f" × {tp} GPUs" if tp > 1 else "")

@@ -1,8 +1,9 @@
 """Which of unequal GPUs train, which sample, and how: AReaL-Hex (arXiv 2511.00796) with what this code can run. Pure.
 
 The trainer has GPUs of one kind, the same number on each of its machines, as every rank gets an equal share of a step.
-An engine has `tp` GPUs of one machine. GPUs of a trainer's machine that do not train sample there (weights by NCCL),
-those of other machines join the run, and pull the weights. One GPU may do both in turns. Any GPU may stay idle.
+An engine has `tp` GPUs of one machine, the same number on all machines that have the same part. GPUs of a trainer's
+machine that do not train sample there (weights by NCCL), those of other machines join the run, and pull the weights.
+One GPU may do both in turns. Any GPU may stay idle.
 
 Seconds of a step; g of generation, u of the weight update, t of training, α the async_ratio:
 
@@ -43,7 +44,7 @@ LINK_LATENCY_S = 10e-6
 HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
 """A rank's share of host memory, for copies and AdamW; what AdamW reads and writes of float32 per weight."""
 TPS = (1, 2, 4, 8)
-"""GPUs of an engine; all engines of a run have as many, as a machine that joins takes the run's options."""
+"""GPUs of an engine to choose from."""
 SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
 GAP = 1e-4
 """How far from the best a MILP's answer may be, relative."""
@@ -324,22 +325,33 @@ class Site:
 
 
 def choose_engines(
-    options: list[tuple[Site, Engine]], requests: int, least_rate: float | None = None
+    options: list[tuple[Site, Engine]], requests: int, least_rate: float | None = None, one_of: Collection[int] = ()
 ) -> list[tuple[Site, Engine, int]] | None:
-    """How many engines on each site give the highest rate, or at the lowest price `least_rate`; None if none do."""
+    """How many engines on each site, of which number of GPUs, give the highest rate, or at the lowest price
+    `least_rate`, at least one of the options `one_of` among them; None if none do."""
     copies = np.array([site.machines if site.trains else 1 for site, _ in options])
     rates = copies * [engine.rate for _, engine in options]
-    rows, limits = [copies * [engine.requests for _, engine in options]], [requests]
-    most = [site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options]
+    most = np.array([site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options])
+    none, each = np.zeros(len(options)), np.eye(len(options))
+    # Unknown are how many there are of each, and whether any is: of a site's, only one may be chosen.
+    rows, limits = [np.append(copies * [engine.requests for _, engine in options], none)], [requests]
+    rows, limits = [*rows, *np.hstack([each, -np.diag(most)])], [*limits, *none]
+    for site in dict.fromkeys(site for site, _ in options):
+        rows.append(np.append(none, [of is site for of, _ in options]))
+        limits.append(1)
+    if one_of:
+        rows.append(np.append(-each[list(one_of)].sum(0), none))
+        limits.append(-1)
     cost = -rates
     if least_rate is not None:  # the last part prefers few GPUs among those that cost the same
         cost = copies * [engine.tp * (engine.pool.price_per_hour + 1e-3) for _, engine in options]
-        rows, limits = [*rows, -rates], [*limits, -least_rate]
-    constraints = LinearConstraint(np.array(rows), ub=limits)
-    found = milp(cost, constraints=constraints, integrality=1, bounds=Bounds(0, most), options={"mip_rel_gap": GAP})
-    if found.x is None or not found.x.round().any():
+        rows, limits = [*rows, np.append(-rates, none)], [*limits, -least_rate]
+    bounds, constraints = Bounds(0, np.append(most, none + 1)), LinearConstraint(np.array(rows), ub=limits)
+    costs, gap = np.append(cost, none), {"mip_rel_gap": GAP}
+    found = milp(costs, constraints=constraints, integrality=1, bounds=bounds, options=gap)
+    if found.x is None or not found.x[: len(options)].round().any():
         return None
-    counts = (found.x.round() * copies).astype(int).tolist()
+    counts = (found.x[: len(options)].round() * copies).astype(int).tolist()
     return [(site, engine, count) for (site, engine), count in zip(options, counts, strict=True) if count]
 
 
@@ -357,16 +369,12 @@ class Plan:
     rate: float
     """Tokens/s of all engines."""
     options: tuple[tuple[Site, Engine], ...]
+    tail_s: float = 0.0
+    """Seconds for which the longest response of a step decodes on when one of mean length has ended; not solved: the
+    least."""
     engines: tuple[tuple[Site, Engine, int], ...] = ()
     colocate: str | None = None
     """How trainer and engine share their GPU, if they do; they then take turns whatever α is."""
-
-    @property
-    def tail_s(self) -> float:
-        """Seconds for which the longest response of a step decodes on when one of mean length has ended."""
-        used = [(e.pool, e.tp) for _, e, _ in self.engines] or [(e.pool, e.tp) for _, e in self.options]
-        decode_s = min(make_engine(self.job, *engine, 1).decode_s for engine in set(used))
-        return (self.job.lengths.longest - self.job.lengths.response) * decode_s
 
     @property
     def alpha(self) -> float:
@@ -415,34 +423,63 @@ class Plan:
         cheapest = min(e.pool.price_per_hour * e.tp / e.rate for _, e in self.options) if not self.colocate else 0.0
         return pool.price_per_hour * ranks + least * cheapest if least <= self.rate else math.inf
 
-    def solved(self, least_rate: float | None) -> "Plan | None":
-        """The plan with engines that have the highest rate, or at the lowest price `least_rate`.
+    def value(self, limit_s: float | None) -> float:
+        """What is to be least: seconds of a step, or with a limit on them the price per hour."""
+        return self.cost_per_hour if limit_s else self.step_s
 
-        The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit: for
-        each number the best engines are sought.
+    def solved(self, limit_s: float | None = None) -> "Plan | None":
+        """The plan with the engines of the least step, or with a limit on it the cheapest; None if none keep it.
+
+        The step has two unknowns: the rate, and the tail, which the fastest engine decides. For each tail the best rate
+        is sought, as long as no rate at all would be enough to beat what was found.
         """
-        found = []
+        tails, found = [tail_s(self.job, [engine]) for _, engine in self.options], []
+        for tail in sorted(set(tails), reverse=True):
+            way = replace(self, tail_s=tail)
+            if way.bound(limit_s) < min((plan.value(limit_s) for plan in found), default=math.inf):
+                fast = {option for option, its in zip(self.options, tails, strict=True) if its <= tail}
+                found += way._ways(limit_s, fast)
+        return min(found, key=lambda plan: plan.value(limit_s), default=None)
+
+    def _ways(self, limit_s: float | None, fast: Collection[tuple[Site, Engine]]) -> Iterator["Plan"]:
+        """The plan with the best engines for each number of requests that they all have, one of them `fast`.
+
+        The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit.
+        """
         for level in {engine.requests for _, engine in self.options}:  # of each engine the last that has no more
-            options = list({site: e for site, e in self.options if e.requests <= level}.items())
-            if chosen := choose_engines(options, self.job.requests, least_rate):
-                found.append(self.sampled_by(chosen))
-        return min(found, key=lambda plan: plan.cost_per_hour if least_rate else -plan.rate, default=None)
+            last = {(site, e.tp): (site, e) for site, e in self.options if e.requests <= level}
+            options, least = list(last.values()), limit_s and self.least_rate(limit_s)
+            one_of = [index for index, option in enumerate(options) if option in fast]
+            if one_of and (chosen := choose_engines(options, self.job.requests, least, one_of)):
+                way = self.sampled_by(chosen)
+                if limit_s is None or way.step_s <= limit_s * (1 + 1e-6):
+                    yield way
 
     def sampled_by(self, chosen: list[tuple[Site, Engine, int]]) -> "Plan":
         """The plan with so many of these engines, to which all requests go in equal numbers, as far as they fit."""
-        most = {site: engine.requests for site, engine in self.options}  # the last of each has the most
+        most = {(site, engine.tp): engine.requests for site, engine in self.options}  # the last of each has the most
         left, waiting, sampling = self.job.requests, sum(count for _, _, count in chosen), []
-        for site, engine, count in sorted(chosen, key=lambda choice: most[choice[0]]):
-            requests = min(most[site], left / waiting)
+        for (site, engine, count), room in sorted(
+            (((site, e, count), most[site, e.tp]) for site, e, count in chosen), key=lambda pair: pair[1]
+        ):
+            requests = min(room, left / waiting)
             left, waiting = left - count * requests, waiting - count
             sampling.append((site, make_engine(self.job, engine.pool, engine.tp, requests), count))
-        return replace(self, engines=tuple(sampling), rate=sum(e.rate * count for _, e, count in sampling))
+        rate, tail = sum(e.rate * count for _, e, count in sampling), tail_s(self.job, [e for _, e, _ in sampling])
+        return replace(self, engines=tuple(sampling), rate=rate, tail_s=tail)
+
+
+def tail_s(job: Job, sampling: Iterable[Engine]) -> float:
+    """Seconds for which a step's longest response decodes on, in the fastest engine, when a mean one has ended."""
+    decode_s = min(make_engine(job, pool, tp, 1).decode_s for pool, tp in {(e.pool, e.tp) for e in sampling})
+    return (job.lengths.longest - job.lengths.response) * decode_s
 
 
 def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
     """Every division of the GPUs, with the fastest training for it, unsolved."""
     tps = [tp for tp in TPS if memory.can_split(job.shape, tp)]
-    can = {pool: {tp: engines(job, pool, tp) for tp in tps} for pool in cluster.pools}
+    can = {pool: [e for tp in tps if tp <= pool.gpus for e in engines(job, pool, tp)] for pool in cluster.pools}
+    tails = {pool: {e.tp: tail_s(job, [e]) for e in some} for pool, some in can.items()}
     update = 2 * job.shape.num_parameters / 1e9
     for pool in cluster.pools:
         yield from _shared(job, cluster, pool)
@@ -458,12 +495,13 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
                 here = [Site(pool, machines, pool.gpus - gpus, True)] * stages
                 ways = ((training_s(job, cluster, t), t) for t in trainings(job, pool, machines, gpus, stages))
                 seconds, t = min(ways, key=lambda way: way[0], default=(math.inf, None))
-                for (sites, link), tp in itertools.product(reach, tps):
-                    options = [(s, e) for s in [*here, *sites] if tp <= s.gpus for e in can[s.pool][tp]]
+                for sites, link in reach:
+                    options = [(s, e) for s in [*here, *sites] for e in can[s.pool] if e.tp <= s.gpus]
                     if t is None or not options:
                         continue
                     update_s = max(stages * update / pool.gb_per_s, cluster.update_factor * update / link)
-                    yield Plan(job, t, seconds, update_s, _most_rate(options, job.requests), tuple(options))
+                    rate, tail = _most_rate(options, job.requests), min(tails[e.pool][e.tp] for _, e in options)
+                    yield Plan(job, t, seconds, update_s, rate, tuple(options), tail)
 
 
 def _most_rate(options: Collection[tuple[Site, Engine]], requests: int) -> float:
@@ -496,8 +534,8 @@ def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
                 continue
             for engine in engines(job, pool, 1, share * pool.device.total_bytes)[-1:]:
                 seconds, update_s = training_s(job, cluster, t), 4 * job.shape.num_parameters / pool.hbm_bytes_per_s
-                options = ((Site(pool, 1, 1, True), engine),)
-                yield Plan(job, t, seconds, update_s, engine.rate, options, colocate=colocate)
+                options, tail = ((Site(pool, 1, 1, True), engine),), tail_s(job, [engine])
+                yield Plan(job, t, seconds, update_s, engine.rate, options, tail, colocate=colocate)
 
 
 def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int = 4) -> list[Plan]:
@@ -517,15 +555,14 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int
         if bound == math.inf or (enough and bound >= enough[0]):
             break
         if who not in found or bound < found[who][0]:
-            solved = split.solved(limit_s and split.least_rate(limit_s))
-            value = solved and (solved.cost_per_hour if limit_s else solved.step_s)
-            if solved and (who not in found or value < found[who][0]):
-                found[who] = value, solved
+            solved = split.solved(limit_s)
+            if solved and (who not in found or solved.value(limit_s) < found[who][0]):
+                found[who] = solved.value(limit_s), solved
     if not found:
         best = job.tokens / plan(job, cluster, num=1)[0].step_s
         raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {best:g}")
     plans = [plan for _, plan in sorted(found.values(), key=lambda pair: pair[0])[:num]]
-    return plans if limit_s else [p.solved(p.least_rate(p.step_s) * (1 - GAP)) or p for p in plans]
+    return plans if limit_s else [p.solved(p.step_s * (1 + GAP)) or p for p in plans]
 
 
 def _refusal(job: Job, cluster: Cluster) -> str:

@@ -1,6 +1,6 @@
 """The far end of a swarm: joins a run elsewhere, starts its engines, and is their way to the run.
 
-    python rollout.py --join HOST:PORT --key runs/NAME/swarm.key
+    python rollout.py --join HOST:PORT --key runs/NAME/swarm.key [--rollout-tp GPUS]
 
 Messages pass between the run's socket and the engines' pipes as they are, but for weights: those that an engine is to
 fetch this machine pulls, once for all its engines and while they sample on, and puts where they load them from.
@@ -30,8 +30,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
+from cluster.memory import check_tp
 from cluster.placement import WorkerSpec, available_cores, place
 from cluster.processes import ignore_signals
+from cluster.shape import read_shape
 from cluster.worker_process import WorkerProcess
 from config import Config
 from data import own
@@ -99,9 +101,10 @@ class Engine:
 class JoinedMachine:
     """This machine, while it samples for a run elsewhere."""
 
-    def __init__(self, address: str, key_path: str, main: Callable, folder: Path):
-        """`main(spec, connection)` is what the engines' processes run; logs and the model's files go to `folder`."""
-        self.address, self.main, self.folder = address, main, folder
+    def __init__(self, address: str, key_path: str, main: Callable, folder: Path, rollout_tp: int | None = None):
+        """`main(spec, connection)` is what the engines' processes run; logs and the model's files go to `folder`; an
+        engine has `rollout_tp` GPUs, by default as many as the run's own."""
+        self.address, self.main, self.folder, self.rollout_tp = address, main, folder, rollout_tp
         self.engines: list[Engine] = []
         self.puller: Puller | None = None
         self.transport: ShmTransport | None = None
@@ -247,8 +250,11 @@ class JoinedMachine:
         for name, content in self._welcome.model_files.items():
             (self.folder / Path(name).name).write_bytes(content)
         options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}  # as its devices are
-        config = Config.from_dict(options)
-        for index, worker in enumerate(place(config, len(visible_gpus()), available_cores(), 0).workers):
+        config = Config.from_dict(options | ({"rollout_tp": self.rollout_tp} if self.rollout_tp else {}))
+        workers = place(config, len(visible_gpus()), available_cores(), 0).workers
+        if config.rollout_tp > 1:
+            check_tp(read_shape(str(self.folder)), config.rollout_tp)
+        for index, worker in enumerate(workers):
             log = str(self.folder / f"worker_{index}.log")
             spec = WorkerSpec(config, worker, str(self.folder), "shm", log, str(self.folder))
             hear = lambda message, index=index: self._hear(index, message)  # noqa: E731
@@ -347,14 +353,17 @@ def main(worker_main: Callable) -> None:
     parser = argparse.ArgumentParser(description="Sample for a run elsewhere.")
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)")
     parser.add_argument("--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run")
+    parser.add_argument("--rollout-tp", type=int, metavar="GPUS", help="of an engine here; by default as the run's own")
     given = parser.parse_args()
     if not re.fullmatch(r"[^:/\s]+:\d{1,5}", given.join):
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
+    if given.rollout_tp is not None and given.rollout_tp < 1:
+        sys.exit(f"error: --rollout-tp must be at least 1, got {given.rollout_tp}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
-            machine = JoinedMachine(given.join, given.key, worker_main, Path(folder))
+            machine = JoinedMachine(given.join, given.key, worker_main, Path(folder), given.rollout_tp)
             try:
                 print(f"left: {machine.serve()}")
             finally:

@@ -43,7 +43,8 @@ def planned_config(plan: Plan) -> Config:
     """The options with which the trainer runs. Raises ValueError for what does not go together."""
     joins = any(not site.trains for site, _, _ in plan.engines)
     here = sum(count for site, _, count in plan.engines if site.trains) // plan.training.machines
-    chosen = {"rollout_tp": plan.engines[0][1].tp, "listen": LISTEN if joins else None, "num_rollout_workers": here}
+    tp = next((engine.tp for site, engine, _ in plan.engines if site.trains), plan.engines[0][1].tp)
+    chosen = {"rollout_tp": tp, "listen": LISTEN if joins else None, "num_rollout_workers": here}
     chosen |= {"colocate": plan.colocate, "num_rollout_workers": None} if plan.colocate else {"colocate": "share"}
     chosen["run_name"] = plan.job.config.run_name or RUN_NAME
     return dataclasses.replace(plan.training.config(plan.job), **chosen).checked()
@@ -69,12 +70,14 @@ def commands(plan: Plan) -> list[dict[str, str]]:
         torchrun += ["--nnodes", str(t.machines), *rendezvous]
     visible = "CUDA_VISIBLE_DEVICES=0 " * (plan.colocate is not None and t.pool.gpus > 1)
     lines = [(t.pool, t.machines, visible + shlex.join([*torchrun, "train_async.py", *options_of(config)]))]
-    for site in dict.fromkeys(site for site, _, _ in plan.engines if not site.trains):
-        each, left = site.gpus // config.rollout_tp, sum(count for of, _, count in plan.engines if of is site)
-        for machines, gpus in ((left // each, each * config.rollout_tp), (1, left % each * config.rollout_tp)):
+    for site, engine, count in plan.engines:
+        if site.trains:
+            continue
+        each, own = site.gpus // engine.tp, f" --rollout-tp {engine.tp}" * (engine.tp != config.rollout_tp)
+        for machines, gpus in ((count // each, each * engine.tp), (1, count % each * engine.tp)):
             visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} " * (gpus < site.gpus)
             if machines and gpus:
-                lines.append((site.pool, machines, f"{visible}python rollout.py --join {JOIN} --key swarm.key"))
+                lines.append((site.pool, machines, f"{visible}python rollout.py --join {JOIN} --key swarm.key{own}"))
     return [{"machines": f"{count} × {pool.name}", "command": command} for pool, count, command in lines]
 
 

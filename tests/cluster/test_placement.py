@@ -140,7 +140,7 @@ def test_a_machine_that_joined_has_all_gpus_for_its_workers_and_weights_in_its_h
     assert [worker.gpu for worker in placed.workers] == [0, 2, 4, 6] and placed.transport == "shm"
     alone = place(Config(), 0, 4, 0)
     assert [worker.cpu_threads for worker in alone.workers] == [4] and alone.transport == "shm"
-    with pytest.raises(ValueError, match="--rollout-tp 4 needs 4 GPUs, 2 are visible; join from a machine that has"):
+    with pytest.raises(ValueError, match="--rollout-tp 4 needs 4 GPUs, 2 are visible; use --rollout-tp 2 or less here"):
         place(Config(rollout_tp=4), 2, 64, 0)
 
 

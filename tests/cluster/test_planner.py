@@ -49,17 +49,17 @@ def cluster(*pools, same_kind=5.0, across_kinds=1.5) -> Cluster:
 # Brute force: every trainer, every set of other machines, every number of engines on each
 
 
-def rate_of(j, tp, numbers):
-    """Tokens/s of so many engines on each pool, if each request goes to who has the fewest and room for it."""
-    most = {pool: max((e.requests for e in engines(j, pool, tp)), default=0) for pool in numbers}
+def rate_of(j, numbers):
+    """Tokens/s of so many engines on each pool and tp, if each request goes to who has the fewest and room for it."""
+    most = {engine: max((e.requests for e in engines(j, *engine)), default=0) for engine in numbers}
     if not all(most.values()):
         return 0.0
     low, high = 0.0, float(max(most.values()))
     for _ in range(60):
         level = (low + high) / 2
-        taken = sum(count * min(level, most[pool]) for pool, count in numbers.items())
+        taken = sum(count * min(level, most[engine]) for engine, count in numbers.items())
         low, high = (level, high) if taken <= j.requests else (low, level)
-    return sum(count * make_engine(j, pool, tp, min(low, most[pool])).rate for pool, count in numbers.items())
+    return sum(count * make_engine(j, *engine, min(low, most[engine])).rate for engine, count in numbers.items())
 
 
 def seconds_of_step(j, generation_s, train_s, alone):
@@ -81,21 +81,24 @@ def outcomes(j, c):
                 continue
             others = [(q, q.count - machines * (q is p)) for q in c.pools]
             others = [(q, count) for q, count in others if count]
-            for tp, num in itertools.product(tps, range(len(others) + 1)):
+            for num in range(len(others) + 1):
                 for chosen in itertools.combinations(others, num):
                     update_s = weights / p.gb_per_s if stages else 0.0
                     for q, _ in chosen:
                         link = c.same_kind if q.gpu == p.gpu else c.across_kinds
                         update_s = max(update_s, 5 * weights / link)
-                    numbers = [range(count * (q.gpus // tp) + 1) for q, count in chosen]
-                    here = range(0, machines * ((p.gpus - gpus) // tp) * stages + 1, machines)
-                    for mine, *theirs in itertools.product(here, *numbers):
-                        way = Counter({p: mine})
-                        for (q, _), count in zip(chosen, theirs, strict=True):
-                            way[q] += count
-                        if 0 < way.total() <= j.requests and (rate := rate_of(j, tp, +way)):
-                            used = sum(q.price_per_hour * tp * count for q, count in way.items())
-                            alone = [make_engine(j, q, tp, 1) for q in +way]
+                    here = [((p, tp), machines * n) for tp in tps for n in range(1, (p.gpus - gpus) // tp * stages + 1)]
+                    there = [
+                        [((q, tp), n) for tp in tps for n in range(1, count * (q.gpus // tp) + 1)]
+                        for q, count in chosen
+                    ]
+                    for sampling in itertools.product([None, *here], *([None, *ways] for ways in there)):
+                        way = Counter()
+                        for engine, count in filter(None, sampling):
+                            way[engine] += count
+                        if 0 < way.total() <= j.requests and (rate := rate_of(j, way)):
+                            used = sum(q.price_per_hour * tp * count for (q, tp), count in way.items())
+                            alone = [make_engine(j, q, tp, 1) for q, tp in way]
                             step_s = seconds_of_step(j, j.tokens / rate + update_s, train_s, alone)
                             yield step_s, used + machines * gpus * p.price_per_hour
 
@@ -277,12 +280,11 @@ def test_one_gpu_trains_and_samples_in_turns():
     assert synchronous.colocate == "sleep", "where both do not fit at the same time"
 
 
-def test_all_engines_of_a_run_have_one_tp():
+def test_each_kind_has_engines_of_as_many_gpus_as_suit_it():
     small, large = pool("small", 1, 8, memory_gib=13.0), pool("large", 4, 1)
     c = cluster(pool("trains", 1, 1, tflops=1e5, memory_gib=300.0), small, large, across_kinds=50.0)
     best = plan(job(LARGE, max_running_requests=256, async_ratio=8.0), c)[0]
-    assert len({engine.tp for _, engine, _ in best.engines}) == 1
-    assert len({engine.pool.name for _, engine, _ in best.engines}) == 1, "of the small ones two would be needed"
+    assert {engine.pool.name: engine.tp for _, engine, _ in best.engines} == {"small": 2, "large": 1}
 
 
 def test_engines_of_two_gpus_leave_the_third_of_each_machine_idle():

@@ -77,9 +77,9 @@ class Relay:
 class Far:
     """A joined machine that serves in a thread."""
 
-    def __init__(self, address, key_path, folder, main=run_fake_worker):
+    def __init__(self, address, key_path, folder, main=run_fake_worker, rollout_tp=None):
         folder.mkdir(exist_ok=True)
-        self.machine, self.ended = JoinedMachine(address, str(key_path), main, folder), []
+        self.machine, self.ended = JoinedMachine(address, str(key_path), main, folder, rollout_tp), []
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -265,6 +265,19 @@ def test_a_machine_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
     with running(tmp_path) as run:
         error = Far(run.address, run.key_path, tmp_path / "far").end()
     assert isinstance(error, ValueError) and "its code is ffffffffffff" in str(error)
+
+
+def test_a_machine_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
+    with running(tmp_path, rollout_tp=2) as run:
+        far = Far(run.address, run.key_path, tmp_path / "as_the_run")
+        error = far.end()
+        assert isinstance(error, ValueError) and "--rollout-tp 2 splits an engine over GPUs" in str(error)
+        assert not far.machine.engines
+        far = Far(run.address, run.key_path, tmp_path / "as_told", rollout_tp=1)
+        run.step()
+        assert len(far.machine.engines) == 1 and not far.ended
+        run.swarm.stop()
+        assert far.end() == "the run has ended"
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])

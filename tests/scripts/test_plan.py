@@ -91,7 +91,8 @@ def check_that_it_fits(command, pool, config, shape, machines, ranks):
     visible = words[0].removeprefix("CUDA_VISIBLE_DEVICES=").split(",") if "=" in words[0] else range(pool.gpus)
     gpus = [pool.device] * len(visible)
     if "--join" in words:
-        config = dataclasses.replace(config, num_rollout_workers=None, weight_sync="auto")
+        tp = int(words[words.index("--rollout-tp") + 1]) if "--rollout-tp" in words else config.rollout_tp
+        config = dataclasses.replace(config, num_rollout_workers=None, weight_sync="auto", rollout_tp=tp)
         assert sum(worker.num_gpus for worker in place(config, len(gpus), 64, 0).workers) == len(gpus)
         return memory.check_engine(config, shape, pool.device)
     placement = place(config, len(gpus), 64, ranks // machines)
