@@ -18,6 +18,8 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable of torchrun's ranks."""
 STACKS_FILE = "ASYNC_RL_STACKS"
 """Environment variable: the file to which the processes of a run write their stacks."""
+ALONE_S = 5.0
+"""Time that torchrun's agent has to end after its ranks, or to be seen to be stopped."""
 DUMP_S = 0.2
 """Time that a process has to write its stacks."""
 _kept_open: list = []
@@ -37,38 +39,43 @@ def end_what_is_stopped(limit_s: float) -> Callable[[], None]:
     says so on stderr. Returns what ends it. To be called before there are threads.
 
     A stopped process looks alive to all who wait for it; this one waits for nobody. A debugger's stop is another, and
-    Ctrl-Z stops this process too. It stays until torchrun's agent has ended, which may be stopped while the ranks
-    finish: after them there is nobody else who would see it.
+    Ctrl-Z stops this process too. It outlives a rank until torchrun's agent has ended, which may be stopped while the
+    ranks finish: after them there is nobody else who would see it.
     """
-    root, is_rank = run_root(), run_root().pid != os.getpid()
+    root, parent = run_root(), os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # which is waited for there
     if (pid := os.fork()) == 0:
         try:
-            _look_for_stopped(root, is_rank, limit_s)
+            _look_for_stopped(root, parent, limit_s)
         finally:
             os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def end() -> None:
         os.kill(pid, signal.SIGTERM)
-        if not is_rank:
+        if root.pid == parent:
             os.waitpid(pid, 0)
 
     return end
 
 
-def _look_for_stopped(root: psutil.Process, is_rank: bool, limit_s: float) -> None:
-    """Look until the process `root` has ended, or SIGTERM has come; for a rank this only says that `root` soon will.
+def _look_for_stopped(root: psutil.Process, parent: int, limit_s: float) -> None:
+    """Look until the processes `parent` and `root` have ended, or SIGTERM has come where they are the same.
 
-    Time is that which was waited here, not the clock's: this process may have been stopped with the others.
+    A `root` that goes on without its rank, and is not stopped, is left alone: it is not the agent, if that was killed
+    before this began. Time is that which was waited here, not the clock's: this process may have been stopped, too.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     setproctitle("watch for stopped processes")
-    poll_s, stopped_s = max(0.1, min(2.0, limit_s / 10)), Counter()
-    while _status(root) not in (None, psutil.STATUS_ZOMBIE):
-        if signal.sigtimedwait({signal.SIGTERM}, poll_s):
-            if not is_rank:
-                return
+    poll_s, alone_s, stopped_s = max(0.1, min(2.0, limit_s / 10)), 0.0, Counter()
+    while _status(root) not in (None, psutil.STATUS_ZOMBIE) and alone_s < ALONE_S:
+        is_told = signal.sigtimedwait({signal.SIGTERM}, poll_s)
+        if is_told and root.pid == parent:
+            return
+        if is_told or os.getppid() != parent:
             poll_s = 0.1
+        if os.getppid() != parent and _status(root) != psutil.STATUS_STOPPED:
+            alone_s += poll_s
         alive = []
         with contextlib.suppress(psutil.NoSuchProcess):
             alive = [root, *root.children(recursive=True)]
