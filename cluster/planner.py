@@ -46,6 +46,8 @@ HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
 TPS = (1, 2, 4, 8)
 """GPUs of an engine to choose from."""
 SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
+FINE = 32
+"""Which part of the number of engines lies between two numbers that are tried beside the best."""
 GAP = 1e-4
 """How far from the best a MILP's answer may be, relative."""
 
@@ -274,8 +276,8 @@ def make_engine(job: Job, pool: Pool, tp: int, requests: float) -> Engine:
     return Engine(pool, tp, requests, decode_s, rate)
 
 
-def engines(job: Job, pool: Pool, tp: int, room: float | None = None) -> list[Engine]:
-    """Engines of 1, 2, 4 … requests, and as many as max_running_requests and the KV cache allow; none if none fits.
+def largest_engine(job: Job, pool: Pool, tp: int, room: float | None = None) -> Engine | None:
+    """An engine with as many requests as max_running_requests and the KV cache allow; None if it does not fit.
 
     `room` is what a GPU has for the engine, bytes; by default it is the engine's own.
     """
@@ -285,9 +287,9 @@ def engines(job: Job, pool: Pool, tp: int, room: float | None = None) -> list[En
     kv = room - memory.total(memory.engine_items(job.config, job.shape, tp))
     cache = kv / memory.kv_bytes_per_token(job.shape, tp)  # tokens
     if cache < job.config.max_sequence_tokens:
-        return []
+        return None
     most = min(job.config.max_running_requests, job.requests, int(cache // job.lengths.context))
-    return [make_engine(job, pool, tp, b) for b in sorted({most, *(1 << i for i in range(20) if 1 << i < most)})]
+    return make_engine(job, pool, tp, most)
 
 
 def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
@@ -302,7 +304,8 @@ def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
         mfu *= compute_s(job, t) * pool.trained_tokens_per_s / job.tokens
     pool = replace(pool, mfu=mfu, trained_tokens_per_s=0.0)
     if rate := tp * pool.sampled_tokens_per_s:
-        b = requests or max((e.requests for e in engines(job, pool, tp)), default=1)
+        largest = largest_engine(job, pool, tp)
+        b = requests or (largest.requests if largest else 1)
         read_s, others_s = decode_parts_s(job, pool, tp, b)
         left_s = b / rate - b * prefill_s(job, pool, tp) / job.lengths.response - others_s
         if left_s <= 0:
@@ -369,6 +372,7 @@ class Plan:
     rate: float
     """Tokens/s of all engines."""
     options: tuple[tuple[Site, Engine], ...]
+    """Engines that a site may have, each with as many requests as it has room for."""
     tail_s: float = 0.0
     """Seconds for which the longest response of a step decodes on when one of mean length has ended; not solved: the
     least."""
@@ -431,33 +435,50 @@ class Plan:
         """The plan with the engines of the least step, or with a limit on it the cheapest; None if none keep it.
 
         The step has two unknowns: the rate, and the tail, which the fastest engine decides. For each tail the best rate
-        is sought, as long as no rate at all would be enough to beat what was found.
+        is sought, if a lower one is enough, and as long as the best of all so far could beat what was found.
         """
-        tails, found = [tail_s(self.job, [engine]) for _, engine in self.options], []
+        tails, found, before = [tail_s(self.job, [engine]) for _, engine in self.options], [], None
         for tail in sorted(set(tails), reverse=True):
-            way = replace(self, tail_s=tail)
-            if way.bound(limit_s) < min((plan.value(limit_s) for plan in found), default=math.inf):
+            rate = self.rate if limit_s or not found else max(plan.rate for plan in found)
+            way = replace(self, tail_s=tail, rate=rate)
+            best = min((plan.value(limit_s) for plan in found), default=math.inf)
+            enough, before = before, limit_s and way.least_rate(limit_s)
+            if (before is None or before != enough) and way.bound(limit_s) * (1 + GAP) < best:
                 fast = {option for option, its in zip(self.options, tails, strict=True) if its <= tail}
-                found += way._ways(limit_s, fast)
+                found += filter(None, way._ways(limit_s, fast).values())
         return min(found, key=lambda plan: plan.value(limit_s), default=None)
 
-    def _ways(self, limit_s: float | None, fast: Collection[tuple[Site, Engine]]) -> Iterator["Plan"]:
-        """The plan with the best engines for each number of requests that they all have, one of them `fast`.
+    def _ways(self, limit_s: float | None, fast: Collection[tuple[Site, Engine]]) -> "dict[int, Plan | None]":
+        """Plans with the best engines, one of them `fast`, by the number of engines among which requests are divided.
 
-        The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit.
+        The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit. How
+        many that are depends on how many engines there are: powers of two are tried, then those beside the best.
         """
-        for level in {engine.requests for _, engine in self.options}:  # of each engine the last that has no more
-            last = {(site, e.tp): (site, e) for site, e in self.options if e.requests <= level}
-            options, least = list(last.values()), limit_s and self.least_rate(limit_s)
-            one_of = [index for index, option in enumerate(options) if option in fast]
-            if one_of and (chosen := choose_engines(options, self.job.requests, least, one_of)):
-                way = self.sampled_by(chosen)
-                if limit_s is None or way.step_s <= limit_s * (1 + 1e-6):
-                    yield way
+        requests, gpus = self.job.requests, sum(s.machines * s.gpus for s in {site for site, _ in self.options})
+        most = min(requests, gpus)
+        least = min(most, max(1, requests // max(engine.requests for _, engine in self.options)))  # fewer are all full
+        to_try, found = [least, *(1 << i for i in range(20) if least < 1 << i < most), most], {}
+        while to_try:
+            found |= {n: self._with_requests(requests / n, limit_s, fast) for n in to_try if n not in found}
+            if best := min(filter(None, found.values()), key=lambda plan: plan.value(limit_s), default=None):
+                num = sum(count for _, _, count in best.engines)
+                by = max(1, num // FINE)
+                to_try = [n for n in (num - by, num, num + by) if least <= n <= most and n not in found]
+            else:
+                to_try = []
+        return found
+
+    def _with_requests(self, each: float, limit_s: float | None, fast: Collection) -> "Plan | None":
+        """The plan with the best engines if each has so many requests, or as many as fit; then with those they have."""
+        options = [(site, make_engine(self.job, e.pool, e.tp, min(each, e.requests))) for site, e in self.options]
+        one_of = [index for index, option in enumerate(self.options) if option in fast]
+        chosen = choose_engines(options, self.job.requests, limit_s and self.least_rate(limit_s), one_of)
+        way = chosen and self.sampled_by(chosen)
+        return way if way and (limit_s is None or way.step_s <= limit_s * (1 + 1e-6)) else None
 
     def sampled_by(self, chosen: list[tuple[Site, Engine, int]]) -> "Plan":
         """The plan with so many of these engines, to which all requests go in equal numbers, as far as they fit."""
-        most = {(site, engine.tp): engine.requests for site, engine in self.options}  # the last of each has the most
+        most = {(site, engine.tp): engine.requests for site, engine in self.options}
         left, waiting, sampling = self.job.requests, sum(count for _, _, count in chosen), []
         for (site, engine, count), room in sorted(
             (((site, e, count), most[site, e.tp]) for site, e, count in chosen), key=lambda pair: pair[1]
@@ -478,7 +499,9 @@ def tail_s(job: Job, sampling: Iterable[Engine]) -> float:
 def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
     """Every division of the GPUs, with the fastest training for it, unsolved."""
     tps = [tp for tp in TPS if memory.can_split(job.shape, tp)]
-    can = {pool: [e for tp in tps if tp <= pool.gpus for e in engines(job, pool, tp)] for pool in cluster.pools}
+    can = {
+        pool: [e for tp in tps if tp <= pool.gpus and (e := largest_engine(job, pool, tp))] for pool in cluster.pools
+    }
     tails = {pool: {e.tp: tail_s(job, [e]) for e in some} for pool, some in can.items()}
     update = 2 * job.shape.num_parameters / 1e9
     for pool in cluster.pools:
@@ -500,17 +523,19 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
                     if t is None or not options:
                         continue
                     update_s = max(stages * update / pool.gb_per_s, cluster.update_factor * update / link)
-                    rate, tail = _most_rate(options, job.requests), min(tails[e.pool][e.tp] for _, e in options)
+                    rate, tail = _most_rate(job, options), min(tails[e.pool][e.tp] for _, e in options)
                     yield Plan(job, t, seconds, update_s, rate, tuple(options), tail)
 
 
-def _most_rate(options: Collection[tuple[Site, Engine]], requests: int) -> float:
-    """Tokens/s that no choice of engines exceeds: by the best for each GPU, and by the best for each request."""
+def _most_rate(job: Job, options: Collection[tuple[Site, Engine]]) -> float:
+    """Tokens/s that no choice of engines exceeds: by the best for each GPU, and by the best for each request, which is
+    alone in its engine."""
     best: dict[Site, float] = {}
     for site, engine in options:
         best[site] = max(best.get(site, 0.0), engine.rate / engine.tp)
     by_gpus = sum(site.machines * site.gpus * rate for site, rate in best.items())
-    return min(by_gpus, requests * max(engine.rate / engine.requests for _, engine in options))
+    alone = {(e.pool, e.tp) for _, e in options}
+    return min(by_gpus, job.requests * max(make_engine(job, pool, tp, 1).rate for pool, tp in alone))
 
 
 def _can_share(config: Config, machines: int) -> bool:
@@ -532,7 +557,7 @@ def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
                 share = memory.plan_shared(config, job.shape, pool.device).utilization
             except ValueError:
                 continue
-            for engine in engines(job, pool, 1, share * pool.device.total_bytes)[-1:]:
+            if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):
                 seconds, update_s = training_s(job, cluster, t), 4 * job.shape.num_parameters / pool.hbm_bytes_per_s
                 options, tail = ((Site(pool, 1, 1, True), engine),), tail_s(job, [engine])
                 yield Plan(job, t, seconds, update_s, engine.rate, options, tail, colocate=colocate)

@@ -9,7 +9,18 @@ from collections import Counter
 import pytest
 
 from cluster import memory, planner
-from cluster.planner import Cluster, Job, Lengths, Pool, Training, engines, make_engine, plan, training_s, trainings
+from cluster.planner import (
+    Cluster,
+    Job,
+    Lengths,
+    Pool,
+    Training,
+    largest_engine,
+    make_engine,
+    plan,
+    training_s,
+    trainings,
+)
 from cluster.shape import ModelShape
 from config import Config
 
@@ -51,9 +62,10 @@ def cluster(*pools, same_kind=5.0, across_kinds=1.5) -> Cluster:
 
 def rate_of(j, numbers):
     """Tokens/s of so many engines on each pool and tp, if each request goes to who has the fewest and room for it."""
-    most = {engine: max((e.requests for e in engines(j, *engine)), default=0) for engine in numbers}
-    if not all(most.values()):
+    largest = {engine: largest_engine(j, *engine) for engine in numbers}
+    if not all(largest.values()):
         return 0.0
+    most = {engine: its.requests for engine, its in largest.items()}
     low, high = 0.0, float(max(most.values()))
     for _ in range(60):
         level = (low + high) / 2
@@ -238,14 +250,15 @@ def test_two_gpus_of_an_engine_halve_its_reading_and_pay_four_exchanges_a_layer(
 
 def test_the_cache_and_the_options_limit_how_many_requests_an_engine_has():
     def requests(p, **options):
-        return [engine.requests for engine in engines(job(**options), p, 1)]
+        engine = largest_engine(job(**options), p, 1)
+        return engine and engine.requests
 
-    assert requests(pool()) == [1, 2, 4, 8]
-    assert requests(pool(), max_running_requests=3) == [1, 2, 3]
-    assert requests(pool(), max_running_requests=256) == [1, 2, 4, 8, 16, 32], "no more are there at α = 1"
-    assert requests(pool(), max_running_requests=256, async_ratio=2)[-1] == 64
-    assert requests(pool(memory_gib=6.0)) == [1, 2, 3]
-    assert requests(pool(memory_gib=5.8)) == []
+    assert requests(pool()) == 8
+    assert requests(pool(), max_running_requests=3) == 3
+    assert requests(pool(), max_running_requests=256) == 32, "no more are there at α = 1"
+    assert requests(pool(), max_running_requests=256, async_ratio=2) == 64
+    assert requests(pool(memory_gib=6.0)) == 3
+    assert requests(pool(memory_gib=5.8)) is None
 
 
 # What is chosen
@@ -301,7 +314,7 @@ def test_requests_are_shared_evenly_by_engines_as_far_as_they_fit():
     roomy, narrow = pool("roomy", 1, 4), pool("narrow", 1, 4, memory_gib=6.1)
     sites = [planner.Site(p, 1, 4, False) for p in (roomy, narrow)]
     j = job(max_running_requests=64)
-    options = tuple((site, engine) for site in sites for engine in engines(j, site.pool, 1))
+    options = tuple((site, engine) for site in sites if (engine := largest_engine(j, site.pool, 1)))
     training = Training(roomy, 1, 1, 1, (), 4112, False)
     chosen = [(site, make_engine(j, site.pool, 1, 1), count) for site, count in zip(sites, (2, 1), strict=True)]
     shared = planner.Plan(j, training, 1.0, 0.0, 1.0, options).sampled_by(chosen)

@@ -105,7 +105,7 @@ def test_rates_of_the_papers_first_table_are_those_of_the_calibrated_plans(jobs)
     for kind, machines in (("H800", "24 H800"), ("H20", "88 H20")):
         cluster = cluster_of(PAPER["clusters"][machines], PAPER["constants"]["AReaL-Hex"], rates_of("1.5B"))
         pool = planner.calibrated(jobs["1.5B"], cluster.pools[0])
-        engine = max(planner.engines(jobs["1.5B"], pool, 1), key=lambda engine: engine.requests)
+        engine = planner.largest_engine(jobs["1.5B"], pool, 1)
         assert engine.rate == pytest.approx(rates_of("1.5B")[kind]["sampled_tokens_per_s"])
         training = planner.Training(pool, 1, 8, 8, ("activations",), 32768, False)
         seconds = planner.compute_s(jobs["1.5B"], training)

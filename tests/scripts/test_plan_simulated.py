@@ -74,7 +74,7 @@ class PlannedSimulation(Simulation):
     def curve(of: Job, engine: planner.Engine) -> EngineCurve:
         """The planner's own costs at each number of requests; as many run as the cache allows."""
         pool, tp = engine.pool, engine.tp
-        most = max(e.requests for e in planner.engines(of, pool, tp))
+        most = planner.largest_engine(of, pool, tp).requests
         decode = tuple((n, 1 / make_engine(of, pool, tp, n).decode_s) for n in COUNTS)
         return EngineCurve(decode, of.lengths.prompt / planner.prefill_s(of, pool, tp), most)
 
