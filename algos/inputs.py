@@ -1,7 +1,9 @@
 """What a policy loss sees: the trained tokens of one micro-batch, flat, with no padding and no mask."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 
@@ -21,3 +23,32 @@ class LossInputs:
     """[N] task reward of the token's sequence."""
     sequence_ids: Tensor
     """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch."""
+    update: "LossInputs | None" = None
+    """All trained tokens of the optimizer update, of all micro-batches and ranks, without gradient, for a loss that
+    couples them (`needs_update`); None for others."""
+
+    def to(self, device: torch.device | str) -> "LossInputs":
+        """Return a copy on `device`, without gradient."""
+        return LossInputs(*(getattr(self, name).detach().to(device) for name in _TENSORS))
+
+
+_TENSORS = [field.name for field in fields(LossInputs) if field.name != "update"]
+
+
+def needs_update(loss: Callable) -> Callable:
+    """Mark a loss that couples all tokens of an optimizer update: it gets them as `inputs.update`.
+
+    The trainer then makes one more pass over the update, without gradient. Given `inputs.update`, a token's loss must
+    not depend on what else is in its micro-batch, so that micro-batches, packing and ranks never change the gradient.
+    """
+    loss.needs_update = True
+    return loss
+
+
+def joined(parts: Sequence[LossInputs]) -> LossInputs:
+    """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
+    columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
+    counts = [int(part.sequence_ids.max()) + 1 if len(part.sequence_ids) else 0 for part in parts]
+    firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
+    ids = [part.sequence_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]
+    return LossInputs(**columns | {"sequence_ids": torch.cat(ids)})

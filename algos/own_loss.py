@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def try_loss(loss: Callable) -> None:
     ids, n = torch.tensor([0, 0, 0, 0, 1, 1]), 6
     logprobs = torch.linspace(-2, -0.1, n).requires_grad_()
     others = {"behavior_logprobs": logprobs.detach() - 0.1, "proximal_logprobs": logprobs.detach() - 0.05}
-    found = loss(LossInputs(logprobs, **others, advantages=1.0 - 2 * ids, rewards=1.0 - ids, sequence_ids=ids))
+    inputs = LossInputs(logprobs, **others, advantages=1.0 - 2 * ids, rewards=1.0 - ids, sequence_ids=ids)
+    found = loss(replace(inputs, update=inputs.to("cpu")) if hasattr(loss, "needs_update") else inputs)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         raise TypeError(f"the loss gave {str(found)[:80]}; give (per_token_loss [N], stats: dict of [N])")
     for name, value in {"per_token_loss": found[0], **found[1]}.items():

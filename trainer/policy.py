@@ -3,17 +3,17 @@
 Methods marked «collective» must be called by all ranks with the same number of micro-batches.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
+from algos.inputs import joined
 from algos.proximal import loglinear
 from config import Config
 from data import own
@@ -187,9 +187,10 @@ class Policy:
         total_tokens, total_sequences = self._sum_over_ranks(torch.tensor(totals, dtype=torch.float64)).tolist()
         if not total_tokens:
             raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
+        whole = self._all_tokens(batches, anchors, position) if hasattr(self.loss, "needs_update") else None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch, anchor in zip(batches, anchors, strict=True):
-            per_token_loss = self._per_token_loss(batch, anchor, position, stats)
+            per_token_loss = self._per_token_loss(batch, anchor, position, whole, stats)
             summed = (per_token_loss * self._weights(batch, total_tokens, total_sequences)).sum()
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
@@ -203,12 +204,14 @@ class Policy:
         return torch.tensor(of_sequence, dtype=torch.float32, device=self.device)[batch.sequence_ids]
 
     def _per_token_loss(
-        self, batch: MicroBatch, anchor: Tensor | None, position: StepPosition, stats: TokenStats
+        self,
+        batch: MicroBatch,
+        anchor: Tensor | None,
+        position: StepPosition,
+        whole: LossInputs | None,
+        stats: TokenStats,
     ) -> Tensor:
-        """Loss [N] of each trained token, KL penalty included; its stats go to `stats`.
-
-        `anchor`: proximal log-probs [N], or None to derive them from `logprobs`.
-        """
+        """Loss [N] of each trained token, KL penalty included; its stats go to `stats`."""
         if self.reference is not None:
             with torch.no_grad(), without_adapters(self.reference):
                 ref_logprobs, _ = self._forward(self.reference, batch)
@@ -216,11 +219,7 @@ class Policy:
         if not len(batch.targets):
             return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
         behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
-        if anchor is None:
-            # Before the first update the proximal policy is the current one, so with one update this is exact.
-            anchor = loglinear(logprobs, behavior, lags, position.progress)
-        inputs = LossInputs(logprobs, behavior, anchor, batch.advantages, batch.rewards, batch.sequence_ids)
-        loss, loss_stats = self.loss(inputs)
+        loss, loss_stats = self.loss(replace(_loss_inputs(batch, logprobs, anchor, position), update=whole))
         token_stats = drift(logprobs.detach(), behavior) | {"entropy": entropy} | loss_stats
         if self.reference is not None:
             kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
@@ -228,6 +227,17 @@ class Policy:
             token_stats["kl_ref"] = kl.detach()
         stats.add(token_stats, lags)
         return loss
+
+    @torch.no_grad()
+    def _all_tokens(
+        self, batches: list[MicroBatch], anchors: list[Tensor | None], position: StepPosition
+    ) -> LossInputs:
+        """Inputs of all trained tokens of an update, on all ranks; collective."""
+        pairs = zip(batches, anchors, strict=True)
+        mine = [_loss_inputs(batch, self._forward(self.module, batch)[0], a, position).to("cpu") for batch, a in pairs]
+        of_ranks: list[LossInputs | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, joined(mine))
+        return joined(of_ranks).to(self.device)
 
     def _step(self, loss: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
@@ -257,6 +267,16 @@ class Policy:
         return values
 
 
+def _loss_inputs(batch: MicroBatch, logprobs: Tensor, anchor: Tensor | None, position: StepPosition) -> LossInputs:
+    """What a loss sees of a micro-batch; `anchor`: proximal log-probs [N], or None to derive them from `logprobs`."""
+    if anchor is None:
+        # Before the first update the proximal policy is the current one, so with one update this is exact.
+        lags = position.policy_version - batch.policy_versions
+        anchor = loglinear(logprobs, batch.behavior_logprobs, lags, position.progress)
+    of_sequences = batch.advantages, batch.rewards, batch.sequence_ids
+    return LossInputs(logprobs, batch.behavior_logprobs, anchor, *of_sequences)
+
+
 def load_policy(config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None) -> Policy:
     """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
 
@@ -264,12 +284,13 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
     """
     loss = own.load(config.algo, "--algo", LOSSES)
-    loss = functools.partial(loss, **hyperparameters(config.algo, config.algo_args, loss))
+    chosen = functools.partial(loss, **hyperparameters(config.algo, config.algo_args, loss))
+    loss = functools.update_wrapper(chosen, loss)
     mesh = trainer_mesh(config.replicas, device)
     module, reference = load_model(config, model_path, mesh, device), None
     if config.kl_coef > 0 and config.lora_rank:
         reference = module
     elif config.kl_coef > 0:
-        interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
+        interpreted = replace(config, compile=False)  # compile_layers says why
         reference = load_model(interpreted, model_path, mesh, device).requires_grad_(False)
     return Policy(config, model_path, module, reference, loss, device, clock)

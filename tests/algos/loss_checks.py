@@ -45,14 +45,21 @@ def random_inputs(num_tokens: int = 60, seed: int = 0, spread: float = 0.5, toke
 
     behavior = -normal().abs() - 1.0
     sequence_ids = torch.arange(num_tokens) // tokens_per_sequence
-    return LossInputs(
-        logprobs=(behavior + spread * normal()).requires_grad_(),
-        behavior_logprobs=behavior,
-        proximal_logprobs=behavior + spread * normal(),
-        advantages=normal()[sequence_ids],
-        rewards=normal()[sequence_ids],
-        sequence_ids=sequence_ids,
+    return as_update(
+        LossInputs(
+            logprobs=(behavior + spread * normal()).requires_grad_(),
+            behavior_logprobs=behavior,
+            proximal_logprobs=behavior + spread * normal(),
+            advantages=normal()[sequence_ids],
+            rewards=normal()[sequence_ids],
+            sequence_ids=sequence_ids,
+        )
     )
+
+
+def as_update(inputs: LossInputs) -> LossInputs:
+    """The same tokens as those of a whole update in one micro-batch."""
+    return replace(inputs, update=inputs.to("cpu"))
 
 
 def one_token(log_ratio: float, advantage: float, reward: float | None = None, proximal: float = 0.0) -> LossInputs:
@@ -73,8 +80,9 @@ def one_token(log_ratio: float, advantage: float, reward: float | None = None, p
 
 
 def select(inputs: LossInputs, chosen: Tensor) -> LossInputs:
-    """The tokens `chosen` ([K] int64 or [N] bool), their sequences numbered anew."""
-    kept = {name: getattr(inputs, name)[chosen] for name in inputs.__dataclass_fields__}
+    """The tokens `chosen` ([K] int64 or [N] bool) as a micro-batch of the update, their sequences numbered anew."""
+    columns = [name for name in inputs.__dataclass_fields__ if name != "update"]
+    kept = {name: getattr(inputs, name)[chosen] for name in columns} | {"update": inputs.update}
     kept["sequence_ids"] = kept["sequence_ids"].unique(return_inverse=True)[1]
     return LossInputs(**kept)
 

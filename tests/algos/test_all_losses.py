@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from loss_checks import (
+    as_update,
     check_on_policy_gradient,
     check_sequences_are_independent,
     check_tokens_are_independent,
@@ -25,7 +26,8 @@ VARIANTS = {
     "cispo-unified_mask": functools.partial(LOSSES["cispo"], unified_mask=True),
     "icepop-sequence": functools.partial(LOSSES["icepop"], level="sequence"),
 }
-"""Every loss, and every option of one that is another formula."""
+"""Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
+update: a loss that couples all of its tokens sees the same one in each micro-batch."""
 SEQUENCE_LEVEL = ("gspo", "icepop-sequence")
 TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 
@@ -107,7 +109,7 @@ def test_extreme_log_ratios_give_finite_losses_gradients_and_stats(name, dtype, 
     levels = itertools.product((-90.0, -25.0, 0.0), (-90.0, -25.0, 0.0), (-90.0, 0.0), (-1.0, 0.0, 1.0), (0.0, 1.0))
     columns = [torch.tensor(column, dtype=dtype) for column in zip(*levels, strict=True)]
     sequence_ids = torch.arange(len(columns[0])) // tokens_per_sequence
-    inputs = LossInputs(columns[0].requires_grad_(), *columns[1:], sequence_ids)
+    inputs = as_update(LossInputs(columns[0].requires_grad_(), *columns[1:], sequence_ids))
     losses, stats = VARIANTS[name](inputs)
     assert torch.isfinite(losses).all()
     assert torch.isfinite(gradient(VARIANTS[name], inputs)).all()
@@ -123,7 +125,7 @@ def test_the_mean_over_a_sequence_is_that_of_a_loop_and_carries_gradient():
 
 
 def convert(inputs, dtype):
-    columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__}
+    columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__ if name != "update"}
     columns = {name: column.to(dtype) if column.is_floating_point() else column for name, column in columns.items()}
     columns["logprobs"].requires_grad_()
-    return LossInputs(**columns)
+    return as_update(LossInputs(**columns))

@@ -13,7 +13,7 @@ GIVEN = {
     "clip_low": ("0.5", 0.5), "clip_high": ("1.5", 1.5), "dual_clip": ("3", 3.0), "behavior_weight_cap": ("1.2", 1.2),
     "action": ("truncate", "truncate"), "unified_mask": ("true", True), "positive_weight": ("2", 2.0),
     "negative_weight": ("0", 0.0), "tau": ("1e-2", 0.01), "low": ("0.9", 0.9), "high": ("1.1", 1.1),
-    "level": ("sequence", "sequence"), "cap": ("1.5", 1.5),
+    "level": ("sequence", "sequence"), "cap": ("1.5", 1.5), "m2_threshold": ("100", 100.0),
 }  # fmt: skip
 """A value other than the default for every keyword argument of every loss, as text and as what it means."""
 KEYWORDS = [(algo, name) for algo, loss in LOSSES.items() for name in list(inspect.signature(loss).parameters)[1:]]

@@ -1,3 +1,4 @@
+import functools
 import inspect
 import json
 import math
@@ -35,7 +36,7 @@ from trainer.packing import bundle, pack
 
 CPU = torch.device("cpu")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-ON_TWO_RANKS = ("gspo", "decoupled_ppo", "icepop")
+ON_TWO_RANKS = ("gspo", "decoupled_ppo", "icepop", "m2po")
 """Losses that look at more than one token or at the proximal policy; the aggregations are tested with tis."""
 
 
@@ -297,7 +298,7 @@ def test_every_loss_has_its_stats_drift_and_effective_sample_size_in_each_lag_bu
         seen.append((inputs, stats))
         return per_token_loss, stats
 
-    policy.loss = record
+    policy.loss = functools.update_wrapper(record, loss)
     metrics = policy.train_step([[bundle(sequences)]], policy_version=12)
     ((inputs, stats),) = seen
     lags = 12 - np.concatenate([s.policy_versions[s.loss_mask] for s in sequences])

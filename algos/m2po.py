@@ -1,0 +1,44 @@
+"""M2PO: no clip; the tokens that moved furthest are left out until the second moment of the update is small enough.
+
+    r_t    = exp(log π(t) − log π_behavior(t)),    m_t = (log r_t)²
+    M_t    = 0 for the tokens with the largest m_t among those that go on moving away (A·log r_t > 0), as few as make
+             the mean of m over all tokens of the update that are left at most m2_threshold; else 1
+    loss_t = −M_t·r_t·A
+
+Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1. It couples all tokens of an optimizer update.
+Differs from the paper: nothing known; a token that is left out stays in the denominator of the mean loss, as there.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.arguments import NonNegative
+from algos.inputs import LossInputs, needs_update
+from algos.ratio import importance_ratio
+
+
+@needs_update
+def loss(inputs: LossInputs, *, m2_threshold: NonNegative = 0.04) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where a token is left out)."""
+    moments, goes_on = _moments(inputs)
+    left_out = goes_on & (moments >= _least_left_out(*_moments(inputs.update), m2_threshold))
+    ratio = importance_ratio(inputs.logprobs - inputs.behavior_logprobs)
+    per_token_loss = torch.where(left_out, 0.0, -ratio * inputs.advantages)
+    return per_token_loss, {"ratio": ratio.detach(), "clipped": left_out.to(ratio.dtype)}
+
+
+def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """m [N], nats², and where the gradient moves a token further away from the policy that sampled it, [N] bool."""
+    log_ratio = inputs.logprobs.detach() - inputs.behavior_logprobs
+    return log_ratio.square(), inputs.advantages * log_ratio > 0
+
+
+def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
+    """The smallest m that is left out of the update; infinite if none is."""
+    may_be = moments[goes_on].double().sort(descending=True).values
+    removed = torch.cat([may_be.new_zeros(1), may_be.cumsum(0)])  # by leaving out the first 0, 1, 2 …
+    left = len(moments) - torch.arange(len(removed), device=moments.device)
+    is_enough = (moments.double().sum() - removed) <= threshold * left
+    is_enough[-1] = True  # more than all of them cannot be left out
+    count = int(is_enough.int().argmax())
+    return moments.new_tensor(torch.inf) if count == 0 else may_be[count - 1].to(moments.dtype)
