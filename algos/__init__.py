@@ -1,5 +1,6 @@
 """Policy losses, advantage and KL estimators by name. Adding one: its file, and its name in config.ALGOS."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ from algos import advantages, kl
 from algos.inputs import LossInputs
 from config import ALGOS, read_arguments
 
-__all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs", "hyperparameters"]
+__all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs", "choose_loss", "hyperparameters"]
 
 LOSSES: dict[str, Callable] = {name: importlib.import_module(f"algos.{name}").loss for name in ALGOS}
 
@@ -22,6 +23,15 @@ ADVANTAGES: dict[str, Callable] = {
 }
 
 KL_ESTIMATORS = kl.ESTIMATORS
+
+
+def choose_loss(algo: str, algo_args: Iterable[str], loss: Callable | None = None) -> Callable:
+    """Return the loss that --algo names with its `--algo-args`, as a function of the inputs alone.
+
+    `loss` and what is raised as in `hyperparameters`.
+    """
+    loss = loss or LOSSES[algo]
+    return functools.update_wrapper(functools.partial(loss, **hyperparameters(algo, algo_args, loss)), loss)
 
 
 def hyperparameters(algo: str, algo_args: Iterable[str], loss: Callable | None = None) -> dict[str, Any]:

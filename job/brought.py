@@ -1,6 +1,5 @@
 """What a user brings (FILE.py:NAME) is found and looked at before anything heavy starts."""
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ def resolved(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Raise ValueError, in one line, for something of the user's own that does not load or is not what it must be."""
-    if own.is_own(config.algo):
-        _check_loss(config)
+    """Raise ValueError, in one line, for an option of a loss or a task that it does not take, and for something of the
+    user's own that does not load or is not what it must be."""
+    _check_loss(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:
         load_score(config.task, config.reward)
@@ -58,15 +57,15 @@ def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]
 
 
 def _check_loss(config: Config) -> None:
-    from algos import hyperparameters
+    from algos import LOSSES, choose_loss
     from algos.own_loss import check_signature, try_loss
 
-    loss = own.load(config.algo, "--algo")
+    loss = own.load(config.algo, "--algo", LOSSES)
     with own.blamed(config.algo, "--algo"):
         check_signature(loss)
-    options = hyperparameters(config.algo, config.algo_args, loss)
+    chosen = choose_loss(config.algo, config.algo_args, loss)
     with own.blamed(config.algo, "--algo"):
-        try_loss(functools.partial(loss, **options))
+        try_loss(chosen)
 
 
 def gone_on_with(made: dict[str, Any], run: Path) -> dict[str, Any]:

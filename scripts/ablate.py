@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from config import Config, flag
+from job.brought import check
 from job.command_line import read_options
 from scripts.grids import RECORDED, key, loss, read_records, record_of, report
 from scripts.runs import load
@@ -196,8 +197,6 @@ def cells_of(arguments: argparse.Namespace) -> list[dict]:
 
 def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
     """The cells. Raises ValueError if a run would not accept one, or `extra` says otherwise than it does."""
-    from algos import hyperparameters
-
     for cell in (cell for cell in cells if cell.get("kind") != RECORDED):
         try:
             alone, config = read_options(options(cell)), read_options(options(cell, extra))
@@ -205,7 +204,7 @@ def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
                 if getattr(config, name, None) != getattr(alone, name, None):
                     raise ValueError(f"--{flag(name)} is the grid's; give it before --")
             if "of" not in cell:  # a replay's other options are those of its recorded run
-                hyperparameters(config.checked().algo, config.algo_args)
+                check(config.checked())
         except ValueError as error:
             raise ValueError(f"cell {cell_name(cell)}: {error}") from None
     return cells

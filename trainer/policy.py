@@ -3,7 +3,6 @@
 Methods marked «collective» must be called by all ranks with the same number of micro-batches.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from algos import KL_ESTIMATORS, LOSSES, LossInputs, hyperparameters
+from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
 from algos.inputs import joined
 from algos.proximal import loglinear
 from config import Config
@@ -283,9 +282,7 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
     ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
     """
-    loss = own.load(config.algo, "--algo", LOSSES)
-    chosen = functools.partial(loss, **hyperparameters(config.algo, config.algo_args, loss))
-    loss = functools.update_wrapper(chosen, loss)
+    loss = choose_loss(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES))
     mesh = trainer_mesh(config.replicas, device)
     module, reference = load_model(config, model_path, mesh, device), None
     if config.kl_coef > 0 and config.lora_rank:
