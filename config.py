@@ -48,9 +48,10 @@ class Config:
     data_path: str | None = None
     """Rows of `jsonl` or a copy of a task's dataset: a .jsonl or .parquet file, or a folder `datasets` can load."""
     max_prompt_tokens: int = 40
-    """Longest prompt, tokens; a longer one is an error."""
+    """Longest prompt, tokens; a longer one is an error. With another model than `tiny` the default is 512."""
     max_response_tokens: int = 48
-    """Longest trajectory beyond its prompt, tokens, environment's included; a longer one is cut and scored as it is."""
+    """Longest trajectory beyond its prompt, tokens, environment's included; a longer one is cut and scored as it is.
+    With another model than `tiny` the default is 1024, for `sums` 24."""
     algo: str = "grpo"
     """Policy loss: a file of algos/, with its formula and paper on top, or your own: FILE.py:FUNCTION."""
     algo_args: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +38,6 @@ def parse_config(args: list[str] | None = None) -> Config:
 
 def read_options(args: list[str] | None = None, default: Config | None = None) -> Config:
     """Read options on top of `default`; what they say together is not checked yet. Raises ValueError, in one line."""
-    default = default or Config()
     args = sys.argv[1:] if args is None else args
     args = [re.sub(r"^--\w[\w-]*", lambda found: flag(found[0]), arg) for arg in args]  # --async_ratio is meant well
     if {"-h", "--help"} & set(args) and (algo := _value_of("--algo", args)):
@@ -47,7 +46,7 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
 
         print(describe(algo, own.load(own.resolved(algo), "--algo", LOSSES)))
         raise SystemExit(0)
-    given, unknown = _make_parser(default).parse_known_args(args)
+    given, unknown = _make_parser(default or Config()).parse_known_args(args)
     if unknown:
         name = unknown[0].partition("=")[0]
         known = [f"--{flag(field)}" for _, field, _ in option_texts() if field] + ["--like"]
@@ -60,7 +59,17 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
         from job.resume import resumed_config  # and with it what only a resumed run needs
 
         return resumed_config(chosen)
-    return replace(options_like(Path(like)) if like else default, **chosen)
+    if default or like:
+        return replace(options_like(Path(like)) if like else default, **chosen)
+    return with_lengths(Config(**chosen), chosen)
+
+
+def with_lengths(config: Config, given: Collection[str]) -> Config:
+    """The options with the longest prompt and response, as far as none are `given`, that suit what is not a toy."""
+    if config.model == Config.model:
+        return config
+    lengths = {"max_prompt_tokens": 512, "max_response_tokens": 24 if config.task.startswith("sums") else 1024}
+    return replace(config, **{name: length for name, length in lengths.items() if name not in given})
 
 
 def options_like(run: Path) -> Config:

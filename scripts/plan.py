@@ -54,7 +54,8 @@ def options_of(config: Config) -> list[str]:
     """The options that make a config, as the command line has them."""
     words = []
     for field in dataclasses.fields(Config):
-        if (value := getattr(config, field.name)) != field.default:
+        value = getattr(config, field.name)
+        if value != field.default or field.name in ("max_prompt_tokens", "max_response_tokens"):  # which the model has
             is_off = isinstance(value, bool) and not value
             words.append(f"--{'no-' * is_off}{flag(field.name)}")
             words += value if isinstance(value, tuple) else [] if isinstance(value, bool) else [str(value)]

@@ -179,3 +179,14 @@ def test_help_answers_within_a_second_and_without_heavy_imports():
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert time.monotonic() - start < 3  # about a second, on a busy machine
     assert "HEAVY []" in done.stdout and "--async-ratio" in done.stdout
+
+
+def test_lengths_that_are_not_given_suit_what_is_no_toy():
+    lengths = lambda *args: (  # noqa: E731
+        (config := parse_config(list(args))).max_prompt_tokens,
+        config.max_response_tokens,
+    )
+    assert lengths() == (40, 48)
+    assert lengths("--model", "some/model", "--task", "reasoning_gym:chain_sum") == (512, 1024)
+    assert lengths("--model", "smollm2", "--task", "sums:one_digit") == (512, 24)
+    assert lengths("--model", "some/model", "--max-response-tokens", "48") == (512, 48)

@@ -218,7 +218,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, model):
     assert "--lengths takes lognormal:MEDIAN,SIGMA" in refusal(path, "--model", model, "--lengths", "normal:3")
     assert "--model is missing" in refusal(path)
     assert "--tokens-per-s must be above 0, got -1.0" in refusal(path, "--model", model, "--tokens-per-s", -1)
-    assert "is above --max-prompt-tokens" in refusal(path, "--model", model, "--prompt-tokens", 41)
+    assert "is above --max-prompt-tokens" in refusal(path, "--model", model, "--prompt-tokens", 513)
     clash = refusal(write(tmp_path, JOINING), "--model", model, *JOB, "--scheduling", "batch")
     assert "--listen" in clash and "--scheduling batch" in clash
     assert "did you mean --async-ratio" in refusal(path, "--model", model, "--async-rato", 1)
@@ -310,7 +310,7 @@ def test_lognormal_lengths_are_cut_at_the_longest_allowed():
 
 def test_the_options_of_a_config_make_it_again():
     config = Config(model="m", save_memory=("activations", "optimizer"), async_ratio=2.0, replicate_prompts=False)
-    config = dataclasses.replace(config, share_prefix=True, algo_args=("clip_high=0.28",), algo="tis")
+    config = dataclasses.replace(config, share_prefix=True, algo_args=("clip_high=1.28",), algo="tis")
     assert parse_config(options_of(config)) == config
 
 
