@@ -22,14 +22,11 @@ from config import Config
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
 from scripts.bench.gpu import on_update
+from scripts.bench.rig import TRANSPORTS
 from scripts.qwen3_shapes import save_random_qwen3
 from trainer.packing import TrainSequence
 from trainer.policy import load_policy
-from weights.ipc import IpcTransport
-from weights.shm import ShmTransport
 
-TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
-"""Those that one GPU, or none, can have."""
 PROBES, PROBE_TOKENS = 4, 256
 
 

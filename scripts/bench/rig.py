@@ -28,19 +28,22 @@ from scripts.bench.work import NO_LEARNING, run_work_worker
 from scripts.lines import read_events
 from trainer import batch
 from trainer.policy import load_policy
+from weights.ipc import IpcTransport
 from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec
 
 IDLE_TIMEOUT_S, SETTLE_S = 60.0, 0.1
+TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
+"""Those that one GPU, or none, can have."""
 
 Weights = list[tuple[str, Tensor]]
 """Hugging Face name and value of each parameter."""
 
 
 class Rig:
-    """A node with workers and no trainer, on the CPU. To be used `with running(rig)`."""
+    """A node with workers and no trainer, on the CPU or on one GPU. To be used `with running(rig)`."""
 
-    def __init__(self, config: Config, worker_main: Callable, folder: Path):
+    def __init__(self, config: Config, worker_main: Callable, folder: Path, device: str = "cpu"):
         """`folder` is made, for records and logs."""
         endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
         self.config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
@@ -48,14 +51,13 @@ class Rig:
         """Of the weights that are published next."""
         self.published_at: dict[int, float] = {}
         """Unix time by version."""
-        self.worker_main = worker_main
+        self.worker_main, self.device = worker_main, torch.device(device)
 
     def start(self, on_end: ExitStack) -> None:
         """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
-        alone, cpu, placement = Cluster(), torch.device("cpu"), place(self.config, 0, available_cores(), 1)
-        start = Start(
-            self.config, alone, placement, cpu, TrainerClock(), self.worker_main, on_end, NodeWatch(alone), None
-        )
+        alone, placement = Cluster(), place(self.config, int(self.device.type == "cuda"), available_cores(), 1)
+        clock, watch = TrainerClock(), NodeWatch(alone)
+        start = Start(self.config, alone, placement, self.device, clock, self.worker_main, on_end, watch, None)
         with quiet():
             self.node = start_rollout(start)
         self.controller = self.node.controller
@@ -63,8 +65,10 @@ class Rig:
     def connect(self) -> None:
         """Wait until the engines are up, and join them to the weights."""
         torch.set_num_threads(self.node.placement.trainer_threads)
-        self.weights = load_weights(self.node.model_path)
-        self.controller.connect(ShmTransport(specs_of(self.weights)))
+        dtype = getattr(torch, self.config.dtype_on(self.device.type))
+        loaded = load_weights(self.node.model_path)
+        self.weights = [(name, weight.to(self.device, dtype)) for name, weight in loaded]
+        self.controller.connect(TRANSPORTS[self.node.placement.transport](specs_of(self.weights)))
 
     def publish(self) -> None:
         """Publish the weights under the next version."""
