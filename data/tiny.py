@@ -1,5 +1,6 @@
 """The `tiny` model that adds. `python -m data.tiny` makes it and prints where it is; data/tiny_model.py says how."""
 
+import functools
 import random
 
 from data.tasks import ADDITION_LABELS, ADDITION_MAX_COLUMNS, ADDITION_MIN_COLUMNS, Addition, Problem, addition_problem
@@ -39,12 +40,12 @@ class TinyAdder(TinyModel):
 
     def play(self, game: "_Sum", rng: random.Random) -> tuple[list[int], list[Distribution]]:
         """The right answer, and for its digits the odds of wrong ones."""
-        digits = self.tokenizer.convert_tokens_to_ids(DIGITS)
-        wrong = {
-            right: tuple((digit, 1 - WRONG_DIGIT_RATE if digit == right else WRONG_DIGIT_RATE / 9) for digit in digits)
-            for right in digits
-        }
-        return game.right, [wrong.get(token, ((token, 1.0),)) for token in game.right]
+        return game.right, [self._odds.get(token, ((token, 1.0),)) for token in game.right]
+
+    @functools.cached_property
+    def _odds(self) -> dict[int, Distribution]:
+        digits, wrong = self.tokenizer.convert_tokens_to_ids(DIGITS), WRONG_DIGIT_RATE / 9
+        return {right: tuple((d, 1 - WRONG_DIGIT_RATE if d == right else wrong) for d in digits) for right in digits}
 
     def training_problems(self, count: int) -> list[Problem]:
         """Problems of the training split, some of them of any length."""
