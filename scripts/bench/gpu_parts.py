@@ -20,7 +20,7 @@ from engine.vllm_setup import engine_options
 from rollout import run_worker
 from scripts.bench.gpu_setup import Pair, Setup, enter_worker, peak_memory, timed
 from scripts.bench.harness import ROOT
-from scripts.bench.rig import Rig, one_rank, running
+from scripts.bench.rig import Rig, made_up, one_rank, running
 from scripts.lines import read
 from trainer.batch import distribute
 from trainer.packing import TrainSequence
@@ -117,15 +117,8 @@ def throughput(num_tokens: int, flops: float, steps_s: list[float], matmul_flops
 
 def synthetic(lengths: list[int], vocabulary: int) -> list[TrainSequence]:
     """Random sequences with a prompt of a quarter of their length, and log-probs that are about a random model's."""
-    rng = np.random.default_rng(0)
-    sequences = []
-    for index, length in enumerate(lengths):
-        mask = np.arange(length) >= length // 4
-        logprobs = np.where(mask, -math.log(vocabulary), 0.0).astype(np.float32)
-        versions = np.where(mask, 0, -1).astype(np.int32)
-        advantage, tokens = 1.0 if index % 2 else -1.0, rng.integers(0, vocabulary, length)
-        sequences.append(TrainSequence(tokens, mask, logprobs, versions, advantage, max(advantage, 0.0)))
-    return sequences
+    rng, logprob = np.random.default_rng(0), -math.log(vocabulary)
+    return [made_up(rng.integers(0, vocabulary, n), n // 4, i, logprob) for i, n in enumerate(lengths)]
 
 
 # Rollout
