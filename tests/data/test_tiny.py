@@ -56,7 +56,7 @@ def test_held_out_accuracy_leaves_something_to_sharpen(model):
     assert tiny.success_rate(model, problems, greedy=True) >= tiny.min_greedy
 
 
-def test_own_generation_agrees_with_transformers_generate(model, path):
+def test_problems_are_answered_together_as_each_is_alone(model, path):
     import torch
 
     tokenizer = build_tokenizer()
