@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice, repeat
+from itertools import count, islice
 from typing import Any, ClassVar, Protocol
 
 from config import MULTI_TURN_TASKS, read_arguments
@@ -35,7 +35,7 @@ ADDITION_TAIL_EXPONENT = 2.0
 _EVAL_SEED = "held-out"  # not the run's seed: every run is evaluated on the same problems
 _HELD_OUT_SHARE = 1 / 8
 _GYM_CHUNK = 512  # reasoning_gym datasets prepare `size` entries, some of them eagerly
-_GYM_ATTEMPTS = 64
+_ATTEMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -117,29 +117,51 @@ def _maker_of(name: str) -> Callable[..., Task]:
     return make
 
 
-class Addition:
+class _Asked:
+    """Problems whose prompts go through the chat template, if the tokenizer has one."""
+
+    _system = ""
+    """What the system says before each prompt."""
+    _template: ClassVar[dict] = {}
+    """Options of the chat template."""
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of the prompt."""
+        return _encode_chat(problem.prompt, tokenizer, self._system, **self._template)
+
+
+class _Drawn(_Asked):
+    """Problems that are drawn, each by the run's seed and its number."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def train_problem(self, index: int) -> Problem:
+        """Problem number `index` ≥ 0 of the training split."""
+        return self._draw(random.Random(f"{self._seed}/{index}"), held_out=False)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """Up to `count` distinct held-out problems, the same for every seed; all of them if there are no more."""
+        rng = random.Random(_EVAL_SEED)
+        return _distinct((self._draw(rng, held_out=True) for _ in range(_ATTEMPTS * count)), count)
+
+    def _draw(self, rng: random.Random, held_out: bool) -> Problem:
+        raise NotImplementedError
+
+
+class Addition(_Drawn):
     """Addition of two numbers, column by column with carry, least significant column first.
 
     Every column and every answer digit has a label, so that it can be found by its label and not by counting:
     385 + 494 = 879 is asked as `a54 b89 c34 =` and answered `a9 b7 c8`; a final carry makes one more digit.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def train_problem(self, index: int) -> Problem:
-        """Problem number `index` ≥ 0 of the training split, generated from the seed."""
-        rng = random.Random(f"{self._seed}/{index}")
-        return addition_problem(rng, _addition_length(rng), held_out=False)
-
-    def eval_problems(self, count: int) -> list[Problem]:
-        """The first `count` distinct held-out problems, the same for every seed."""
-        rng = random.Random(_EVAL_SEED)
-        return _distinct((addition_problem(rng, _addition_length(rng), held_out=True) for _ in repeat(None)), count)
-
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Token ids of the prompt, as plain text."""
         return tokenizer.encode(problem.prompt)
+
+    def _draw(self, rng: random.Random, held_out: bool) -> Problem:
+        return addition_problem(rng, _addition_length(rng), held_out)
 
     @staticmethod
     def score(answer: str, response: str) -> float:
@@ -149,7 +171,7 @@ class Addition:
         return float("".join(response.split()) == "".join(answer.split()))
 
 
-class _Rows:
+class _Rows(_Asked):
     """Problems that are rows, walked in a new order each epoch."""
 
     def __init__(self, seed: int, train: list[Problem], test: list[Problem], shuffle: bool = True) -> None:
@@ -166,10 +188,6 @@ class _Rows:
         """`count` distinct held-out problems, the same for every seed; all of them if there are fewer."""
         order = _shuffled(len(self._test), _EVAL_SEED)
         return _distinct((self._test[i] for i in order), count)
-
-    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of the prompt, through the chat template if the tokenizer has one."""
-        return _encode_chat(problem.prompt, tokenizer)
 
 
 class Gsm8k(_Rows):
@@ -215,7 +233,7 @@ class Jsonl(_Rows):
         without which the share `held_out` is, by hash; `template` options of the chat template, as JSON."""
         if not 0 < held_out < 1:
             raise ValueError(f"--task-args held_out must be above 0 and below 1, got {held_out}")
-        self._system, self._options = system, _json_object(template)
+        self._system, self._template = system, _json_object(template)
         splits = tables.load_splits(data_path)
         if test:
             rows_of = lambda of: [row for rows in of.values() for row in rows]  # noqa: E731
@@ -227,10 +245,6 @@ class Jsonl(_Rows):
         problems = ([Problem(row[prompt], json.dumps(row, ensure_ascii=False)) for row in part] for part in parts)
         super().__init__(seed, *problems, shuffle)
 
-    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of the prompt, through the chat template if the tokenizer has one."""
-        return _encode_chat(problem.prompt, tokenizer, self._system, **self._options)
-
     @staticmethod
     def score(answer: str, response: str) -> float:
         """1 if the response is the row's column `answer`, spaces around both aside; where no --reward is given."""
@@ -240,7 +254,7 @@ class Jsonl(_Rows):
         return float(response.strip() == str(row["answer"]).strip())
 
 
-class ReasoningGym:
+class ReasoningGym(_Asked):
     """One procedural dataset of the reasoning-gym library (arXiv 2505.24760), at its default difficulty."""
 
     def __init__(self, name: str, seed: int) -> None:
@@ -259,17 +273,13 @@ class ReasoningGym:
 
     def train_problem(self, index: int) -> Problem:
         """Problem number `index` ≥ 0 of the training split, generated from the seed."""
-        candidates = self._problems(f"{self._seed}/train", index * _GYM_ATTEMPTS)
+        candidates = self._problems(f"{self._seed}/train", index * _ATTEMPTS)
         return self._first(candidates, held_out=False)
 
     def eval_problems(self, count: int) -> list[Problem]:
         """Up to `count` distinct held-out problems, the same for every seed; fewer where the dataset has no more."""
-        draws = islice(self._problems(_EVAL_SEED, 0), _GYM_ATTEMPTS * count)
+        draws = islice(self._problems(_EVAL_SEED, 0), _ATTEMPTS * count)
         return _distinct((p for p in draws if _is_held_out(p.prompt)), count)
-
-    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of the prompt, through the chat template if the tokenizer has one."""
-        return _encode_chat(problem.prompt, tokenizer)
 
     @staticmethod
     def score(answer: str, response: str) -> float:
@@ -287,11 +297,11 @@ class ReasoningGym:
             yield Problem(f"{entry['question']}\n\n{REASONING_GYM_INSTRUCTION}", answer)
 
     def _first(self, candidates: Iterator[Problem], held_out: bool) -> Problem:
-        for problem in islice(candidates, _GYM_ATTEMPTS):
+        for problem in islice(candidates, _ATTEMPTS):
             if _is_held_out(problem.prompt) == held_out:
                 return problem
         raise ValueError(
-            f"reasoning_gym:{self._name} has too few distinct questions to hold any out: {_GYM_ATTEMPTS} draws all "
+            f"reasoning_gym:{self._name} has too few distinct questions to hold any out: {_ATTEMPTS} draws all "
             "fell into the held-out split; take another dataset"
         )
 
@@ -328,7 +338,7 @@ def _checked(problem: Any, method: str) -> Problem:
     return problem
 
 
-class EnvironmentTask:
+class EnvironmentTask(_Drawn):
     """An environment of several turns; a problem is no more than the seed of its reset.
 
     Where the first observation shows what the seed drew (frozen_lake), no held-out one is met in training. Where it is
@@ -338,18 +348,15 @@ class EnvironmentTask:
     def __init__(self, name: str, seed: int) -> None:
         from data.environments import make_environment
 
-        self._environment, self._name, self._seed = make_environment(name), name, seed
+        super().__init__(seed)
+        self._environment, self._name = make_environment(name), name
         self._seed_shows = getattr(self._environment, "seed_shows", False)
         self._conversation = functools.lru_cache(maxsize=1)(Conversation)
-
-    def train_problem(self, index: int) -> Problem:
-        """Problem number `index` ≥ 0 of the training split, drawn from the seed."""
-        return self._problem(random.Random(f"{self._seed}/{index}"), held_out=False)
 
     def eval_problems(self, count: int) -> list[Problem]:
         """The first `count` held-out problems, the same for every seed; starts may come back, as in training."""
         rng = random.Random(_EVAL_SEED)
-        return [self._problem(rng, held_out=True) for _ in range(count)]
+        return [self._draw(rng, held_out=True) for _ in range(count)]
 
     def first_observation(self, problem: Problem) -> str:
         """What the environment asks. Raises ValueError, in one line, for a user's own that does not."""
@@ -368,7 +375,7 @@ class EnvironmentTask:
         """
         return self._conversation(tokenizer).first(self.first_observation(problem))
 
-    def _problem(self, rng: random.Random, held_out: bool) -> Problem:
+    def _draw(self, rng: random.Random, held_out: bool) -> Problem:
         while True:
             problem = Problem("", "", rng.getrandbits(31))
             mark = self.first_observation(problem) if self._seed_shows else str(problem.environment_seed)
@@ -492,7 +499,7 @@ def _check_survives_json(name: str, entry: dict) -> None:
         )
 
 
-class Sums:
+class Sums(_Drawn):
     """Questions in plain words that a small chat model can learn to answer: sums of two numbers, the largest of four.
 
     They are asked through the chat template, under the system prompt `Answer briefly.`. A quarter is held out; what
@@ -505,26 +512,14 @@ class Sums:
         "largest_of_four": ("Which is the largest of {}, {}, {} and {}?", range(100), max),
     }
     """The question of each level, what its numbers are drawn from, and what of them is the answer."""
-    SYSTEM, HELD_OUT = "Answer briefly.", 1 / 4
+    HELD_OUT = 1 / 4
+    _system = "Answer briefly."
 
     def __init__(self, level: str, seed: int) -> None:
         if level not in self.LEVELS:
             raise ValueError(f"sums has no level {level!r}; levels are {', '.join(self.LEVELS)}")
+        super().__init__(seed)
         self._question, self._values, self._answer = self.LEVELS[level]
-        self._seed = seed
-
-    def train_problem(self, index: int) -> Problem:
-        """Problem number `index` ≥ 0 of the training split, drawn from the seed."""
-        return self._draw(random.Random(f"{self._seed}/{index}"), held_out=False)
-
-    def eval_problems(self, count: int) -> list[Problem]:
-        """Up to `count` distinct held-out problems, the same for every seed; all of them if there are no more."""
-        rng = random.Random(_EVAL_SEED)
-        return _distinct((self._draw(rng, held_out=True) for _ in range(_GYM_ATTEMPTS * count)), count)
-
-    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of system prompt and question, through the chat template if the tokenizer has one."""
-        return _encode_chat(problem.prompt, tokenizer, self.SYSTEM)
 
     @staticmethod
     def score(answer: str, response: str) -> float:

@@ -65,7 +65,8 @@ def recorded(run: Path, option: str = "--resume") -> dict:
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME") from None
     if unknown := options.keys() - {field.name for field in fields(Config)}:
-        raise ValueError(f"{option} {run}: made by other code, which had {', '.join(sorted(unknown))}; use that code")
+        what = f"made by other code, which had {', '.join(sorted(unknown))}"
+        raise ValueError(f"{option} {run}: {what}; use that code, commit {made.get('git_commit')}")
     return made
 
 

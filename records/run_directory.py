@@ -10,6 +10,7 @@ checkpoints/    step_N/, Hugging Face safetensors, and below resume/ what --resu
 batches/        step_00000N.safetensors, what each step was trained on; with --record only
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -210,11 +212,11 @@ def _provenance(config: Config, num_ranks: int) -> dict:
         "command": [Path(sys.executable).name, *sys.argv],
         "world_size": num_ranks,
         "config": config.as_dict() | {"resume": None},
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_diff": _git("diff", "HEAD"),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_diff": git("diff", "HEAD"),
+        "packages": versions(PACKAGES),
         "python": platform.python_version(),
-        "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": _cpu_name(), "gpus": gpus},
+        "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(), "gpus": gpus},
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -233,7 +235,8 @@ def _write_provenance(path: Path, made: dict, resumed: dict | None) -> dict:
     return made
 
 
-def _git(*args: str) -> str | None:
+def git(*args: str) -> str | None:
+    """What git prints about this code; None if it fails."""
     here = Path(__file__).parent
     try:
         result = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10)
@@ -242,14 +245,17 @@ def _git(*args: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What this machine's processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

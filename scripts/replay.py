@@ -19,7 +19,6 @@ that is in the last line of metrics.jsonl.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from pathlib import Path
 from config import Config, flag
 from data.own import title
 from job.command_line import read_options
+from job.resume import recorded
 from records.batches import batch_path, read_batch, weights_sha256
 from records.time_ledger import Account
 from rollout import run_worker
@@ -66,20 +66,9 @@ class Recording:
     @classmethod
     def open(cls, path: Path) -> "Recording":
         """Look at a run directory. Raises ValueError, in one line, if it holds no run that can be replayed."""
-        try:
-            header = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path} is not the directory of a run: {error}; give RUN first, as in runs/NAME"
-            ) from None
+        header = recorded(path, "replay")
         if "weights_sha256" not in header:
             raise ValueError(f"{path} was not recorded; only a run of train_async.py --record can be replayed")
-        unknown = sorted(header["config"].keys() - {field.name for field in fields(Config)})
-        if unknown:
-            raise ValueError(
-                f"{path} was recorded by another version of this code, with {', '.join(unknown)}; its commit is "
-                f"{header['git_commit']}"
-            )
         first = header.get("first_step", 1)
         num_steps = first - 1 + len(list((path / "batches").glob("step_*.safetensors")))
         for batch in (batch_path(path, step) for step in range(first, max(first, num_steps) + 1)):

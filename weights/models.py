@@ -39,15 +39,15 @@ def resolve_model(model: str, task: str) -> str:
     Raises ValueError, within seconds also without network, if it is neither, or lacks a part that can be used.
     """
     if model == "tiny" and task in MULTI_TURN_TASKS:
-        from data.tiny_agent import tiny_agent_path
+        from data.tiny_agent import TinyAgent
 
-        return str(tiny_agent_path(task, TINY_MODELS))
+        return str(TinyAgent(task).path(TINY_MODELS))
     if model == "tiny" and (task == "gsm8k" or task.startswith(("reasoning_gym:", "environment:"))):
         raise ValueError(f"--model tiny: there is no tiny model for --task {task}; give --model: {_ALLOWED[5:]}")
     if model == "tiny":
-        from data.tiny import tiny_model_path
+        from data.tiny import TinyAdder
 
-        return str(tiny_model_path(TINY_MODELS))
+        return str(TinyAdder().path(TINY_MODELS))
     if model == "smollm2":
         return str(smollm2_path(TINY_MODELS))
     folder = model if os.path.isdir(model) else _snapshot(model)

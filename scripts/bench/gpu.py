@@ -46,10 +46,11 @@ def run_part(part: str, limit_s: float, device: str, models: Path, deadline: flo
     log = Path(tempfile.mkstemp(prefix=f"bench-gpu-{kind}-{model}-", suffix=".log")[1])
     result, start = log.with_suffix(".json"), time.monotonic()
     command = [sys.executable, __file__, "--part", kind, model, device, str(models), str(result)]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with open(log, "w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"HF_HUB_OFFLINE": "1"} | hidden,
         )  # fmt: skip
         try:
             status = f"exited with {process.wait(timeout=min(limit_s, left))}"

@@ -2,12 +2,10 @@
 
 import functools
 import math
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +14,17 @@ import torch
 
 from cluster.shape import ModelShape, read_shape
 from config import Config
-from controller.controller import Controller
-from controller.tickets import PromptSource, TicketSource
-from controller.workers import Workers
 from data.tasks import load_task
 from engine.vllm_setup import engine_options
 from rollout import run_worker
-from scripts.bench.gpu_setup import TRANSPORTS, Pair, Setup, enter_worker, peak_memory, place_here, timed
+from scripts.bench.gpu_setup import Pair, Setup, enter_worker, peak_memory, timed
 from scripts.bench.harness import ROOT
-from scripts.bench.rig import load_weights, one_rank, specs_of
+from scripts.bench.rig import Rig, made_up, one_rank, running
 from scripts.lines import read
 from trainer.batch import distribute
 from trainer.packing import TrainSequence
 from trainer.policy import load_policy
 from weights.models import load_tokenizer
-from weights.transport import Announcement
 
 SYNC_ROUNDS = 5
 ENGINE_SHARE = 0.25
@@ -122,15 +116,8 @@ def throughput(num_tokens: int, flops: float, steps_s: list[float], matmul_flops
 
 def synthetic(lengths: list[int], vocabulary: int) -> list[TrainSequence]:
     """Random sequences with a prompt of a quarter of their length, and log-probs that are about a random model's."""
-    rng = np.random.default_rng(0)
-    sequences = []
-    for index, length in enumerate(lengths):
-        mask = np.arange(length) >= length // 4
-        logprobs = np.where(mask, -math.log(vocabulary), 0.0).astype(np.float32)
-        versions = np.where(mask, 0, -1).astype(np.int32)
-        advantage, tokens = 1.0 if index % 2 else -1.0, rng.integers(0, vocabulary, length)
-        sequences.append(TrainSequence(tokens, mask, logprobs, versions, advantage, max(advantage, 0.0)))
-    return sequences
+    rng, logprob = np.random.default_rng(0), -math.log(vocabulary)
+    return [made_up(rng.integers(0, vocabulary, n), n // 4, i, logprob) for i, n in enumerate(lengths)]
 
 
 # Rollout
@@ -138,32 +125,11 @@ def synthetic(lengths: list[int], vocabulary: int) -> list[TrainSequence]:
 
 def rollout(setup: Setup) -> dict:
     """A real worker and controller, synchronous, without a trainer: generated tokens/s."""
-    config = setup.config(async_ratio=0.0, eval_every=0)
-    placement, task = place_here(config, setup.device), load_task(config.task, 0)
-    encode = functools.partial(task.encode_prompt, tokenizer=load_tokenizer(config.model))
-    tickets = TicketSource(config, PromptSource(task.train_problem, [], encode))
-    workers = Workers(config, placement, config.model, Path(tempfile.mkdtemp(prefix="bench-gpu-")), run_worker)
-    controller = Controller(config, workers, tickets, lambda *_, **__: None)
-    try:
-        controller.launch()
-        controller.wait_until_ready()
-        device = torch.device(setup.device)
-        dtype = getattr(torch, config.dtype_on(device.type))
-        weights = [(name, weight.to(device, dtype)) for name, weight in load_weights(config.model)]
-        controller.connect(TRANSPORTS[placement.transport](specs_of(weights)))
-        steps = [_rollout_step(controller, weights, version) for version in range(ROLLOUT_STEPS)]
-    finally:
-        controller.stop()
-    return _rates(steps)
-
-
-def _rollout_step(controller: Controller, weights: list, version: int) -> tuple[float, int]:
-    """Publish and take a batch. Returns seconds, and tokens generated."""
-    start = time.perf_counter()
-    staged = controller.stage(version, weights)
-    controller.publish(Announcement(version, version, staged, (), False))
-    groups = controller.take_batch()
-    return time.perf_counter() - start, sum(group.num_generated for group in groups)
+    config = setup.config(async_ratio=0.0)
+    folder = Path(tempfile.mkdtemp(prefix="bench-gpu-")) / "rollout"
+    with running(Rig(config, run_worker, folder, setup.device)) as rig:
+        timed_steps = [timed(rig.step, "cpu") for _ in range(ROLLOUT_STEPS)]
+    return _rates([(seconds, sum(group.num_generated for group in groups)) for seconds, groups in timed_steps])
 
 
 def _rates(steps: list[tuple[float, int]]) -> dict:
@@ -208,8 +174,7 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
     options |= {"lr": 1e-3, "weight_decay": 50}  # no response earns anything; the decay moves the weights all the same
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else {}
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **hidden})
+    subprocess.run(command, cwd=ROOT, check=True)
     return job_numbers(read(folder / "run" / "metrics.jsonl"))
 
 

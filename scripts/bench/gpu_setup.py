@@ -22,14 +22,10 @@ from config import Config
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
 from scripts.bench.gpu import on_update
+from scripts.bench.rig import TRANSPORTS, made_up
 from scripts.qwen3_shapes import save_random_qwen3
-from trainer.packing import TrainSequence
 from trainer.policy import load_policy
-from weights.ipc import IpcTransport
-from weights.shm import ShmTransport
 
-TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
-"""Those that one GPU, or none, can have."""
 PROBES, PROBE_TOKENS = 4, 256
 
 
@@ -113,9 +109,7 @@ class Pair:
         length = min(PROBE_TOKENS, self.config.max_sequence_tokens - 1)
         vocabulary = read_shape(self.config.model).vocab_size
         probes = [rng.integers(0, vocabulary, length) for _ in range(PROBES)]
-        unused = np.zeros(length, np.float32)
-        mask, versions = np.arange(length) > 0, np.zeros(length, np.int32)
-        sequences = [[TrainSequence(probe, mask, unused, versions, 0.0, 0.0)] for probe in probes]
+        sequences = [[made_up(probe, 1, index)] for index, probe in enumerate(probes)]
         trainer = [score.numpy() for score in self.policy.score(sequences, raw=True)]
         engine = [self.run(self.proxy.score(tuple(probe.tolist()))) for probe in probes]
         return np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate(engine))

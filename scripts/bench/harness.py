@@ -9,13 +9,11 @@ not made from uncommitted changes; elsewhere they say that there were some.
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import os
 import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from records.run_directory import cpu_name, git, versions
 from scripts.lines import markdown, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,25 +84,18 @@ class Bench:
 
 def provenance(size: str = "full") -> dict:
     """What makes records: their MAKERS, the command, whether there are uncommitted changes, the load before."""
-    code = "--", ".", ":(exclude)results"
+    code = "--", ":/", ":(top,exclude)results"
     status = git("status", "--porcelain", *code)
-    installed = {package.name: package.version for package in importlib.metadata.distributions()}
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "size": size,
         "command": shlex.join(["python", os.path.relpath(Path(sys.argv[0]).resolve(), ROOT), *sys.argv[1:]]),
         "commit": git("rev-parse", "--short=12", "HEAD") or f"unknown, {time.time():.0f}",
         "dirty": bool(status),
-        "changes": hashlib.sha256((status + git("diff", "HEAD", *code)).encode()).hexdigest()[:12] if status else "",
-        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpus[0].split(':')[1].strip() if cpus else '?'}",
+        "changes": hashlib.sha256(f"{status}{git('diff', 'HEAD', *code)}".encode()).hexdigest()[:12] if status else "",
+        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpu_name()}",
         "load_before": round(os.getloadavg()[0], 2),
-        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "packages": versions(PACKAGES),
     }
-
-
-def git(*arguments: str) -> str:
-    """What git prints; nothing if it fails."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def made_by(records: Iterable[dict]) -> list[str]:

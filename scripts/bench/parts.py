@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ from engine.reward_pool import RewardPool
 from scripts.bench import harness
 from scripts.bench.bare import PlainWorker, make_tickets, worker
 from scripts.bench.harness import Arm, Bench, Case, Column
-from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, one_rank, running
+from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, made_up, one_rank, running
 from scripts.bench.work import (
     LONG,
     NATURAL,
@@ -135,11 +134,7 @@ def make_sequences(config: Config, model_path: str, count: int = SAMPLES_PER_STE
         if work.forced:
             response = random.Random(index).choices(range(tokenizer.vocab_size), k=work.length(index))
         prompt = task.encode_prompt(problem, tokenizer)
-        mask = np.arange(len(prompt) + len(response)) >= len(prompt)
-        logprobs, versions = np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
-        advantage, reward = (1.0 if index % 2 else -1.0), float(index % 2)
-        tokens = np.array([*prompt, *response], dtype=np.int64)
-        sequences.append(TrainSequence(tokens, mask, logprobs, versions, advantage, reward))
+        sequences.append(made_up([*prompt, *response], len(prompt), index, logprob=-1.0))
     return sequences
 
 

@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.processes import kill_session
 from data.tasks import load_task
-from data.tiny import sampled_accuracy
+from data.tiny import TinyAdder
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, table
 from scripts.bench.work import MODEL_TASK, WORKS
 from scripts.lines import markdown, read
@@ -209,7 +209,7 @@ def accuracy_curve(out: Path, model_path: str, started_at: float) -> list[tuple[
     for weights in [*out.glob("snapshots/step_*/*.safetensors"), *out.glob("run/checkpoints/step_*/*.safetensors")]:
         model.load_state_dict(load_file(weights), strict=False)
         step, seconds = int(weights.parent.name.removeprefix("step_")), weights.stat().st_mtime - started_at
-        curve.append((step, seconds, sampled_accuracy(model, problems)))
+        curve.append((step, seconds, TinyAdder().success_rate(model, problems)))
     return sorted(curve)
 
 

@@ -6,11 +6,12 @@ weights are published again and again, under a rising version. A `TrainingRig` i
 
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,20 +28,24 @@ from records.time_ledger import TrainerClock
 from scripts.bench.work import NO_LEARNING, run_work_worker
 from scripts.lines import read_events
 from trainer import batch
+from trainer.packing import TrainSequence
 from trainer.policy import load_policy
+from weights.ipc import IpcTransport
 from weights.shm import ShmTransport
 from weights.transport import Announcement, ParameterSpec
 
 IDLE_TIMEOUT_S, SETTLE_S = 60.0, 0.1
+TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
+"""Those that one GPU, or none, can have."""
 
 Weights = list[tuple[str, Tensor]]
 """Hugging Face name and value of each parameter."""
 
 
 class Rig:
-    """A node with workers and no trainer, on the CPU. To be used `with running(rig)`."""
+    """A node with workers and no trainer, on the CPU or on one GPU. To be used `with running(rig)`."""
 
-    def __init__(self, config: Config, worker_main: Callable, folder: Path):
+    def __init__(self, config: Config, worker_main: Callable, folder: Path, device: str = "cpu"):
         """`folder` is made, for records and logs."""
         endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
         self.config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
@@ -48,14 +53,13 @@ class Rig:
         """Of the weights that are published next."""
         self.published_at: dict[int, float] = {}
         """Unix time by version."""
-        self.worker_main = worker_main
+        self.worker_main, self.device = worker_main, torch.device(device)
 
     def start(self, on_end: ExitStack) -> None:
         """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
-        alone, cpu, placement = Cluster(), torch.device("cpu"), place(self.config, 0, available_cores(), 1)
-        start = Start(
-            self.config, alone, placement, cpu, TrainerClock(), self.worker_main, on_end, NodeWatch(alone), None
-        )
+        alone, placement = Cluster(), place(self.config, int(self.device.type == "cuda"), available_cores(), 1)
+        clock, watch = TrainerClock(), NodeWatch(alone)
+        start = Start(self.config, alone, placement, self.device, clock, self.worker_main, on_end, watch, None)
         with quiet():
             self.node = start_rollout(start)
         self.controller = self.node.controller
@@ -63,8 +67,10 @@ class Rig:
     def connect(self) -> None:
         """Wait until the engines are up, and join them to the weights."""
         torch.set_num_threads(self.node.placement.trainer_threads)
-        self.weights = load_weights(self.node.model_path)
-        self.controller.connect(ShmTransport(specs_of(self.weights)))
+        dtype = getattr(torch, self.config.dtype_on(self.device.type))
+        loaded = load_weights(self.node.model_path)
+        self.weights = [(name, weight.to(self.device, dtype)) for name, weight in loaded]
+        self.controller.connect(TRANSPORTS[self.node.placement.transport](specs_of(self.weights)))
 
     def publish(self) -> None:
         """Publish the weights under the next version."""
@@ -168,6 +174,14 @@ def load_weights(model_path: str) -> Weights:
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def made_up(tokens: Sequence[int], prompt_tokens: int, index: int, logprob: float = 0.0) -> TrainSequence:
+    """A sequence as if version 0 had sampled all but its prompt, each token at `logprob` nats; every second is good."""
+    mask = np.arange(len(tokens)) >= prompt_tokens
+    logprobs, versions = np.where(mask, logprob, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+    good = index % 2
+    return TrainSequence(np.array(tokens, dtype=np.int64), mask, logprobs, versions, 2.0 * good - 1.0, float(good))
 
 
 def specs_of(weights: Weights) -> list[ParameterSpec]:

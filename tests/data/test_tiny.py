@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from ranks import forkserver
 
-from data import tiny, tiny_model
+from data import tiny_model
 from data.tasks import Addition
-from data.tiny import MIN_GREEDY, SAMPLED_WINDOW, build_tokenizer, sampled_accuracy, tiny_model_path
+from data.tiny import TinyAdder, build_tokenizer
 
 CACHE = Path(__file__).parents[2] / ".cache"
 
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    return tiny_model_path(CACHE)
+    return TinyAdder().path(CACHE)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,13 @@ def test_model_is_small_and_fits_the_default_lengths(model):
 
 def test_held_out_accuracy_leaves_something_to_sharpen(model):
     problems = Addition(0).eval_problems(512)[256:]  # not those it was measured on when it was made
-    low, high = SAMPLED_WINDOW
-    assert low <= sampled_accuracy(model, problems, seed=1) <= high
-    assert sampled_accuracy(model, problems, greedy=True) >= MIN_GREEDY
+    tiny = TinyAdder()
+    low, high = tiny.sampled_window
+    assert low <= tiny.success_rate(model, problems, seed=1) <= high
+    assert tiny.success_rate(model, problems, greedy=True) >= tiny.min_greedy
 
 
-def test_own_generation_agrees_with_transformers_generate(model, path):
+def test_problems_are_answered_together_as_each_is_alone(model, path):
     import torch
 
     tokenizer = build_tokenizer()
@@ -65,7 +66,7 @@ def test_own_generation_agrees_with_transformers_generate(model, path):
         ids = torch.tensor([tokenizer.encode(problem.prompt)])
         output = model.generate(ids, do_sample=False, max_new_tokens=64)[0, ids.shape[1] :]
         right += tokenizer.decode(output, skip_special_tokens=True) == problem.answer
-    assert right / len(problems) == sampled_accuracy(model, problems, greedy=True)
+    assert right / len(problems) == TinyAdder().success_rate(model, problems, greedy=True)
 
 
 def test_the_same_steps_make_the_same_weights():
@@ -74,15 +75,15 @@ def test_the_same_steps_make_the_same_weights():
     weights = []
     for _ in range(2):
         torch.manual_seed(len(weights))  # what happened before must not matter
-        model = tiny_model.untrained_model(tiny.VOCABULARY)
-        tiny.warm_up(model, tiny.make_demonstrations(2000), report=print, num_steps=20)
+        model = tiny_model.untrained_model(build_tokenizer())
+        tiny_model.warm_up(model, TinyAdder().demonstrate(2000), 20)
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
 
 
 def test_an_existing_model_is_found_at_once_and_says_what_it_is(path):
     started = time.monotonic()
-    assert tiny_model_path(CACHE) == path
+    assert TinyAdder().path(CACHE) == path
     assert time.monotonic() - started < 2
     assert set(json.loads((path / "warm_up.json").read_text())) == {"sampled_accuracy", "greedy_accuracy"}
 
@@ -115,7 +116,7 @@ def test_two_processes_make_it_once_and_a_half_written_model_is_never_used(tmp_p
 
 def test_a_model_outside_the_accuracy_window_is_an_error():
     with pytest.raises(RuntimeError, match=r"0\.600 sampled and 0\.990 greedy; wanted"):
-        tiny.check_accuracy(0.6, 0.99)
+        TinyAdder().check(0.6, 0.99)
     with pytest.raises(RuntimeError):
-        tiny.check_accuracy(0.3, 0.5)
-    tiny.check_accuracy(0.3, 0.97)
+        TinyAdder().check(0.3, 0.5)
+    TinyAdder().check(0.3, 0.97)

@@ -12,7 +12,7 @@ from data import tiny_agent, tiny_model
 from data.conversation import Conversation
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber, make_environment
 from data.tasks import load_task
-from data.tiny_agent import MIN_GREEDY, SAMPLED_WINDOW, build_tokenizer, success_rate, tiny_agent_path
+from data.tiny_agent import TinyAgent, build_tokenizer
 
 CACHE = Path(__file__).parents[2] / ".cache"
 LONGEST_PROMPT = {"frozen_lake": 6, "guess_number": 2}
@@ -27,7 +27,7 @@ def name(request) -> str:
 
 @pytest.fixture(scope="module")
 def path(name) -> Path:
-    return tiny_agent_path(name, CACHE)
+    return TinyAgent(name).path(CACHE)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,10 @@ def test_model_is_small_and_fits_vllm(name, model):
 
 def test_held_out_success_leaves_something_to_sharpen(name, model):
     problems = load_task(name, seed=0).eval_problems(384)[256:]  # not those it was measured on when it was made
-    low, high = SAMPLED_WINDOW
-    assert low <= success_rate(model, name, problems, seed=1) <= high
-    assert success_rate(model, name, problems, greedy=True) >= MIN_GREEDY
+    tiny = TinyAgent(name)
+    low, high = tiny.sampled_window
+    assert low <= tiny.success_rate(model, problems, seed=1) <= high
+    assert tiny.success_rate(model, problems, greedy=True) >= tiny.min_greedy
 
 
 def test_the_scripted_player_wins_always_when_it_takes_the_best(name):
@@ -117,10 +118,12 @@ def test_best_actions_of_small_cases():
 
 
 def test_transcripts_imitate_the_player_at_his_own_tokens_alone(name):
-    transcripts, tokenizer = tiny_agent.make_transcripts(name, 20), build_tokenizer()
-    for tokens, is_player, imitated in zip(*vars(transcripts).values(), strict=True):
-        own = tokens[is_player]
-        assert len(own) == len(imitated) and (imitated.sum(-1) - 1).abs().max() < 1e-5
+    games, tokenizer = TinyAgent(name).demonstrate(20), build_tokenizer()
+    for tokens, drawn_from, length in zip(games.tokens, games.imitated, games.lengths, strict=True):
+        is_player = drawn_from != tiny_model.NOT_IMITATED
+        own, imitated = tokens[is_player], games.distributions[drawn_from[is_player]]
+        assert is_player[length - 1] and not is_player[length:].any()
+        assert (imitated.sum(-1) - 1).abs().max() < 1e-5
         assert (imitated.gather(1, own[:, None]) > 0).all()
         assert set(tokenizer.convert_ids_to_tokens(own[::2])) <= set(ENVIRONMENTS[name].ACTIONS)
         assert (own[1::2] == tokenizer.eos_token_id).all()
@@ -133,34 +136,34 @@ def test_the_same_steps_make_the_same_weights(name):
     weights = []
     for _ in range(2):
         torch.manual_seed(len(weights))  # what happened before must not matter
-        model = tiny_model.untrained_model(tiny_agent.vocabulary())
-        tiny_agent.warm_up(model, tiny_agent.make_transcripts(name, 100), report=print, num_steps=5)
+        model = tiny_model.untrained_model(build_tokenizer())
+        tiny_model.warm_up(model, TinyAgent(name).demonstrate(100), 5)
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
 
 
 def test_an_existing_model_is_found_at_once_and_says_what_it_is(name, path):
     started = time.monotonic()
-    assert tiny_agent_path(name, CACHE) == path
+    assert TinyAgent(name).path(CACHE) == path
     assert time.monotonic() - started < 5
-    assert set(json.loads((path / "warm_up.json").read_text())) == {"sampled_success", "greedy_success"}
+    assert set(json.loads((path / "warm_up.json").read_text())) == {"sampled_accuracy", "greedy_accuracy"}
 
 
 def test_a_model_outside_the_success_window_is_an_error():
     with pytest.raises(RuntimeError, match=r"frozen_lake .* 0\.600 sampled and 0\.990 greedy; wanted"):
-        tiny_agent.check_success("frozen_lake", 0.6, 0.99)
+        TinyAgent("frozen_lake").check(0.6, 0.99)
     with pytest.raises(RuntimeError):
-        tiny_agent.check_success("frozen_lake", 0.3, 0.5)
-    tiny_agent.check_success("frozen_lake", 0.3, 0.97)
+        TinyAgent("frozen_lake").check(0.3, 0.5)
+    TinyAgent("frozen_lake").check(0.3, 0.97)
 
 
 def test_a_turn_that_never_ends_is_cut_and_played_as_it_is():
     problem, tokenizer = load_task("frozen_lake", seed=0).eval_problems(1)[0], build_tokenizer()
-    game = tiny_agent._Game("frozen_lake", problem, tokenizer, Conversation(tokenizer))
-    (up,), prompt = tokenizer.encode("up"), list(game.tokens)
-    for _ in range(tiny_agent.MAX_TURN_TOKENS * FrozenLake.max_turns):
+    game = TinyAgent("frozen_lake").begin(problem)
+    prompt = list(game.tokens)
+    for _ in range(FrozenLake.max_turns):
         assert not game.is_over
-        game.write(up)
+        game.answer(tokenizer.encode("up" * TinyAgent.max_turn_tokens))
     assert game.is_over and game.reward == 0.0
-    turns = "up" * tiny_agent.MAX_TURN_TOKENS + "<eos>"
+    turns = "up" * TinyAgent.max_turn_tokens + "<eos>"
     assert tokenizer.decode(game.tokens[len(prompt) :]).count(turns) == FrozenLake.max_turns

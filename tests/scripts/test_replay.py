@@ -198,7 +198,7 @@ def change_header(run, **changes):
 
 def test_a_directory_that_cannot_be_replayed_is_one_line(model, tmp_path):
     path = tmp_path / "run"
-    with pytest.raises(ValueError, match="is not the directory of a run"):
+    with pytest.raises(ValueError, match="no run is there"):
         Recording.open(path)
     config = Config(model=model, runs_dir=str(tmp_path), run_name="run")
     RunDirectory(config).close()
@@ -212,7 +212,7 @@ def test_a_directory_that_cannot_be_replayed_is_one_line(model, tmp_path):
     with pytest.raises(ValueError, match=r"step_000002\.safetensors is missing"):
         Recording.open(path)
     change_header(path, config=config.as_dict() | {"reward_timeout_s": 10.0})
-    with pytest.raises(ValueError, match="another version of this code, with reward_timeout_s; its commit is"):
+    with pytest.raises(ValueError, match="made by other code, which had reward_timeout_s; use that code, commit "):
         Recording.open(path)
 
 
@@ -249,5 +249,5 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
 def test_a_refusal_ends_the_script_with_one_line_and_status_2(tmp_path):
     command = [sys.executable, "scripts/replay.py", str(tmp_path), "--lr", "0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} is not the directory of a run")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: replay {tmp_path}: no run is there")
     assert done.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.tasks import load_task
-from data.tiny import VOCABULARY, build_tokenizer, sampled_accuracy
+from data.tiny import TinyAdder, build_tokenizer
 from data.tiny_model import untrained_model
 from scripts.bench import harness, peers, peers_ours, peers_trl
 from scripts.lines import read
@@ -59,7 +59,7 @@ def test_time_to_an_accuracy_is_that_of_the_first_weights_which_have_it():
 
 def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "EVAL_PROBLEMS", 8)
-    model = untrained_model(VOCABULARY)
+    model = untrained_model(build_tokenizer())
     model.save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
     for folder, seconds in (("snapshots/step_12", 30.0), ("run/checkpoints/step_4", 20.0)):
@@ -71,7 +71,7 @@ def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkey
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 3.0
-    expected = sampled_accuracy(model, load_task("addition", 0).eval_problems(8))
+    expected = TinyAdder().success_rate(model, load_task("addition", 0).eval_problems(8))
     assert curve == [(4, 20.0, curve[0][2]), (12, 30.0, expected)]
 
 
