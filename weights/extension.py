@@ -89,11 +89,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def shutdown(self) -> None:
         self._buffers = []
 
-    @staticmethod
-    def trainer_send_weights(iterator, trainer_args) -> None:
-        """The trainer's end is weights.shm.ShmTransport; this is here because it is abstract in vLLM 0.26."""
-        raise NotImplementedError("weights by shm are sent by weights.shm.ShmTransport")
-
 
 # It warns at every update of each layer that has nothing to load; receive_weights checks that nothing is missing.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -48,7 +48,6 @@ class NcclLink:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        self._device = device
         torch.cuda.set_device(device)  # of this thread
         group = StatelessProcessGroup.create(ADDRESS, port, 0, num_ranks, store_timeout=int(timeout_s) + 1)
         self._communicator = PyNcclCommunicator(group, device=device)
@@ -67,7 +66,6 @@ class NcclLink:
             buffer_size_bytes=CHUNK_BYTES,
             num_buffers=NUM_CHUNK_BUFFERS,
         )
-        torch.cuda.synchronize(self._device)  # vLLM 0.26 returns with the last chunks still on their way
 
     def abort(self) -> None:
         """Give the group up; a broadcast that waits for a dead worker ends."""
