@@ -10,6 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -230,39 +231,29 @@ class CallThreads:
 
     async def call(self, function: Callable, *arguments, timeout_s: float) -> Any:
         """The function's result. Raises EnvironmentFailed if it raises anything at all, or takes too long."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
         inbox = self._idle.pop() if self._idle else self._start()
-        inbox.put((loop, future, functools.partial(function, *arguments)))
+        result: Future = Future()
+        result.set_running_or_notify_cancel()  # from here on nobody can stop it, only wait no longer
+        result.add_done_callback(lambda _: self._idle.append(inbox))
+        inbox.put((result, functools.partial(function, *arguments)))
         try:
             async with asyncio.timeout(timeout_s):
-                return await future
+                return await asyncio.wrap_future(result)
         except TimeoutError:
             raise EnvironmentFailed(f"timed out after {timeout_s:g} s") from None
 
     def _start(self) -> queue.SimpleQueue:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._serve, args=(inbox,), name=self.name, daemon=True).start()
+        threading.Thread(target=_serve, args=(inbox,), name=self.name, daemon=True).start()
         return inbox
 
-    def _serve(self, inbox: queue.SimpleQueue) -> None:
-        while True:
-            loop, future, call = inbox.get()
-            try:
-                result, error = call(), None
-            except EnvironmentFailed as failed:
-                result, error = None, failed
-            except BaseException as raised:  # foreign code may raise anything, and this thread must go on
-                result, error = None, EnvironmentFailed(one_line(raised))
-            if loop.is_closed():
-                return
-            loop.call_soon_threadsafe(self._settle, inbox, future, result, error)
 
-    def _settle(self, inbox: queue.SimpleQueue, future: asyncio.Future, result, error: Exception | None) -> None:
-        self._idle.append(inbox)
-        if future.done():
-            return  # too late
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+def _serve(inbox: queue.SimpleQueue) -> None:
+    while True:
+        result, call = inbox.get()
+        try:
+            result.set_result(call())
+        except EnvironmentFailed as failed:
+            result.set_exception(failed)
+        except BaseException as raised:  # foreign code may raise anything, and this thread must go on
+            result.set_exception(EnvironmentFailed(one_line(raised)))
