@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from weights.shm import NO_CHECKSUM, open_shared_buffer
+from weights.shm import NO_CHECKSUM, SharedBuffer
 from weights.transport import ParameterSpec
 
 
@@ -53,7 +53,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             ParameterSpec(name, getattr(torch, dtype), tuple(shape))
             for name, dtype, shape in zip(init_info.names, init_info.dtype_names, init_info.shapes, strict=True)
         ]
-        self._buffers = [open_shared_buffer(path, specs) for path in init_info.paths]
+        self._buffers = [SharedBuffer(path, specs) for path in init_info.paths]
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from weights.ipc import chunks_of
-from weights.shm import NO_CHECKSUM, ShmTransport, open_shared_buffer
+from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport
 from weights.transport import ParameterSpec, parameter_views, payload_offsets
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
@@ -14,7 +14,7 @@ def parameters(value):
 
 def reader(transport, staged):
     path = transport.init_info()["paths"][staged.buffer]
-    return open_shared_buffer(path, SPECS)
+    return SharedBuffer(path, SPECS)
 
 
 def test_what_is_staged_is_read_in_the_dtype_that_is_sent():
@@ -64,7 +64,7 @@ def test_another_order_or_number_of_parameters_is_refused():
 def test_a_reader_with_another_layout_is_refused():
     transport = ShmTransport(SPECS)
     with pytest.raises(RuntimeError, match="1 parameters need"):
-        open_shared_buffer(transport.init_info()["paths"][0], SPECS[:1])
+        SharedBuffer(transport.init_info()["paths"][0], SPECS[:1])
 
 
 def test_parameters_are_aligned_and_do_not_overlap():
