@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, parameter_views, payload_offsets
+from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout, parameter_views, payload_bytes
 
 ADDRESS = "127.0.0.1"
 CHUNK_BYTES = 1 << 29
@@ -136,7 +136,7 @@ class NcclTransport(TwoBuffers):
             import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
         self._join_timeout_s, self._send_timeout_s, self._open_link = join_timeout_s, send_timeout_s, open_link
-        _, size = payload_offsets(specs)
+        size = payload_bytes(specs)
         payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._views = [parameter_views(payload, specs) for payload in payloads]
         self._senders: dict[int, _Sender] = {}
@@ -163,20 +163,14 @@ class NcclTransport(TwoBuffers):
         This is all that the trainer waits for. Raises RuntimeError if no buffer is free.
         """
         index = self.take_buffer()
-        copy_parameters(parameters, self.specs, self._views[index])
+        copy_parameters(parameters, self._views[index])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the sending threads have streams of their own
-        message = {
-            "names": [spec.name for spec in self.specs],
-            "dtype_names": [spec.dtype_name for spec in self.specs],
-            "shapes": [list(spec.shape) for spec in self.specs],
-        }
-        return Staged(index, [message])
+        return Staged(index, [layout(self.specs)])
 
     def send(self, worker: int, staged: Staged) -> None:
         """Send to a worker that is about to receive; returns at once."""
-        names = [spec.name for spec in self.specs]
-        self._senders[worker].send(list(zip(names, self._views[staged.buffer], strict=True)))
+        self._senders[worker].send(self._views[staged.buffer])
 
     def drop(self, worker: int) -> None:
         """Give up the group of a worker that has died."""

@@ -14,7 +14,7 @@ import torch
 
 from weights.delta import Snapshot, digest_of, encode_delta
 from weights.snapshots import SnapshotWriter
-from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, parameter_views, payload_offsets
+from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout, parameter_views, payload_bytes
 
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""
@@ -29,7 +29,7 @@ class PullTransport(Transport):
 
     def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
         """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
-        self.specs, self.num_bytes, self.writer = specs, payload_offsets(specs)[1], writer
+        self.specs, self.num_bytes, self.writer = specs, payload_bytes(specs), writer
         self.num_kept = num_kept
         self._kept: dict[int, Snapshot] = {}
         self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
@@ -40,11 +40,7 @@ class PullTransport(Transport):
 
     def init_info(self, worker: int = 0) -> dict:
         """How parameters lie in a snapshot."""
-        return {
-            "names": [spec.name for spec in self.specs],
-            "dtype_names": [spec.dtype_name for spec in self.specs],
-            "shapes": [list(spec.shape) for spec in self.specs],
-        }
+        return layout(self.specs)
 
     def free_buffer(self) -> int | None:
         """Weights may be staged at any time: each version has memory of its own."""
@@ -59,9 +55,8 @@ class PullTransport(Transport):
     def copy(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `parameters` on, each after it was copied; with the last one the snapshot is there."""
         payload = torch.zeros(self.num_bytes, dtype=torch.uint8)  # what lies between parameters is in the digest
-        views = iter(parameter_views(payload, self.specs))
-        for named, spec in zip(parameters, self.specs, strict=True):
-            copy_parameters([named], [spec], [next(views)])
+        for named, view in zip(parameters, parameter_views(payload, self.specs), strict=True):
+            copy_parameters([named], [view])
             yield named
         self._keep(Snapshot(version, digest_of(payload.numpy()), payload.numpy()))
 

@@ -4,11 +4,11 @@ They are made by memfd_create: the kernel frees them with the trainer's last pro
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, parameter_views, payload_offsets
+from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout, parameter_views, payload_bytes
 
 HEADER_BYTES = 4096  # one page, which begins with the version, int64
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked every CHECKSUM_INTERVAL versions
@@ -21,17 +21,13 @@ class SharedBuffer:
 
     def __init__(self, path: str, specs: list[ParameterSpec]):
         """Map the file, from whichever process; raises RuntimeError if its size is not what `specs` need."""
-        size, expected = os.stat(path).st_size, HEADER_BYTES + payload_offsets(specs)[1]
+        size, expected = os.stat(path).st_size, HEADER_BYTES + payload_bytes(specs)
         if size != expected:
             raise RuntimeError(f"weight buffer {path} has {size} bytes, {len(specs)} parameters need {expected}")
         memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        self.specs = specs
         self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
-        self.views = parameter_views(self.payload, specs)
-
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.parameters = parameter_views(self.payload, specs)
         """(Hugging Face name, tensor that aliases the buffer) of every parameter."""
-        return zip((spec.name for spec in self.specs), self.views, strict=True)
 
     def checksum(self) -> int:
         """Sum of the payload as int64 words, wrapping; never NO_CHECKSUM."""
@@ -61,7 +57,7 @@ class ShmTransport(TwoBuffers):
     def __init__(self, specs: list[ParameterSpec]):
         super().__init__()
         self.specs = specs
-        size = HEADER_BYTES + payload_offsets(specs)[1]
+        size = HEADER_BYTES + payload_bytes(specs)
         self._paths, self._buffers = [], []
         for index in range(2):
             file = os.memfd_create(f"weights-{index}")
@@ -71,17 +67,12 @@ class ShmTransport(TwoBuffers):
 
     def init_info(self, worker: int = 0) -> dict:
         """What an engine needs once: the buffers' paths and how parameters lie in them."""
-        return {
-            "paths": self._paths,
-            "names": [spec.name for spec in self.specs],
-            "dtype_names": [spec.dtype_name for spec in self.specs],
-            "shapes": [list(spec.shape) for spec in self.specs],
-        }
+        return {"paths": self._paths, **layout(self.specs)}
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters` (in the order of the specs) into a free buffer, as `version`; RuntimeError if none is."""
         index = self.take_buffer()
         buffer = self._buffers[index]
         buffer.header[0] = -1  # a reader that is not meant to be here must not take half a payload for a version
-        copy_parameters(parameters, self.specs, buffer.views)
+        copy_parameters(parameters, buffer.parameters)
         return Staged(index, [{"buffer": index, "version": version, "checksum": buffer.seal(version)}])

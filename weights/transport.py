@@ -36,24 +36,37 @@ class ParameterSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def slot_bytes(self) -> int:
+        """Bytes from its start in a payload to the next parameter's, a multiple of ALIGNMENT."""
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def payload_offsets(specs: list[ParameterSpec]) -> tuple[list[int], int]:
-    """Byte offset of each parameter in a payload, each a multiple of ALIGNMENT, and the payload's size in bytes."""
-    offsets, end = [], 0
-    for spec in specs:
-        offsets.append(end)
-        end += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
-    return offsets, end
+def layout(specs: list[ParameterSpec]) -> dict[str, list]:
+    """Names, dtypes and shapes in plain data, as vLLM's engines are told of them."""
+    return {
+        "names": [spec.name for spec in specs],
+        "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }
 
 
-def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[torch.Tensor]:
-    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order."""
+def specs_of(names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> list[ParameterSpec]:
+    """The parameters of a `layout`."""
+    named = zip(names, dtype_names, shapes, strict=True)
+    return [ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
+
+
+def payload_bytes(specs: list[ParameterSpec]) -> int:
+    """Size of a payload, which has all parameters one after the other."""
+    return sum(spec.slot_bytes for spec in specs)
+
+
+def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[tuple[str, torch.Tensor]]:
+    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
+    slots = payload.split([spec.slot_bytes for spec in specs])
     return [
-        payload[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
-        for start, spec in zip(payload_offsets(specs)[0], specs, strict=True)
+        (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
+        for spec, slot in zip(specs, slots, strict=True)
     ]
 
 
@@ -135,14 +148,12 @@ class TwoBuffers(Transport):
         return index
 
 
-def copy_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]], specs: list[ParameterSpec], views: list[torch.Tensor]
-) -> None:
+def copy_parameters(parameters: Iterable[tuple[str, torch.Tensor]], views: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy each parameter into its view, casting to the dtype that is sent.
 
-    Raises RuntimeError if names or their order differ from `specs`, ValueError if their number does.
+    Raises RuntimeError if names or their order differ from those of the views, ValueError if their number does.
     """
-    for (name, tensor), spec, view in zip(parameters, specs, views, strict=True):
-        if name != spec.name:
-            raise RuntimeError(f"parameter {name!r} arrived where {spec.name!r} was expected: keep their order")
+    for (name, tensor), (expected, view) in zip(parameters, views, strict=True):
+        if name != expected:
+            raise RuntimeError(f"parameter {name!r} arrived where {expected!r} was expected: keep their order")
         view.copy_(tensor)
