@@ -11,10 +11,10 @@ import pytest
 
 from config import Config
 from data.environments import TextEnvironment, make_environment
-from data.records import Partial, Ticket
+from data.records import EVALUATION_GROUP, Partial, Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
-from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
+from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn, Step
 from engine.episode import Episode
 from engine.reward_pool import RewardError
 from scripts.latency import Delayed, LatencyLaw
@@ -100,6 +100,41 @@ def test_a_trajectory_ends_when_its_tokens_are_used_up():
     trajectory = asyncio.run(episode.run(0))
     assert trajectory.finish_reason == "length" and trajectory.reward == 0.0
     assert len(trajectory.tokens) - len(generate.prompts[0]) <= 5 and trajectory.num_turns >= 1
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "is_evaluation", "expected"),
+    [
+        ("queue", False, "reset act step act step"),
+        ("lockstep", False, "reset wait act step wait act step"),
+        ("batch", False, "reset act wait step act wait step"),
+        ("lockstep", True, "reset act step act step"),
+    ],
+)
+def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(scheduling, is_evaluation, expected):
+    did, say = [], policy("1", "2")
+
+    class Counted:
+        async def reset(self):
+            did.append("reset")
+            return [3]
+
+        async def step(self, tokens):
+            did.append("step")
+            return Step([3], 0.0, ended=did.count("step") == 2)
+
+    async def generate(*arguments):
+        did.append("act")
+        return await say(*arguments)
+
+    async def wait():
+        did.append("wait")
+
+    ticket = replace(make_ticket(environment_seed=0), group_id=EVALUATION_GROUP if is_evaluation else 3)
+    config = Config(scheduling=scheduling)
+    episode = Episode(config, ticket, 1, environment=Counted(), generate=generate, wait_at_barrier=wait)
+    asyncio.run(episode.run(0))
+    assert " ".join(did) == expected
 
 
 class Answers:
