@@ -114,10 +114,7 @@ class RolloutWorker:
         episodes = self._episodes[ticket.ticket_id] = self._make_episodes(ticket)
         worker = self.spec.placement.worker
         try:
-            if len(episodes) == 1:
-                trajectories = [await episodes[0].run(worker)]
-            else:
-                trajectories = list(await asyncio.gather(*(episode.run(worker) for episode in episodes)))
+            trajectories = await asyncio.gather(*(episode.run(worker) for episode in episodes))
         finally:
             del self._episodes[ticket.ticket_id]
             self.proxy.activity.add(trajectories=-ticket.num_members)
