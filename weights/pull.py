@@ -4,7 +4,6 @@ This is the trainer's end; puller.py is the machine's, delta.py says what passes
 most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being made), and of the deltas between them.
 """
 
-import collections
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,12 +28,11 @@ class PullTransport(Transport):
 
     def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
         """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
+        super().__init__()
         self.specs, self.num_bytes, self.writer = specs, payload_bytes(specs), writer
         self.num_kept = num_kept
         self._kept: dict[int, Snapshot] = {}
         self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
-        self._readers: collections.Counter[int] = collections.Counter()
-        self._announced = -1
         self._lock = threading.Lock()  # the trainer stages while the swarm reads
         self._encoding = threading.Lock()  # one at a time: each takes a core, and many machines ask for the same
 
@@ -75,7 +73,6 @@ class PullTransport(Transport):
         read = [version for version in old if self._readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]
-        self._readers = +self._readers
         self._ways = {of: way for of, way in self._ways.items() if of[1] in self._kept}
 
     def staged(self, version: int) -> Staged:
@@ -109,20 +106,6 @@ class PullTransport(Transport):
             if new.version in self._kept:  # it may have gone meanwhile
                 self._ways[old.version, new.version] = way
         return way
-
-    def announce(self, staged: Staged) -> None:
-        """Keep these weights for any machine that joins or falls behind, while newer ones may have to wait."""
-        self._announced = staged.buffer
-
-    def acquire(self, worker: int, staged: Staged) -> None:
-        """Keep a snapshot for one worker that is about to read it."""
-        with self._lock:
-            self._readers[staged.buffer] += 1
-
-    def release(self, worker: int, staged: Staged) -> None:
-        """Note that one worker has read a snapshot, or has gone."""
-        with self._lock:
-            self._readers[staged.buffer] -= 1
 
     def close(self) -> None:
         """Give the snapshots up."""

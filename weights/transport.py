@@ -14,6 +14,7 @@ A transport (shm.py, ipc.py, nccl.py) is the trainer's end; vLLM's is a `WeightT
     transport.close()                     the run ends
 """
 
+import collections
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -95,7 +96,23 @@ class Announcement:
 
 
 class Transport:
-    """What most transports do in these calls."""
+    """What most transports do in these calls; under the lock of the controller they keep books on who reads what."""
+
+    def __init__(self) -> None:
+        self._readers: collections.Counter[int] = collections.Counter()
+        self._announced = -1
+
+    def announce(self, staged: Staged) -> None:
+        """Keep these weights for workers that have yet to read them."""
+        self._announced = staged.buffer
+
+    def acquire(self, worker: int, staged: Staged) -> None:
+        """Note that a worker is about to read."""
+        self._readers[staged.buffer] += 1
+
+    def release(self, worker: int, staged: Staged) -> None:
+        """Note that a worker has read, or has died."""
+        self._readers[staged.buffer] -= 1
 
     def messages(self, worker: int, staged: Staged) -> list[dict]:
         """Update infos for a worker's engine: the same for all."""
@@ -121,30 +138,14 @@ class TwoBuffers(Transport):
     loading the version before the announced one; several workers may read two versions at the same time.
     """
 
-    def __init__(self) -> None:
-        self._readers = [0, 0]
-        self._announced = -1
-
     def free_buffer(self) -> int | None:
         """Index of a buffer that may be written, or None."""
-        return next((i for i, count in enumerate(self._readers) if count == 0 and i != self._announced), None)
-
-    def announce(self, staged: Staged) -> None:
-        """Keep these weights for workers that have yet to read them."""
-        self._announced = staged.buffer
-
-    def acquire(self, worker: int, staged: Staged) -> None:
-        """Note that a worker is about to read."""
-        self._readers[staged.buffer] += 1
-
-    def release(self, worker: int, staged: Staged) -> None:
-        """Note that a worker has read, or has died."""
-        self._readers[staged.buffer] -= 1
+        return next((i for i in range(2) if not self._readers[i] and i != self._announced), None)
 
     def take_buffer(self) -> int:
         """Index of a buffer that may be written; raises RuntimeError if there is none."""
         if (index := self.free_buffer()) is None:
-            raise RuntimeError(f"no weight buffer is free: readers {self._readers}, announced {self._announced}")
+            raise RuntimeError(f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}")
         return index
 
 
