@@ -75,13 +75,13 @@ class NcclLink:
 class _Sender:
     """A thread that opens the link to one worker and then sends what it is asked to."""
 
-    def __init__(self, worker: int, open_link: Callable[[], Link], join_timeout_s: float, send_timeout_s: float):
-        self._worker, self._send_timeout_s = worker, send_timeout_s
+    def __init__(self, worker: int, open_link: Callable[[], Link], timeout_s: float):
+        self._worker, self._timeout_s = worker, timeout_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._link: Link | None = None
         self._error: Exception | None = None
         self._dropped = False
-        self._deadline: float | None = time.monotonic() + join_timeout_s
+        self._deadline: float | None = time.monotonic() + timeout_s
         self._doing = f"joining rollout worker {worker}'s NCCL group"
         # A daemon thread: one that waits for a dead worker inside NCCL must not keep the process alive.
         name = f"send-to-worker-{worker}"
@@ -99,7 +99,7 @@ class _Sender:
                 if parameters is None:
                     return
                 self._doing = f"sending weights to rollout worker {self._worker} by NCCL"
-                self._deadline = time.monotonic() + self._send_timeout_s
+                self._deadline = time.monotonic() + self._timeout_s
                 self._link.send(parameters)
         except (RuntimeError, OSError, ImportError) as error:  # what torch, NCCL and their sockets raise
             self._error = error
@@ -126,16 +126,15 @@ class NcclTransport(TwoBuffers):
         specs: list[ParameterSpec],
         device: torch.device,
         ranks_per_worker: int,
-        join_timeout_s: float,
-        send_timeout_s: float,
+        timeout_s: float,
         open_link: Callable[..., Link] = NcclLink,
     ):
-        """`ranks_per_worker`: GPUs of one worker's engine."""
+        """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
         super().__init__()
         if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
             import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
-        self._join_timeout_s, self._send_timeout_s, self._open_link = join_timeout_s, send_timeout_s, open_link
+        self._timeout_s, self._open_link = timeout_s, open_link
         size = payload_bytes(specs)
         payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._views = [parameter_views(payload, specs) for payload in payloads]
@@ -145,8 +144,8 @@ class NcclTransport(TwoBuffers):
         """Begin a group with a worker that has just started, and return what its engine needs to join it."""
         self.drop(worker)
         port, num_ranks = free_port(), 1 + self.ranks_per_worker
-        open_link = functools.partial(self._open_link, port, num_ranks, self.device, self._join_timeout_s)
-        self._senders[worker] = _Sender(worker, open_link, self._join_timeout_s, self._send_timeout_s)
+        open_link = functools.partial(self._open_link, port, num_ranks, self.device, self._timeout_s)
+        self._senders[worker] = _Sender(worker, open_link, self._timeout_s)
         return {
             "master_address": ADDRESS,
             "master_port": port,

@@ -178,7 +178,7 @@ def test_vllms_nccl_engine_understands_what_the_transport_tells_it():
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
     specs = [ParameterSpec("w", torch.bfloat16, (2, 3))]
-    transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, 1.0, SocketLink)
+    transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, SocketLink)
     told = NCCLWeightTransferInitInfo(**transport.init_info())
     transport.close()
     (message,) = transport.stage(0, [("w", torch.zeros(2, 3))]).messages
