@@ -34,7 +34,6 @@ class PullTransport(Transport):
         self._kept: dict[int, Snapshot] = {}
         self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
         self._lock = threading.Lock()  # the trainer stages while the swarm reads
-        self._encoding = threading.Lock()  # one at a time: each takes a core, and many machines ask for the same
 
     def init_info(self, worker: int = 0) -> dict:
         """How parameters lie in a snapshot."""
@@ -85,7 +84,8 @@ class PullTransport(Transport):
     def open(self, version: int, base: int | None) -> tuple[bool, np.ndarray | bytes]:
         """What brings a machine that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
 
-        Any thread may call it, and it may take seconds. What it returns stays readable when the snapshot goes.
+        It may take seconds of a core, and is called by one thread beside the trainer's: many machines ask for the same.
+        What it returns stays readable when the snapshot goes.
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """
         with self._lock:
@@ -96,15 +96,11 @@ class PullTransport(Transport):
             return way
         if old is None or base == version:
             return False, new.payload
-        with self._encoding:
-            return self._ways.get((base, version)) or self._encode(old, new)
-
-    def _encode(self, old: Snapshot, new: Snapshot) -> tuple[bool, np.ndarray | bytes]:
-        delta = encode_delta(old.version, old.payload, new.payload)
+        delta = encode_delta(base, old.payload, new.payload)
         way = (False, new.payload) if delta is None else (True, delta)
         with self._lock:
-            if new.version in self._kept:  # it may have gone meanwhile
-                self._ways[old.version, new.version] = way
+            if version in self._kept:  # it may have gone meanwhile
+                self._ways[base, version] = way
         return way
 
     def close(self) -> None:
