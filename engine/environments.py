@@ -175,7 +175,7 @@ class EnvironmentPool:
         """`make()` gives a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
         self.tokenizer, self.timeout_s = tokenizer, timeout_s
         self.conversation = Conversation(tokenizer)
-        self.threads = CallThreads("environment")
+        self.threads = CallThreads()
         self._make = make
         self._idle: list = []
 
@@ -221,13 +221,8 @@ class CallThreads:
     A thread is used again after its call; one that hangs is left behind and stops nobody, not even at exit.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue] = []  # inboxes of threads
-
-    def __len__(self) -> int:
-        """Threads that wait for a call."""
-        return len(self._idle)
 
     async def call(self, function: Callable, *arguments, timeout_s: float) -> Any:
         """The function's result. Raises EnvironmentFailed if it raises anything at all, or takes too long."""
@@ -244,7 +239,7 @@ class CallThreads:
 
     def _start(self) -> queue.SimpleQueue:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(inbox,), name=self.name, daemon=True).start()
+        threading.Thread(target=_serve, args=(inbox,), name="environment", daemon=True).start()
         return inbox
 
 

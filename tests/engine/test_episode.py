@@ -396,7 +396,7 @@ def test_simulated_failures_fail_as_real_ones_do(law, reason):
 
 def test_a_call_returns_raises_or_times_out_off_the_loop():
     async def calls():
-        threads, ticks = CallThreads("test"), asyncio.create_task(asyncio.sleep(0.01))
+        threads, ticks = CallThreads(), asyncio.create_task(asyncio.sleep(0.01))
         assert await threads.call(time.sleep, 0.1, timeout_s=5) is None
         assert ticks.done(), "the loop went on meanwhile"
         with pytest.raises(EnvironmentFailed, match="ZeroDivisionError: division by zero"):
@@ -409,7 +409,7 @@ def test_a_call_returns_raises_or_times_out_off_the_loop():
 
 def test_a_thread_is_used_again_but_not_while_it_hangs():
     async def calls():
-        threads, gate = CallThreads("test"), threading.Event()
+        threads, gate = CallThreads(), threading.Event()
         first = await threads.call(threading.get_ident, timeout_s=5)
         with pytest.raises(EnvironmentFailed, match="SystemExit: 0"):
             await threads.call(sys.exit, 0, timeout_s=5)
@@ -419,7 +419,7 @@ def test_a_thread_is_used_again_but_not_while_it_hangs():
         second = await threads.call(threading.get_ident, timeout_s=5)
         assert second != first
         gate.set()
-        while len(threads) < 2:
+        while len(threads._idle) < 2:
             await asyncio.sleep(0.01)
         slow_calls = [threads.call(_ident_after, 0.1, timeout_s=5) for _ in range(2)]
         assert set(await asyncio.gather(*slow_calls)) == {first, second}
