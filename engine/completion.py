@@ -1,6 +1,5 @@
 """Responses: what the engine has sampled of one, and how a vLLM output becomes one."""
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,8 +57,6 @@ class Request:
 
     def end(self, finish_reason: FinishReason) -> Completion:
         """The whole response: what was sampled between updates, joined."""
-        if len(self.segments) == 1:
-            return dataclasses.replace(self.segments[0], finish_reason=finish_reason)
         return Completion(
             self.tokens,
             np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for segment in self.segments)]),
