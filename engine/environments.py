@@ -20,15 +20,11 @@ from cluster.placement import WorkerSpec, available_cores
 from data.conversation import Conversation
 from data.environments import make_environment
 from data.records import Ticket
-from engine.reward_pool import RewardError, Rewards
-from engine.score import brief, one_line
+from engine.reward_pool import Rewards
+from engine.score import Failed, brief, one_line
 from weights.models import stop_token_ids
 
 _MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
-
-
-class EnvironmentFailed(Exception):
-    """An environment or reward raised, hung, died or gave what it must not; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """What Episode asks of an environment. Both methods raise EnvironmentFailed."""
+    """What Episode asks of an environment. Both methods raise Failed."""
 
     async def reset(self) -> list[int]:
         """Begin. Returns the prompt, token ids."""
@@ -77,11 +73,8 @@ class SingleTurn:
 
     async def step(self, tokens: list[int]) -> Step:
         response = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        try:
-            reward, parts = await self.rewards.score(self.ticket.answer, response)
-            return Step([], reward, ended=True, reward_parts=parts)
-        except RewardError as error:
-            raise EnvironmentFailed(str(error)) from None
+        reward, parts = await self.rewards.score(self.ticket.answer, response)
+        return Step([], reward, ended=True, reward_parts=parts)
 
 
 class SingleTurns:
@@ -136,19 +129,19 @@ class MultiTurn:
 def _items(returned: Any, method: str, names: str) -> tuple | list:
     if isinstance(returned, tuple | list) and len(returned) == names.count(",") + 1:
         return returned
-    raise EnvironmentFailed(f"{method} returned {brief(returned)}, expected ({names})")
+    raise Failed(f"{method} returned {brief(returned)}, expected ({names})")
 
 
 def _text(observation: Any) -> str:
     if not isinstance(observation, str):
-        raise EnvironmentFailed(f"the observation is {brief(observation)}, expected a str")
+        raise Failed(f"the observation is {brief(observation)}, expected a str")
     if len(observation) > _MAX_OBSERVATION:
-        raise EnvironmentFailed(f"the observation has {len(observation)} characters, at most {_MAX_OBSERVATION} fit")
+        raise Failed(f"the observation has {len(observation)} characters, at most {_MAX_OBSERVATION} fit")
     try:
         observation.encode()
     except UnicodeEncodeError as error:
         where = f"{observation[error.start]!r} at character {error.start}"
-        raise EnvironmentFailed(f"the observation has {where}, expected text without lone surrogates") from None
+        raise Failed(f"the observation has {where}, expected text without lone surrogates") from None
     return observation
 
 
@@ -158,13 +151,13 @@ def _finite(reward: Any) -> float:
     except (TypeError, OverflowError):
         is_number = False
     if not is_number:
-        raise EnvironmentFailed(f"the reward is {brief(reward)}, expected one finite number")
+        raise Failed(f"the reward is {brief(reward)}, expected one finite number")
     return float(reward)
 
 
 def _flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise EnvironmentFailed(f"{name} is {brief(value)}, expected True or False")
+        raise Failed(f"{name} is {brief(value)}, expected True or False")
     return bool(value)
 
 
@@ -225,7 +218,7 @@ class CallThreads:
         self._idle: list[queue.SimpleQueue] = []  # inboxes of threads
 
     async def call(self, function: Callable, *arguments, timeout_s: float) -> Any:
-        """The function's result. Raises EnvironmentFailed if it raises anything at all, or takes too long."""
+        """The function's result. Raises Failed if it raises anything at all, or takes too long."""
         inbox = self._idle.pop() if self._idle else self._start()
         result: Future = Future()
         result.set_running_or_notify_cancel()  # from here on nobody can stop it, only wait no longer
@@ -235,7 +228,7 @@ class CallThreads:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(result)
         except TimeoutError:
-            raise EnvironmentFailed(f"timed out after {timeout_s:g} s") from None
+            raise Failed(f"timed out after {timeout_s:g} s") from None
 
     def _start(self) -> queue.SimpleQueue:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -248,7 +241,5 @@ def _serve(inbox: queue.SimpleQueue) -> None:
         result, call = inbox.get()
         try:
             result.set_result(call())
-        except EnvironmentFailed as failed:
-            result.set_exception(failed)
         except BaseException as raised:  # foreign code may raise anything, and this thread must go on
-            result.set_exception(EnvironmentFailed(one_line(raised)))
+            result.set_exception(Failed(one_line(raised)))

@@ -15,7 +15,8 @@ import numpy as np
 from config import Config
 from data.records import FinishReason, Ticket, Trajectory, check_trajectory
 from engine.completion import Completion
-from engine.environments import Environment, EnvironmentFailed
+from engine.environments import Environment
+from engine.score import Failed
 
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
 
@@ -59,7 +60,7 @@ class Episode:
         started_at, failure = time.time(), ""
         try:
             finish_reason: FinishReason = "aborted" if self._aborted else await self._play()
-        except EnvironmentFailed as error:
+        except Failed as error:
             finish_reason, failure = "failed", str(error)
         except asyncio.CancelledError:
             if not self._aborted:

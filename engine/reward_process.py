@@ -37,7 +37,7 @@ import psutil
 from setproctitle import setproctitle
 
 from cluster.processes import freeze_garbage
-from engine.score import Score, Scored, ScoreFailed, load_score, one_line
+from engine.score import Score, Scored, load_score, one_line
 
 MEMORY_BYTES = 2 << 30
 READY = b"ready"
@@ -163,7 +163,7 @@ def _serve(connection: socket.socket, score: Score) -> None:
             try:
                 outcome = score(answer, response)
             except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
-                outcome = (str(error) if type(error) is ScoreFailed else one_line(error),)
+                outcome = (one_line(error),)
             if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(-1, signal.SIGKILL)

@@ -17,7 +17,8 @@ from typing import Literal
 
 from cluster.placement import WorkerSpec
 from data.records import Ticket
-from engine.environments import Environment, EnvironmentFailed, Environments, Step, start_environments
+from engine.environments import Environment, Environments, Step, start_environments
+from engine.score import Failed
 from job.command_line import parse_config
 from rollout import run_worker, start_worker
 from train_async import fail, run_job, train
@@ -105,10 +106,10 @@ class Delayed:
     async def step(self, tokens: list[int]) -> Step:
         delay = self.law.draw(self._random)
         if delay.failure == "crash":
-            raise EnvironmentFailed("simulated crash")
+            raise Failed("simulated crash")
         if delay.failure == "hang" or delay.seconds > self.timeout_s:
             await asyncio.sleep(self.timeout_s)
-            raise EnvironmentFailed(f"simulated latency: timed out after {self.timeout_s:g} s")
+            raise Failed(f"simulated latency: timed out after {self.timeout_s:g} s")
         await asyncio.sleep(delay.seconds)
         return await self.environment.step(tokens)
 

@@ -14,9 +14,9 @@ from data.environments import TextEnvironment, make_environment
 from data.records import EVALUATION_GROUP, Partial, Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
-from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn, Step
+from engine.environments import CallThreads, EnvironmentPool, MultiTurn, SingleTurn, Step
 from engine.episode import Episode
-from engine.reward_pool import RewardError
+from engine.score import Failed
 from scripts.latency import Delayed, LatencyLaw
 
 TOKENIZER = build_tokenizer()
@@ -355,7 +355,7 @@ class Rewards:
 
     async def score(self, answer, response):
         if answer == "fail":
-            raise RewardError("ValueError: no good")
+            raise Failed("ValueError: no good")
         return float(len(response)), {"length": 1.0}
 
 
@@ -390,7 +390,7 @@ def test_simulated_latency_is_scaled_and_waited_for_before_the_step():
 @pytest.mark.parametrize(("law", "reason"), [("fail:1", "crash|timed out"), ("constant:9", "timed out after 0.1 s")])
 def test_simulated_failures_fail_as_real_ones_do(law, reason):
     delayed = Delayed(Instant(), LatencyLaw.parse(law), timeout_s=0.1, seed=0)
-    with pytest.raises(EnvironmentFailed, match=reason):
+    with pytest.raises(Failed, match=reason):
         asyncio.run(delayed.step([1]))
 
 
@@ -399,9 +399,9 @@ def test_a_call_returns_raises_or_times_out_off_the_loop():
         threads, ticks = CallThreads(), asyncio.create_task(asyncio.sleep(0.01))
         assert await threads.call(time.sleep, 0.1, timeout_s=5) is None
         assert ticks.done(), "the loop went on meanwhile"
-        with pytest.raises(EnvironmentFailed, match="ZeroDivisionError: division by zero"):
+        with pytest.raises(Failed, match="ZeroDivisionError: division by zero"):
             await threads.call(lambda: 1 / 0, timeout_s=5)
-        with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.05 s"):
+        with pytest.raises(Failed, match=r"timed out after 0\.05 s"):
             await threads.call(threading.Event().wait, timeout_s=0.05)
 
     asyncio.run(calls())
@@ -411,10 +411,10 @@ def test_a_thread_is_used_again_but_not_while_it_hangs():
     async def calls():
         threads, gate = CallThreads(), threading.Event()
         first = await threads.call(threading.get_ident, timeout_s=5)
-        with pytest.raises(EnvironmentFailed, match="SystemExit: 0"):
+        with pytest.raises(Failed, match="SystemExit: 0"):
             await threads.call(sys.exit, 0, timeout_s=5)
         assert await threads.call(threading.get_ident, timeout_s=5) == first
-        with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.05 s"):
+        with pytest.raises(Failed, match=r"timed out after 0\.05 s"):
             await threads.call(gate.wait, timeout_s=0.05)
         second = await threads.call(threading.get_ident, timeout_s=5)
         assert second != first
