@@ -50,16 +50,14 @@ class Environment(Protocol):
         ...
 
 
-class Environments(Protocol):
-    """What a rollout worker asks for environments."""
+@dataclass(frozen=True)
+class Environments:
+    """Where a rollout worker has its environments from."""
 
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        """What answers the policy in one trajectory."""
-        ...
-
-    def close(self) -> None:
-        """Give up all that environments share, when the worker ends."""
-        ...
+    make_environment: Callable[[Ticket, int], Environment]
+    """Makes what answers the policy in the trajectory of a ticket and member."""
+    close: Callable[[], None] = lambda: None
+    """Gives up all that they share, when the worker ends."""
 
 
 class SingleTurn:
@@ -75,19 +73,6 @@ class SingleTurn:
         response = self.tokenizer.decode(tokens, skip_special_tokens=True)
         reward, parts = await self.rewards.score(self.ticket.answer, response)
         return Step([], reward, ended=True, reward_parts=parts)
-
-
-class SingleTurns:
-    """Environments of one turn, which share the processes that score them."""
-
-    def __init__(self, tokenizer, rewards: Rewards):
-        self.tokenizer, self.rewards = tokenizer, rewards
-
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        return SingleTurn(ticket, self.tokenizer, self.rewards)
-
-    def close(self) -> None:
-        self.rewards.close()
 
 
 class MultiTurn:
@@ -172,12 +157,6 @@ class EnvironmentPool:
         self._make = make
         self._idle: list = []
 
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        return MultiTurn(self, ticket.environment_seed)
-
-    def close(self) -> None:
-        """Nothing: its threads end with the process."""
-
     def take(self):
         """An environment that nobody else uses; may be called in any thread, as making one is foreign code too."""
         try:
@@ -194,9 +173,11 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     """The environments of a worker's task; those of one turn start processes that score."""
     config = spec.config
     if config.is_multi_turn:
-        return EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
+        pool = EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
+        return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
     title, num_processes = f"rewards {spec.placement.worker}", max(4, min(16, available_cores() // 2))
-    return SingleTurns(tokenizer, Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title))
+    rewards = Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title)
+    return Environments(lambda ticket, member: SingleTurn(ticket, tokenizer, rewards), rewards.close)
 
 
 def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:

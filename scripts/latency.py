@@ -114,23 +114,17 @@ class Delayed:
         return await self.environment.step(tokens)
 
 
-class DelayedEnvironments:
-    """A worker's environments, delayed where they are trained on."""
+def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:
+    """The environments of a worker's task, delayed where they are trained on."""
+    environments = start_environments(spec, tokenizer)
 
-    def __init__(self, environments: Environments, law: LatencyLaw, timeout_s: float):
-        self.environments, self.law, self.timeout_s = environments, law, timeout_s
-        self.close = environments.close
-
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        environment = self.environments.make_environment(ticket, member)
+    def make_environment(ticket: Ticket, member: int) -> Environment:
+        environment = environments.make_environment(ticket, member)
         if ticket.is_evaluation:
             return environment
-        return Delayed(environment, self.law, self.timeout_s, ticket.seed + member)
+        return Delayed(environment, law, spec.config.env_timeout_s, ticket.seed + member)
 
-
-def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> DelayedEnvironments:
-    """The environments of a worker's task, delayed."""
-    return DelayedEnvironments(start_environments(spec, tokenizer), law, spec.config.env_timeout_s)
+    return Environments(make_environment, environments.close)
 
 
 def run_latency_worker(law: str) -> Callable:
