@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 
@@ -25,16 +24,6 @@ ADDRESS = "127.0.0.1"
 CHUNK_BYTES = 1 << 29
 NUM_CHUNK_BUFFERS = 2
 """Chunks on the way at the same time, on either side."""
-
-
-class Link(Protocol):
-    """The sending end of a group with the ranks of one worker."""
-
-    def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send all parameters; returns when they have arrived."""
-
-    def abort(self) -> None:
-        """Give the group up, even in the middle of sending."""
 
 
 class NcclLink:
@@ -68,17 +57,17 @@ class NcclLink:
         )
 
     def abort(self) -> None:
-        """Give the group up; a broadcast that waits for a dead worker ends."""
+        """Give the group up, even in the middle of sending: a broadcast that waits for a dead worker ends."""
         self._communicator.destroy()
 
 
 class _Sender:
     """A thread that opens the link to one worker and then sends what it is asked to."""
 
-    def __init__(self, worker: int, open_link: Callable[[], Link], timeout_s: float):
+    def __init__(self, worker: int, open_link: Callable[[], NcclLink], timeout_s: float):
         self._worker, self._timeout_s = worker, timeout_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._link: Link | None = None
+        self._link: NcclLink | None = None
         self._error: Exception | None = None
         self._dropped = False
         self._deadline: float | None = time.monotonic() + timeout_s
@@ -90,7 +79,7 @@ class _Sender:
     def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._jobs.put(parameters)
 
-    def _run(self, open_link: Callable[[], Link]) -> None:
+    def _run(self, open_link: Callable[[], NcclLink]) -> None:
         try:
             self._link = open_link()
             while not self._dropped:
@@ -127,7 +116,7 @@ class NcclTransport(TwoBuffers):
         device: torch.device,
         ranks_per_worker: int,
         timeout_s: float,
-        open_link: Callable[..., Link] = NcclLink,
+        open_link: Callable[..., NcclLink] = NcclLink,
     ):
         """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
         super().__init__()
