@@ -1,17 +1,11 @@
 """Publish weights and their version to rollout workers, through vLLM's weight-transfer API; one class per transport.
 
-A transport (shm.py, ipc.py, nccl.py) is the trainer's end; vLLM's is a `WeightTransferEngine`. Its calls are
+A transport (shm.py, ipc.py, nccl.py, pull.py) is the trainer's end; vLLM's is a `WeightTransferEngine`. Its calls are
+those of `Transport`, and before them
 
     transport.init_info(worker)           handed to a worker's engine when it starts, or has been started again
-    transport.free_buffer()               whether stage may be called now
+    transport.free_buffer()               not None if stage may be called now
     transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
-    transport.announce(staged)            these are the weights for any worker that starts or falls behind
-    transport.messages(worker, staged)    update infos for that worker's engine
-    transport.acquire(worker, staged)     a worker is about to read them; release(worker, staged): it has, or has died
-    transport.send(worker, staged)        a worker waits to receive them; nothing to do where it reads by itself
-    transport.drop(worker)                it has died
-    transport.check()                     raises what went wrong in the background
-    transport.close()                     the run ends
 """
 
 import collections
@@ -103,8 +97,12 @@ class Transport:
         self._announced = -1
 
     def announce(self, staged: Staged) -> None:
-        """Keep these weights for workers that have yet to read them."""
+        """Keep these weights for any worker that has yet to read them, starts or falls behind."""
         self._announced = staged.buffer
+
+    def messages(self, worker: int, staged: Staged) -> list[dict]:
+        """Update infos for a worker's engine: the same for all."""
+        return staged.messages
 
     def acquire(self, worker: int, staged: Staged) -> None:
         """Note that a worker is about to read."""
@@ -114,12 +112,8 @@ class Transport:
         """Note that a worker has read, or has died."""
         self._readers[staged.buffer] -= 1
 
-    def messages(self, worker: int, staged: Staged) -> list[dict]:
-        """Update infos for a worker's engine: the same for all."""
-        return staged.messages
-
     def send(self, worker: int, staged: Staged) -> None:
-        """Send staged weights to a worker that waits for them."""
+        """Send staged weights to a worker that waits for them; nothing where it reads by itself."""
 
     def drop(self, worker: int) -> None:
         """Give up whatever joins this process to a worker that has died."""
