@@ -114,10 +114,7 @@ class RolloutWorker:
         episodes = self._episodes[ticket.ticket_id] = self._make_episodes(ticket)
         worker = self.spec.placement.worker
         try:
-            if len(episodes) == 1:
-                trajectories = [await episodes[0].run(worker)]
-            else:
-                trajectories = list(await asyncio.gather(*(episode.run(worker) for episode in episodes)))
+            trajectories = await asyncio.gather(*(episode.run(worker) for episode in episodes))
         finally:
             del self._episodes[ticket.ticket_id]
             self.proxy.activity.add(trajectories=-ticket.num_members)
@@ -127,9 +124,11 @@ class RolloutWorker:
     def _make_episodes(self, ticket: Ticket) -> list[Episode]:
         members = range(ticket.member, ticket.member + ticket.num_members)
         generates = [self.proxy.generate] if len(members) == 1 else self._share_request(ticket)
-        make, barriers = self.environments.make_environment, self._barriers(ticket)
+        make, wait = self.environments.make_environment, functools.partial(self._wait_at_barrier, ticket.ticket_id)
         return [
-            Episode(self.config, ticket, member, environment=make(ticket, member), generate=generate, **barriers)
+            Episode(
+                self.config, ticket, member, environment=make(ticket, member), generate=generate, wait_at_barrier=wait
+            )
             for member, generate in zip(members, generates, strict=True)
         ]
 
@@ -144,14 +143,8 @@ class RolloutWorker:
 
         return [functools.partial(generate, index) for index in range(ticket.num_members)]
 
-    def _barriers(self, ticket: Ticket) -> dict[str, Callable]:
-        """What a trajectory waits for, and when, as arguments of its Episode; evaluation waits for nothing."""
-        when = {"lockstep": "wait_before_turn", "batch": "wait_before_step"}.get(self.config.scheduling)
-        if when is None or ticket.is_evaluation:
-            return {}
-        return {when: functools.partial(self._wait_at_barrier, ticket.ticket_id)}
-
     async def _wait_at_barrier(self, ticket_id: int) -> None:
+        """Wait until all tickets, on all workers, have come as far."""
         self.proxy.activity.add(at_barrier=1)
         try:
             self._flush_soon()

@@ -1,6 +1,5 @@
 """Responses: what the engine has sampled of one, and how a vLLM output becomes one."""
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,8 +57,6 @@ class Request:
 
     def end(self, finish_reason: FinishReason) -> Completion:
         """The whole response: what was sampled between updates, joined."""
-        if len(self.segments) == 1:
-            return dataclasses.replace(self.segments[0], finish_reason=finish_reason)
         return Completion(
             self.tokens,
             np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for segment in self.segments)]),
@@ -68,8 +65,8 @@ class Request:
         )
 
 
-def read_completion(output, version_at_start: int) -> Completion:
-    """The Completion in a vLLM CompletionOutput whose request was sent under `version_at_start`.
+def read_completion(output) -> Completion:
+    """The Completion in a vLLM CompletionOutput.
 
     Raises RuntimeError if the engine ended it for a reason of its own.
     """
@@ -77,6 +74,5 @@ def read_completion(output, version_at_start: int) -> Completion:
     if output.finish_reason not in reasons:
         raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
     tokens = list(output.token_ids)
-    versions = token_versions(output, version_at_start)
     logprobs = np.array(output.logprobs.logprobs if tokens else [], dtype=np.float32)
-    return Completion(tokens, logprobs, versions, reasons[output.finish_reason])
+    return Completion(tokens, logprobs, token_versions(output), reasons[output.finish_reason])

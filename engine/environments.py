@@ -10,6 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,15 +20,11 @@ from cluster.placement import WorkerSpec, available_cores
 from data.conversation import Conversation
 from data.environments import make_environment
 from data.records import Ticket
-from engine.reward_pool import RewardError, Rewards
-from engine.score import brief, one_line
+from engine.reward_pool import Rewards
+from engine.score import Failed, brief, one_line
 from weights.models import stop_token_ids
 
 _MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
-
-
-class EnvironmentFailed(Exception):
-    """An environment or reward raised, hung, died or gave what it must not; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """What Episode asks of an environment. Both methods raise EnvironmentFailed."""
+    """What Episode asks of an environment. Both methods raise Failed."""
 
     async def reset(self) -> list[int]:
         """Begin. Returns the prompt, token ids."""
@@ -53,16 +50,14 @@ class Environment(Protocol):
         ...
 
 
-class Environments(Protocol):
-    """What a rollout worker asks for environments."""
+@dataclass(frozen=True)
+class Environments:
+    """Where a rollout worker has its environments from."""
 
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        """What answers the policy in one trajectory."""
-        ...
-
-    def close(self) -> None:
-        """Give up all that environments share, when the worker ends."""
-        ...
+    make_environment: Callable[[Ticket, int], Environment]
+    """Makes what answers the policy in the trajectory of a ticket and member."""
+    close: Callable[[], None] = lambda: None
+    """Gives up all that they share, when the worker ends."""
 
 
 class SingleTurn:
@@ -76,24 +71,8 @@ class SingleTurn:
 
     async def step(self, tokens: list[int]) -> Step:
         response = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        try:
-            reward, parts = await self.rewards.score(self.ticket.answer, response)
-            return Step([], reward, ended=True, reward_parts=parts)
-        except RewardError as error:
-            raise EnvironmentFailed(str(error)) from None
-
-
-class SingleTurns:
-    """Environments of one turn, which share the processes that score them."""
-
-    def __init__(self, tokenizer, rewards: Rewards):
-        self.tokenizer, self.rewards = tokenizer, rewards
-
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        return SingleTurn(ticket, self.tokenizer, self.rewards)
-
-    def close(self) -> None:
-        self.rewards.close()
+        reward, parts = await self.rewards.score(self.ticket.answer, response)
+        return Step([], reward, ended=True, reward_parts=parts)
 
 
 class MultiTurn:
@@ -135,19 +114,19 @@ class MultiTurn:
 def _items(returned: Any, method: str, names: str) -> tuple | list:
     if isinstance(returned, tuple | list) and len(returned) == names.count(",") + 1:
         return returned
-    raise EnvironmentFailed(f"{method} returned {brief(returned)}, expected ({names})")
+    raise Failed(f"{method} returned {brief(returned)}, expected ({names})")
 
 
 def _text(observation: Any) -> str:
     if not isinstance(observation, str):
-        raise EnvironmentFailed(f"the observation is {brief(observation)}, expected a str")
+        raise Failed(f"the observation is {brief(observation)}, expected a str")
     if len(observation) > _MAX_OBSERVATION:
-        raise EnvironmentFailed(f"the observation has {len(observation)} characters, at most {_MAX_OBSERVATION} fit")
+        raise Failed(f"the observation has {len(observation)} characters, at most {_MAX_OBSERVATION} fit")
     try:
         observation.encode()
     except UnicodeEncodeError as error:
         where = f"{observation[error.start]!r} at character {error.start}"
-        raise EnvironmentFailed(f"the observation has {where}, expected text without lone surrogates") from None
+        raise Failed(f"the observation has {where}, expected text without lone surrogates") from None
     return observation
 
 
@@ -157,13 +136,13 @@ def _finite(reward: Any) -> float:
     except (TypeError, OverflowError):
         is_number = False
     if not is_number:
-        raise EnvironmentFailed(f"the reward is {brief(reward)}, expected one finite number")
+        raise Failed(f"the reward is {brief(reward)}, expected one finite number")
     return float(reward)
 
 
 def _flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise EnvironmentFailed(f"{name} is {brief(value)}, expected True or False")
+        raise Failed(f"{name} is {brief(value)}, expected True or False")
     return bool(value)
 
 
@@ -174,15 +153,9 @@ class EnvironmentPool:
         """`make()` gives a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
         self.tokenizer, self.timeout_s = tokenizer, timeout_s
         self.conversation = Conversation(tokenizer)
-        self.threads = CallThreads("environment")
+        self.threads = CallThreads()
         self._make = make
         self._idle: list = []
-
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        return MultiTurn(self, ticket.environment_seed)
-
-    def close(self) -> None:
-        """Nothing: its threads end with the process."""
 
     def take(self):
         """An environment that nobody else uses; may be called in any thread, as making one is foreign code too."""
@@ -200,9 +173,11 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     """The environments of a worker's task; those of one turn start processes that score."""
     config = spec.config
     if config.is_multi_turn:
-        return EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
+        pool = EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
+        return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
     title, num_processes = f"rewards {spec.placement.worker}", max(4, min(16, available_cores() // 2))
-    return SingleTurns(tokenizer, Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title))
+    rewards = Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title)
+    return Environments(lambda ticket, member: SingleTurn(ticket, tokenizer, rewards), rewards.close)
 
 
 def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:
@@ -220,49 +195,32 @@ class CallThreads:
     A thread is used again after its call; one that hangs is left behind and stops nobody, not even at exit.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue] = []  # inboxes of threads
 
-    def __len__(self) -> int:
-        """Threads that wait for a call."""
-        return len(self._idle)
-
     async def call(self, function: Callable, *arguments, timeout_s: float) -> Any:
-        """The function's result. Raises EnvironmentFailed if it raises anything at all, or takes too long."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
+        """The function's result. Raises Failed if it raises anything at all, or takes too long."""
         inbox = self._idle.pop() if self._idle else self._start()
-        inbox.put((loop, future, functools.partial(function, *arguments)))
+        result: Future = Future()
+        result.set_running_or_notify_cancel()  # from here on nobody can stop it, only wait no longer
+        result.add_done_callback(lambda _: self._idle.append(inbox))
+        inbox.put((result, functools.partial(function, *arguments)))
         try:
             async with asyncio.timeout(timeout_s):
-                return await future
+                return await asyncio.wrap_future(result)
         except TimeoutError:
-            raise EnvironmentFailed(f"timed out after {timeout_s:g} s") from None
+            raise Failed(f"timed out after {timeout_s:g} s") from None
 
     def _start(self) -> queue.SimpleQueue:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._serve, args=(inbox,), name=self.name, daemon=True).start()
+        threading.Thread(target=_serve, args=(inbox,), name="environment", daemon=True).start()
         return inbox
 
-    def _serve(self, inbox: queue.SimpleQueue) -> None:
-        while True:
-            loop, future, call = inbox.get()
-            try:
-                result, error = call(), None
-            except EnvironmentFailed as failed:
-                result, error = None, failed
-            except BaseException as raised:  # foreign code may raise anything, and this thread must go on
-                result, error = None, EnvironmentFailed(one_line(raised))
-            if loop.is_closed():
-                return
-            loop.call_soon_threadsafe(self._settle, inbox, future, result, error)
 
-    def _settle(self, inbox: queue.SimpleQueue, future: asyncio.Future, result, error: Exception | None) -> None:
-        self._idle.append(inbox)
-        if future.done():
-            return  # too late
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+def _serve(inbox: queue.SimpleQueue) -> None:
+    while True:
+        result, call = inbox.get()
+        try:
+            result.set_result(call())
+        except BaseException as raised:  # foreign code may raise anything, and this thread must go on
+            result.set_exception(Failed(one_line(raised)))

@@ -15,13 +15,10 @@ import numpy as np
 from config import Config
 from data.records import FinishReason, Ticket, Trajectory, check_trajectory
 from engine.completion import Completion
-from engine.environments import Environment, EnvironmentFailed
+from engine.environments import Environment
+from engine.score import Failed
 
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
-
-
-async def _go_on() -> None:
-    """No barrier."""
 
 
 class Episode:
@@ -35,16 +32,14 @@ class Episode:
         *,
         environment: Environment,
         generate: Callable,
-        wait_before_turn: Callable = _go_on,
-        wait_before_step: Callable = _go_on,
+        wait_at_barrier: Callable | None = None,
     ):
-        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn, and the barriers around it; it
-        is given a prefix where the ticket has one."""
+        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn, and given a prefix where the
+        ticket has one; `wait_at_barrier()` is awaited where --scheduling has a barrier."""
         self.config, self.ticket, self.member, self.environment = config, ticket, member, environment
         self.request_id: str | None = None
         """The request that is being sampled now."""
-        self._generate = generate
-        self._wait_before_turn, self._wait_before_step = wait_before_turn, wait_before_step
+        self._generate, self._wait_at_barrier = generate, wait_at_barrier
         self._task: asyncio.Task | None = None
         self._aborted = False
         self._tokens: list[int] = []
@@ -65,7 +60,7 @@ class Episode:
         started_at, failure = time.time(), ""
         try:
             finish_reason: FinishReason = "aborted" if self._aborted else await self._play()
-        except EnvironmentFailed as error:
+        except Failed as error:
             finish_reason, failure = "failed", str(error)
         except asyncio.CancelledError:
             if not self._aborted:
@@ -81,13 +76,13 @@ class Episode:
         self._check_prompt()
         max_tokens = len(self._tokens) + self.config.max_response_tokens
         while True:
-            await self._wait_before_turn()
+            await self._wait_for_others("lockstep")
             started_at = time.time()
             completion = await self._act(max_tokens - len(self._tokens))
             sampled_at = time.time()
             if completion.finish_reason == "aborted" or self._aborted:
                 return "aborted"
-            await self._wait_before_step()
+            await self._wait_for_others("batch")
             step = await self.environment.step(completion.tokens)
             self._times.append((started_at, sampled_at, time.time()))
             self._reward += step.reward
@@ -97,6 +92,11 @@ class Episode:
             if len(self._tokens) + len(step.tokens) >= max_tokens:
                 return "length"
             self._tokens += step.tokens
+
+    async def _wait_for_others(self, scheduling: str) -> None:
+        """Wait where this scheduling has its barrier, if it is the run's; evaluation waits for nobody."""
+        if self.config.scheduling == scheduling and not self.ticket.is_evaluation:
+            await self._wait_at_barrier()
 
     def _check_prompt(self) -> None:
         if len(self._tokens) > self.config.max_prompt_tokens:

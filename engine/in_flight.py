@@ -41,7 +41,7 @@ def _so_far(proxy: LLMProxy, episode: Episode) -> Completion | None:
     if (request := proxy.requests.get(episode.request_id)) is None:
         return None
     running = [output_so_far(state) for state in request_states(proxy.engine, request.engine_id)]
-    segments = [*request.segments, *(read_completion(output, proxy.version) for output in running)]
+    segments = [*request.segments, *map(read_completion, running)]
     return Request(segments=segments).end("aborted")
 
 

@@ -45,14 +45,10 @@ class LLMProxy:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._asleep = False
-        self._wire_options: dict = {}  # that this vLLM wants with each update
 
     @classmethod
     async def start(cls, spec: WorkerSpec, stop_token_ids: list[int]) -> "LLMProxy":
-        """Start the engine, with weights that mean nothing until the first update.
-
-        Raises ValueError if this vLLM cannot stamp versions exactly under the chosen `on_update`.
-        """
+        """Start the engine, with weights that mean nothing until the first update."""
         return cls(spec.config, vllm_setup.start_engine(spec), stop_token_ids)
 
     @property
@@ -74,7 +70,6 @@ class LLMProxy:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        init_info, self._wire_options = vllm_setup.split_wire_options(init_info)
         async with _limited(self.config.timeout_s, "connecting the engine to the trainer"):
             await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
@@ -156,7 +151,6 @@ class LLMProxy:
         # As an engine input: tokens in vLLM's other form are handed to a thread, which may have text to tokenise.
         # The salt keeps a prefix that was computed under other weights out of reach, without emptying the cache.
         prompt = tokens_input(prompt_tokens, cache_salt=str(self.version))
-        version = self.version
         self.activity.add(requests=1)
         try:
             final = [output async for output in self.engine.generate(prompt, params, engine_id) if output.finished]
@@ -165,7 +159,7 @@ class LLMProxy:
         if not final:
             raise RuntimeError(f"request {engine_id} ended without an output")
         self.sampled.new += sum(len(output.token_ids) for output in final[0].outputs)
-        return [read_completion(one, version) for one in sorted(final[0].outputs, key=lambda one: one.index)]
+        return [read_completion(one) for one in sorted(final[0].outputs, key=lambda one: one.index)]
 
     def sampling_params(self, seed: int, max_tokens: int, num_responses: int):
         """vLLM's parameters of one request."""
@@ -269,10 +263,9 @@ class LLMProxy:
             await calls.pop()
             receiving()
         for update_info in update_infos:
-            request = WeightTransferUpdateRequest(update_info=update_info | self._wire_options)
-            calls.append(self.engine.update_weights(request))
-        calls.append(self.engine.finish_weight_update())
-        await asyncio.gather(*calls, *vllm_setup.stamp_version(self.engine, version))
+            calls.append(self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+        calls += [self.engine.finish_weight_update(), self.engine.update_weight_version(str(version))]
+        await asyncio.gather(*calls)
         self.version = version
 
     def shutdown(self) -> None:

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.reward_process import READY
-from engine.score import Scored, ScoreFailed, add, are_parts, load_score
+from engine.score import Failed, Scored, add, are_parts, load_score
 
 _MAX_BATCH = 64
 """Responses sent at once: scoring a short one takes less time than sending it."""
@@ -40,10 +40,6 @@ _TEMPLATE = """import json, sys
 sys.path, *arguments = json.loads(sys.argv[1])
 from engine.reward_process import run_template
 run_template(*arguments)"""
-
-
-class RewardError(Exception):
-    """The reward of one response raised, hung, died or was no number; the message is one line."""
 
 
 @dataclass(eq=False)
@@ -65,11 +61,7 @@ class Rewards:
 
     async def score(self, answer: str, response: str) -> Scored:
         """As of RewardPool."""
-        found = await asyncio.gather(*(pool.score(answer, response) for pool in self._pools))
-        try:
-            return add(found)
-        except ScoreFailed as failed:
-            raise RewardError(str(failed)) from None
+        return add(await asyncio.gather(*(pool.score(answer, response) for pool in self._pools)))
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -99,7 +91,7 @@ class RewardPool:
     async def score(self, answer: str, response: str) -> Scored:
         """Reward of one response, and its parts; `timeout_s` bounds its scoring, not the time it waits for its turn.
 
-        Raises RewardError if the reward raises, hangs, kills its process, or is neither a finite number nor a dict.
+        Raises Failed if the reward raises, hangs, kills its process, or is neither a finite number nor a dict.
         """
         return await asyncio.wrap_future(self.begin(answer, response))
 
@@ -179,7 +171,7 @@ def _settle(item: _Item, outcome: Scored | str) -> None:
     if not item.reward.set_running_or_notify_cancel():
         return
     if isinstance(outcome, str):
-        item.reward.set_exception(RewardError(" ".join(outcome[:_MAX_REASON].split())))
+        item.reward.set_exception(Failed(" ".join(outcome[:_MAX_REASON].split())))
     else:
         item.reward.set_result(outcome)
 

@@ -33,10 +33,11 @@ import socket
 import struct
 import time
 
+import psutil
 from setproctitle import setproctitle
 
 from cluster.processes import freeze_garbage
-from engine.score import Score, Scored, ScoreFailed, load_score, one_line
+from engine.score import Score, Scored, load_score, one_line
 
 MEMORY_BYTES = 2 << 30
 READY = b"ready"
@@ -111,7 +112,7 @@ def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
     """Serve one socket under all limits, or answer with what forbids them; never returns."""
     connection = socket.socket(fileno=descriptor)
     try:
-        memory = _address_space() + MEMORY_BYTES
+        memory = psutil.Process().memory_info().vms + MEMORY_BYTES
         os.setpgid(0, 0)
         _keep_only(descriptor)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as badness:
@@ -132,12 +133,6 @@ def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
         connection.sendall(json.dumps([0, one_line(error)]).encode() + b"\n")
     finally:
         os._exit(0)
-
-
-def _address_space() -> int:
-    """Bytes that this process has mapped."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 def _keep_only(descriptor: int) -> None:
@@ -168,7 +163,7 @@ def _serve(connection: socket.socket, score: Score) -> None:
             try:
                 outcome = score(answer, response)
             except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
-                outcome = (str(error) if type(error) is ScoreFailed else one_line(error),)
+                outcome = (one_line(error),)
             if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(-1, signal.SIGKILL)

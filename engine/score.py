@@ -28,8 +28,8 @@ _TAKEN = ("mean", "std", "zero_variance_groups")  # metrics that are called rewa
 _MAX_REASON = 500  # characters: an error message may quote a whole response
 
 
-class ScoreFailed(Exception):
-    """A reward function raised or returned what it must not; the message is one line, with file, function and line."""
+class Failed(Exception):
+    """A reward or an environment raised, hung, died or gave what it must not; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class RewardFunction:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Turn what the function raises into a ScoreFailed that says where."""
+        """Turn what the function raises into a Failed that says where: file, function and line."""
         try:
             yield
         except BaseException as error:  # foreign code may raise anything
-            reason, file = str(error) if type(error) is ScoreFailed else one_line(error), self.text.rpartition(":")[0]
+            file = self.text.rpartition(":")[0]
             lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
             where = self.text and f"{self.text}{f', line {lines[-1]}' if lines else ''}: "
-            raise ScoreFailed(where + reason) from None
+            raise Failed(where + one_line(error)) from None
 
 
 class Score:
@@ -98,7 +98,7 @@ class Score:
         return "".join(f"{function.text}: " for function in self.functions if function.text)
 
     def __call__(self, answer: str, response: str) -> Scored:
-        """Reward and parts by plain functions. Raises ScoreFailed, whatever they raise."""
+        """Reward and parts by plain functions. Raises Failed, whatever they raise."""
         found = []
         for function in self.functions:
             with function.named():
@@ -106,7 +106,7 @@ class Score:
         return add(found, str(self))
 
     async def together(self, answer: str, response: str) -> Scored:
-        """Reward and parts by async functions, which wait together. Raises ScoreFailed, whatever they raise."""
+        """Reward and parts by async functions, which wait together. Raises Failed, whatever they raise."""
 
         async def wait(function: RewardFunction) -> Scored:
             with function.named():
@@ -161,15 +161,15 @@ def _row(answer: str) -> dict:
 def _number(value: Any, what: str) -> float:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ScoreFailed(f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}")
+    raise Failed(f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}")
 
 
 def add(found: Sequence[Scored], whose: str = "") -> Scored:
-    """The sum of rewards, and all their parts. Raises ScoreFailed if these are what no log can have."""
+    """The sum of rewards, and all their parts. Raises Failed if these are what no log can have."""
     parts = {name: part for _, of_one in found for name, part in of_one.items()}
     if not are_parts(parts):
         allowed = f"{MAX_PARTS} printable names of at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
-        raise ScoreFailed(f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {allowed}")
+        raise Failed(f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {allowed}")
     return _number(sum(reward for reward, _ in found), f"{whose}the sum of rewards"), parts
 
 
@@ -180,7 +180,10 @@ def are_parts(parts: dict) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of what foreign code raised, on one line, even where its `__str__` raises too."""
+    """Type and message of what foreign code raised, on one line, even where its `__str__` raises too; a Failed has
+    that already as its message."""
+    if type(error) is Failed:
+        return str(error)
     return " ".join("".join(traceback.format_exception_only(error))[:_MAX_REASON].split())
 
 

@@ -1,10 +1,8 @@
-"""How vLLM is set up for a worker: its environment, its options, its start, and what differs between its versions.
+"""How vLLM is set up for a worker: its environment, its options, its start, and what is read from inside it.
 
-Versions 0.26 and 0.32 are told apart here; besides, only engine/extension.py, which runs in vLLM's own process, and
-weights/nccl.py know of any. Imports vllm inside functions; importing this costs nothing.
+Imports vllm inside functions; importing this costs nothing.
 """
 
-import dataclasses
 import os
 import tempfile
 
@@ -15,8 +13,6 @@ from config import Config
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCHED_TOKENS = 8192  # per engine step
-WIRE_OPTIONS = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
-"""How weights are packed, in an engine's init_info."""
 
 
 def worker_environment(placement: WorkerPlacement, sockets_path: str | None = None) -> dict[str, str]:
@@ -50,16 +46,12 @@ def worker_environment(placement: WorkerPlacement, sockets_path: str | None = No
 
 
 def start_engine(spec: WorkerSpec):
-    """Start vLLM's AsyncLLM, in a running event loop, with weights that mean nothing until the first update.
-
-    Raises ValueError if this vLLM cannot stamp versions exactly under the chosen `on_update`.
-    """
+    """Start vLLM's AsyncLLM, in a running event loop, with weights that mean nothing until the first update."""
     import torch
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    _check_stamps(spec.config)
     options = engine_options(spec)
     engine_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if spec.placement.gpu is None:
@@ -149,41 +141,9 @@ def output_so_far(state):
     return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
 
 
-# vLLM 0.26 and 0.32: 0.26 stamps no versions on tokens, and takes the wire options with each update
-
-
-def _check_stamps(config: Config) -> None:
-    from vllm.outputs import CompletionOutput
-
-    fields = {field.name for field in dataclasses.fields(CompletionOutput)}
-    if "weight_versions" not in fields and config.on_update in ("keep", "recompute"):
-        raise ValueError(
-            f"--on-update {config.on_update} needs token versions from the engine, and this vLLM does not "
-            "report them; use vllm 0.32 or later, or --on-update resume, restart or wait"
-        )
-
-
-def stamp_version(engine, version: int) -> list:
-    """The calls, at most one, that have the engine stamp its tokens with a version from now on."""
-    return [engine.update_weight_version(str(version))] if hasattr(engine, "update_weight_version") else []
-
-
-def token_versions(output, version_at_start: int) -> np.ndarray:
+def token_versions(output) -> np.ndarray:
     """Version that sampled each token of a CompletionOutput, [R] int32."""
-    versions = np.full(len(output.token_ids), version_at_start, dtype=np.int32)
-    for span in getattr(output, "weight_versions", None) or []:
+    versions = np.empty(len(output.token_ids), dtype=np.int32)
+    for span in output.weight_versions:  # they cover all tokens
         versions[span.start : span.end] = int(span.version)
     return versions
-
-
-def split_wire_options(init_info: dict) -> tuple[dict, dict]:
-    """Take how weights are packed out of an init_info if this vLLM wants it with each update.
-
-    Returns what the engine is told when it connects, and what goes with each update.
-    """
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
-
-    if "packed" not in {field.name for field in dataclasses.fields(NCCLWeightTransferUpdateInfo)}:
-        return init_info, {}
-    per_update = {name: value for name, value in init_info.items() if name in WIRE_OPTIONS}
-    return {name: value for name, value in init_info.items() if name not in WIRE_OPTIONS}, per_update

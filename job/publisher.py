@@ -109,7 +109,7 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
         case "ipc":
             transport = IpcTransport(specs)
         case "nccl":
-            transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s, timeout_s)
+            transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s)
     if node.swarm is not None:
         transport = node.swarm.start(node.controller, transport, specs)
     node.controller.connect(transport)

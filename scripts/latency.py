@@ -17,7 +17,8 @@ from typing import Literal
 
 from cluster.placement import WorkerSpec
 from data.records import Ticket
-from engine.environments import Environment, EnvironmentFailed, Environments, Step, start_environments
+from engine.environments import Environment, Environments, Step, start_environments
+from engine.score import Failed
 from job.command_line import parse_config
 from rollout import run_worker, start_worker
 from train_async import fail, run_job, train
@@ -105,31 +106,25 @@ class Delayed:
     async def step(self, tokens: list[int]) -> Step:
         delay = self.law.draw(self._random)
         if delay.failure == "crash":
-            raise EnvironmentFailed("simulated crash")
+            raise Failed("simulated crash")
         if delay.failure == "hang" or delay.seconds > self.timeout_s:
             await asyncio.sleep(self.timeout_s)
-            raise EnvironmentFailed(f"simulated latency: timed out after {self.timeout_s:g} s")
+            raise Failed(f"simulated latency: timed out after {self.timeout_s:g} s")
         await asyncio.sleep(delay.seconds)
         return await self.environment.step(tokens)
 
 
-class DelayedEnvironments:
-    """A worker's environments, delayed where they are trained on."""
+def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:
+    """The environments of a worker's task, delayed where they are trained on."""
+    environments = start_environments(spec, tokenizer)
 
-    def __init__(self, environments: Environments, law: LatencyLaw, timeout_s: float):
-        self.environments, self.law, self.timeout_s = environments, law, timeout_s
-        self.close = environments.close
-
-    def make_environment(self, ticket: Ticket, member: int) -> Environment:
-        environment = self.environments.make_environment(ticket, member)
+    def make_environment(ticket: Ticket, member: int) -> Environment:
+        environment = environments.make_environment(ticket, member)
         if ticket.is_evaluation:
             return environment
-        return Delayed(environment, self.law, self.timeout_s, ticket.seed + member)
+        return Delayed(environment, law, spec.config.env_timeout_s, ticket.seed + member)
 
-
-def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> DelayedEnvironments:
-    """The environments of a worker's task, delayed."""
-    return DelayedEnvironments(start_environments(spec, tokenizer), law, spec.config.env_timeout_s)
+    return Environments(make_environment, environments.close)
 
 
 def run_latency_worker(law: str) -> Callable:

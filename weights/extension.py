@@ -6,7 +6,6 @@ Imports vllm at the top, so only engine/extension.py may import this module.
 import logging
 from dataclasses import dataclass
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -15,8 +14,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from weights.shm import NO_CHECKSUM, open_shared_buffer
-from weights.transport import ParameterSpec
+from weights.shm import NO_CHECKSUM, SharedBuffer
+from weights.transport import specs_of
 
 
 @dataclass
@@ -49,11 +48,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     update_info_cls = ShmUpdateInfo
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        specs = [
-            ParameterSpec(name, getattr(torch, dtype), tuple(shape))
-            for name, dtype, shape in zip(init_info.names, init_info.dtype_names, init_info.shapes, strict=True)
-        ]
-        self._buffers = [open_shared_buffer(path, specs) for path in init_info.paths]
+        specs = specs_of(init_info.names, init_info.dtype_names, init_info.shapes)
+        self._buffers = [SharedBuffer(path, specs) for path in init_info.paths]
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -63,7 +59,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         buffer = self._buffers[update_info.buffer]
         buffer.check(update_info.version, update_info.checksum)
-        loaded = self.model.load_weights(buffer.parameters())
+        loaded = self.model.load_weights(buffer.parameters)
         buffer.check(update_info.version, NO_CHECKSUM)  # nobody wrote while we read
         missing = {name for name, _ in self.model.named_parameters()} - loaded
         # vLLM never loads a head that is tied to the embedding
@@ -88,11 +84,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def shutdown(self) -> None:
         self._buffers = []
-
-    @staticmethod
-    def trainer_send_weights(iterator, trainer_args) -> None:
-        """The trainer's end is weights.shm.ShmTransport; this is here because it is abstract in vLLM 0.26."""
-        raise NotImplementedError("weights by shm are sent by weights.shm.ShmTransport")
 
 
 # It warns at every update of each layer that has nothing to load; receive_weights checks that nothing is missing.

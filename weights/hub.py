@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -51,7 +52,8 @@ class Hub:
         public, secret, client_public = keys
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_Only(client_public))
+        machines = SimpleNamespace(callback=lambda domain, key: key == client_public)
+        self._authenticator.configure_curve_callback(credentials_provider=machines)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_publickey, self._socket.curve_secretkey, self._socket.curve_server = public, secret, True
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -132,14 +134,3 @@ class Hub:
     def _close(self) -> None:
         self._authenticator.stop()
         self._context.destroy()
-
-
-class _Only:
-    """Lets in those who have the machines' secret key."""
-
-    def __init__(self, public: bytes):
-        self.public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a key is that of the run's file."""
-        return key == self.public

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters
+from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout
 
 IPC_CHUNK_BYTES = 1 << 29
 
@@ -37,10 +37,10 @@ class IpcTransport(TwoBuffers):
         """
         index = self.take_buffer()
         views = [
-            part.view(spec.dtype).view(spec.shape)
+            (spec.name, part.view(spec.dtype).view(spec.shape))
             for part, spec in zip(self._buffers[index].split(self._sizes), self.specs, strict=True)
         ]
-        copy_parameters(parameters, self.specs, views)
+        copy_parameters(parameters, views)
         torch.cuda.synchronize()  # the engine's stream knows nothing of ours
         return Staged(index, self._messages[index])
 
@@ -55,11 +55,8 @@ class IpcTransport(TwoBuffers):
         part = self._buffers[index][start : start + sum(sizes)]
         _, handle = reduce_tensor(part)
         handles = {str(torch.cuda.get_device_properties(part.device).uuid): handle}
-        specs = [self.specs[i] for i in chunk]
         return {
-            "names": [spec.name for spec in specs],
-            "dtype_names": [spec.dtype_name for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
+            **layout([self.specs[i] for i in chunk]),
             "tensor_sizes": sizes,
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }

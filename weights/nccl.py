@@ -15,26 +15,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, parameter_views, payload_offsets
+from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout, parameter_views, payload_bytes
 
 ADDRESS = "127.0.0.1"
 CHUNK_BYTES = 1 << 29
 NUM_CHUNK_BUFFERS = 2
 """Chunks on the way at the same time, on either side."""
-
-
-class Link(Protocol):
-    """The sending end of a group with the ranks of one worker."""
-
-    def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send all parameters; returns when they have arrived."""
-
-    def abort(self) -> None:
-        """Give the group up, even in the middle of sending."""
 
 
 class NcclLink:
@@ -48,7 +37,6 @@ class NcclLink:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        self._device = device
         torch.cuda.set_device(device)  # of this thread
         group = StatelessProcessGroup.create(ADDRESS, port, 0, num_ranks, store_timeout=int(timeout_s) + 1)
         self._communicator = PyNcclCommunicator(group, device=device)
@@ -67,23 +55,22 @@ class NcclLink:
             buffer_size_bytes=CHUNK_BYTES,
             num_buffers=NUM_CHUNK_BUFFERS,
         )
-        torch.cuda.synchronize(self._device)  # vLLM 0.26 returns with the last chunks still on their way
 
     def abort(self) -> None:
-        """Give the group up; a broadcast that waits for a dead worker ends."""
+        """Give the group up, even in the middle of sending: a broadcast that waits for a dead worker ends."""
         self._communicator.destroy()
 
 
 class _Sender:
     """A thread that opens the link to one worker and then sends what it is asked to."""
 
-    def __init__(self, worker: int, open_link: Callable[[], Link], join_timeout_s: float, send_timeout_s: float):
-        self._worker, self._send_timeout_s = worker, send_timeout_s
+    def __init__(self, worker: int, open_link: Callable[[], NcclLink], timeout_s: float):
+        self._worker, self._timeout_s = worker, timeout_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._link: Link | None = None
+        self._link: NcclLink | None = None
         self._error: Exception | None = None
         self._dropped = False
-        self._deadline: float | None = time.monotonic() + join_timeout_s
+        self._deadline: float | None = time.monotonic() + timeout_s
         self._doing = f"joining rollout worker {worker}'s NCCL group"
         # A daemon thread: one that waits for a dead worker inside NCCL must not keep the process alive.
         name = f"send-to-worker-{worker}"
@@ -92,7 +79,7 @@ class _Sender:
     def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._jobs.put(parameters)
 
-    def _run(self, open_link: Callable[[], Link]) -> None:
+    def _run(self, open_link: Callable[[], NcclLink]) -> None:
         try:
             self._link = open_link()
             while not self._dropped:
@@ -101,7 +88,7 @@ class _Sender:
                 if parameters is None:
                     return
                 self._doing = f"sending weights to rollout worker {self._worker} by NCCL"
-                self._deadline = time.monotonic() + self._send_timeout_s
+                self._deadline = time.monotonic() + self._timeout_s
                 self._link.send(parameters)
         except (RuntimeError, OSError, ImportError) as error:  # what torch, NCCL and their sockets raise
             self._error = error
@@ -128,17 +115,16 @@ class NcclTransport(TwoBuffers):
         specs: list[ParameterSpec],
         device: torch.device,
         ranks_per_worker: int,
-        join_timeout_s: float,
-        send_timeout_s: float,
-        open_link: Callable[..., Link] = NcclLink,
+        timeout_s: float,
+        open_link: Callable[..., NcclLink] = NcclLink,
     ):
-        """`ranks_per_worker`: GPUs of one worker's engine."""
+        """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
         super().__init__()
         if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
             import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
-        self._join_timeout_s, self._send_timeout_s, self._open_link = join_timeout_s, send_timeout_s, open_link
-        _, size = payload_offsets(specs)
+        self._timeout_s, self._open_link = timeout_s, open_link
+        size = payload_bytes(specs)
         payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._views = [parameter_views(payload, specs) for payload in payloads]
         self._senders: dict[int, _Sender] = {}
@@ -147,8 +133,8 @@ class NcclTransport(TwoBuffers):
         """Begin a group with a worker that has just started, and return what its engine needs to join it."""
         self.drop(worker)
         port, num_ranks = free_port(), 1 + self.ranks_per_worker
-        open_link = functools.partial(self._open_link, port, num_ranks, self.device, self._join_timeout_s)
-        self._senders[worker] = _Sender(worker, open_link, self._join_timeout_s, self._send_timeout_s)
+        open_link = functools.partial(self._open_link, port, num_ranks, self.device, self._timeout_s)
+        self._senders[worker] = _Sender(worker, open_link, self._timeout_s)
         return {
             "master_address": ADDRESS,
             "master_port": port,
@@ -165,20 +151,14 @@ class NcclTransport(TwoBuffers):
         This is all that the trainer waits for. Raises RuntimeError if no buffer is free.
         """
         index = self.take_buffer()
-        copy_parameters(parameters, self.specs, self._views[index])
+        copy_parameters(parameters, self._views[index])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the sending threads have streams of their own
-        message = {
-            "names": [spec.name for spec in self.specs],
-            "dtype_names": [spec.dtype_name for spec in self.specs],
-            "shapes": [list(spec.shape) for spec in self.specs],
-        }
-        return Staged(index, [message])
+        return Staged(index, [layout(self.specs)])
 
     def send(self, worker: int, staged: Staged) -> None:
         """Send to a worker that is about to receive; returns at once."""
-        names = [spec.name for spec in self.specs]
-        self._senders[worker].send(list(zip(names, self._views[staged.buffer], strict=True)))
+        self._senders[worker].send(self._views[staged.buffer])
 
     def drop(self, worker: int) -> None:
         """Give up the group of a worker that has died."""

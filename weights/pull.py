@@ -4,7 +4,6 @@ This is the trainer's end; puller.py is the machine's, delta.py says what passes
 most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being made), and of the deltas between them.
 """
 
-import collections
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 
 from weights.delta import Snapshot, digest_of, encode_delta
 from weights.snapshots import SnapshotWriter
-from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, parameter_views, payload_offsets
+from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout, parameter_views, payload_bytes
 
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""
@@ -29,22 +28,16 @@ class PullTransport(Transport):
 
     def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
         """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
-        self.specs, self.num_bytes, self.writer = specs, payload_offsets(specs)[1], writer
+        super().__init__()
+        self.specs, self.num_bytes, self.writer = specs, payload_bytes(specs), writer
         self.num_kept = num_kept
         self._kept: dict[int, Snapshot] = {}
         self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
-        self._readers: collections.Counter[int] = collections.Counter()
-        self._announced = -1
         self._lock = threading.Lock()  # the trainer stages while the swarm reads
-        self._encoding = threading.Lock()  # one at a time: each takes a core, and many machines ask for the same
 
     def init_info(self, worker: int = 0) -> dict:
         """How parameters lie in a snapshot."""
-        return {
-            "names": [spec.name for spec in self.specs],
-            "dtype_names": [spec.dtype_name for spec in self.specs],
-            "shapes": [list(spec.shape) for spec in self.specs],
-        }
+        return layout(self.specs)
 
     def free_buffer(self) -> int | None:
         """Weights may be staged at any time: each version has memory of its own."""
@@ -59,9 +52,8 @@ class PullTransport(Transport):
     def copy(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `parameters` on, each after it was copied; with the last one the snapshot is there."""
         payload = torch.zeros(self.num_bytes, dtype=torch.uint8)  # what lies between parameters is in the digest
-        views = iter(parameter_views(payload, self.specs))
-        for named, spec in zip(parameters, self.specs, strict=True):
-            copy_parameters([named], [spec], [next(views)])
+        for named, view in zip(parameters, parameter_views(payload, self.specs), strict=True):
+            copy_parameters([named], [view])
             yield named
         self._keep(Snapshot(version, digest_of(payload.numpy()), payload.numpy()))
 
@@ -80,7 +72,6 @@ class PullTransport(Transport):
         read = [version for version in old if self._readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]
-        self._readers = +self._readers
         self._ways = {of: way for of, way in self._ways.items() if of[1] in self._kept}
 
     def staged(self, version: int) -> Staged:
@@ -93,7 +84,8 @@ class PullTransport(Transport):
     def open(self, version: int, base: int | None) -> tuple[bool, np.ndarray | bytes]:
         """What brings a machine that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
 
-        Any thread may call it, and it may take seconds. What it returns stays readable when the snapshot goes.
+        It may take seconds of a core, and is called by one thread beside the trainer's: many machines ask for the same.
+        What it returns stays readable when the snapshot goes.
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """
         with self._lock:
@@ -104,30 +96,12 @@ class PullTransport(Transport):
             return way
         if old is None or base == version:
             return False, new.payload
-        with self._encoding:
-            return self._ways.get((base, version)) or self._encode(old, new)
-
-    def _encode(self, old: Snapshot, new: Snapshot) -> tuple[bool, np.ndarray | bytes]:
-        delta = encode_delta(old.version, old.payload, new.payload)
+        delta = encode_delta(base, old.payload, new.payload)
         way = (False, new.payload) if delta is None else (True, delta)
         with self._lock:
-            if new.version in self._kept:  # it may have gone meanwhile
-                self._ways[old.version, new.version] = way
+            if version in self._kept:  # it may have gone meanwhile
+                self._ways[base, version] = way
         return way
-
-    def announce(self, staged: Staged) -> None:
-        """Keep these weights for any machine that joins or falls behind, while newer ones may have to wait."""
-        self._announced = staged.buffer
-
-    def acquire(self, worker: int, staged: Staged) -> None:
-        """Keep a snapshot for one worker that is about to read it."""
-        with self._lock:
-            self._readers[staged.buffer] += 1
-
-    def release(self, worker: int, staged: Staged) -> None:
-        """Note that one worker has read a snapshot, or has gone."""
-        with self._lock:
-            self._readers[staged.buffer] -= 1
 
     def close(self) -> None:
         """Give the snapshots up."""

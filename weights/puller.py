@@ -6,14 +6,14 @@ what has changed since the version that is here. The machine holds one payload, 
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from weights.delta import Snapshot, apply_delta, digest_of
 from weights.snapshots import one_line, read_snapshot
-from weights.transport import ParameterSpec, parameter_views, payload_offsets
+from weights.transport import parameter_views, payload_bytes, specs_of
 from weights.wire import Piece, Pull
 
 
@@ -25,9 +25,8 @@ class Puller:
 
         `wake()` is called from another thread when `collect` has something to take; without it no files are read.
         """
-        named = zip(init_info["names"], init_info["dtype_names"], init_info["shapes"], strict=True)
-        self.specs = [ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
-        self.num_bytes = payload_offsets(self.specs)[1]
+        self.specs = specs_of(**init_info)
+        self.num_bytes = payload_bytes(self.specs)
         self.wanted: dict | None = None
         """The update info of the version that is on its way."""
         self.here: Snapshot | None = None
@@ -38,10 +37,9 @@ class Puller:
         self._reading: dict | None = None  # update info of what is being read from files
         self._read: queue.SimpleQueue = queue.SimpleQueue()
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor) of every parameter of the version that is here."""
-        payload = torch.from_numpy(self.here.payload)
-        return zip((spec.name for spec in self.specs), parameter_views(payload, self.specs), strict=True)
+        return parameter_views(torch.from_numpy(self.here.payload), self.specs)
 
     def want(self, info: dict) -> None:
         """Have a version come in, by the update info of its announcement; what is wanted already just goes on."""

@@ -3,15 +3,14 @@
 They are made by memfd_create: the kernel frees them with the trainer's last process, so nothing can be left behind.
 """
 
-import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, parameter_views, payload_offsets
+from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout, parameter_views, payload_bytes
 
-HEADER_BYTES = 4096  # one page: version and checksum, each int64
+HEADER_BYTES = 4096  # one page, which begins with the version, int64
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked every CHECKSUM_INTERVAL versions
 CHECKSUM_INTERVAL = 10
 NO_CHECKSUM = 0
@@ -20,27 +19,25 @@ NO_CHECKSUM = 0
 class SharedBuffer:
     """One version of the weights in shared host memory: a header page, then the parameters."""
 
-    def __init__(self, memory: mmap.mmap, specs: list[ParameterSpec]):
-        self.memory = memory
-        self.specs = specs
-        self.header = torch.frombuffer(memory, dtype=torch.int64, count=2)
-        self.payload = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES)
-        self.views = parameter_views(self.payload, specs)
-
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __init__(self, path: str, specs: list[ParameterSpec]):
+        """Map the file, from whichever process; raises RuntimeError if its size is not what `specs` need."""
+        size, expected = os.stat(path).st_size, HEADER_BYTES + payload_bytes(specs)
+        if size != expected:
+            raise RuntimeError(f"weight buffer {path} has {size} bytes, {len(specs)} parameters need {expected}")
+        memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
+        self.parameters = parameter_views(self.payload, specs)
         """(Hugging Face name, tensor that aliases the buffer) of every parameter."""
-        return zip((spec.name for spec in self.specs), self.views, strict=True)
 
     def checksum(self) -> int:
         """Sum of the payload as int64 words, wrapping; never NO_CHECKSUM."""
         return int(self.payload.view(torch.int64).sum()) or 1
 
     def seal(self, version: int) -> int:
-        """Write the header of a complete payload. Returns its checksum, or NO_CHECKSUM where none is due."""
+        """Say that the payload is complete. Returns its checksum, or NO_CHECKSUM where none is due."""
         due = len(self.payload) < CHECKSUM_EVERY_VERSION_BELOW or version % CHECKSUM_INTERVAL == 0
-        checksum = self.checksum() if due else NO_CHECKSUM
-        self.header[0], self.header[1] = version, checksum
-        return checksum
+        self.header[0] = version
+        return self.checksum() if due else NO_CHECKSUM
 
     def check(self, version: int, checksum: int) -> None:
         """Raise RuntimeError unless the buffer holds `version` whole, by its header and by its bytes."""
@@ -54,45 +51,28 @@ class SharedBuffer:
             )
 
 
-def open_shared_buffer(path: str, specs: list[ParameterSpec]) -> SharedBuffer:
-    """Map a buffer that another process made; raises RuntimeError if its size is not what `specs` need."""
-    expected = HEADER_BYTES + payload_offsets(specs)[1]
-    file = os.open(path, os.O_RDWR)
-    try:
-        if (size := os.fstat(file).st_size) != expected:
-            raise RuntimeError(f"weight buffer {path} has {size} bytes, {len(specs)} parameters need {expected}")
-        return SharedBuffer(mmap.mmap(file, size), specs)
-    finally:
-        os.close(file)
-
-
 class ShmTransport(TwoBuffers):
     """The trainer's end, which makes both buffers; weights/extension.py has the engine's."""
 
     def __init__(self, specs: list[ParameterSpec]):
         super().__init__()
         self.specs = specs
-        size = HEADER_BYTES + payload_offsets(specs)[1]
-        self._files, self._buffers = [], []
+        size = HEADER_BYTES + payload_bytes(specs)
+        self._paths, self._buffers = [], []
         for index in range(2):
             file = os.memfd_create(f"weights-{index}")
             os.ftruncate(file, size)
-            self._files.append(file)
-            self._buffers.append(SharedBuffer(mmap.mmap(file, size), specs))
+            self._paths.append(f"/proc/{os.getpid()}/fd/{file}")
+            self._buffers.append(SharedBuffer(self._paths[-1], specs))
 
     def init_info(self, worker: int = 0) -> dict:
         """What an engine needs once: the buffers' paths and how parameters lie in them."""
-        return {
-            "paths": [f"/proc/{os.getpid()}/fd/{file}" for file in self._files],
-            "names": [spec.name for spec in self.specs],
-            "dtype_names": [spec.dtype_name for spec in self.specs],
-            "shapes": [list(spec.shape) for spec in self.specs],
-        }
+        return {"paths": self._paths, **layout(self.specs)}
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters` (in the order of the specs) into a free buffer, as `version`; RuntimeError if none is."""
         index = self.take_buffer()
         buffer = self._buffers[index]
         buffer.header[0] = -1  # a reader that is not meant to be here must not take half a payload for a version
-        copy_parameters(parameters, self.specs, buffer.views)
+        copy_parameters(parameters, buffer.parameters)
         return Staged(index, [{"buffer": index, "version": version, "checksum": buffer.seal(version)}])

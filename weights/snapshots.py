@@ -80,8 +80,6 @@ class SnapshotWriter:
         Raises ValueError if files cannot be written, read and removed there.
         """
         self.url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
-        self.num_failed = 0
-        """Versions that are not there: writing failed, or was not done before a newer one came."""
         self.is_failing = False
         """Whether writing the last one failed: machines are not sent here then."""
         self._generations: list[list[str]] = []  # of files: each is an anchor, and the deltas since
@@ -109,7 +107,6 @@ class SnapshotWriter:
         """Have a version written, in place of one that still waits; with None that is all."""
         with contextlib.suppress(queue.Empty):
             self._next.get_nowait()
-            self.num_failed += 1
         self._next.put(snapshot)  # one thread alone calls this, so there is room
 
     def close(self) -> None:
@@ -128,7 +125,7 @@ class SnapshotWriter:
                 if not self.is_failing:  # one line for all that fail in a row
                     why = f"cannot be written to {self.url} ({one_line(error)})"
                     print(f"snapshots: version {snapshot.version} {why}; machines pull by the socket", flush=True)
-                self.num_failed, self.is_failing = self.num_failed + 1, True
+                self.is_failing = True
         with contextlib.suppress(Exception):
             self._keep(0)
 

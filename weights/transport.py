@@ -1,19 +1,14 @@
 """Publish weights and their version to rollout workers, through vLLM's weight-transfer API; one class per transport.
 
-A transport (shm.py, ipc.py, nccl.py) is the trainer's end; vLLM's is a `WeightTransferEngine`. Its calls are
+A transport (shm.py, ipc.py, nccl.py, pull.py) is the trainer's end; vLLM's is a `WeightTransferEngine`. Its calls are
+those of `Transport`, and before them
 
     transport.init_info(worker)           handed to a worker's engine when it starts, or has been started again
-    transport.free_buffer()               whether stage may be called now
+    transport.free_buffer()               not None if stage may be called now
     transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
-    transport.announce(staged)            these are the weights for any worker that starts or falls behind
-    transport.messages(worker, staged)    update infos for that worker's engine
-    transport.acquire(worker, staged)     a worker is about to read them; release(worker, staged): it has, or has died
-    transport.send(worker, staged)        a worker waits to receive them; nothing to do where it reads by itself
-    transport.drop(worker)                it has died
-    transport.check()                     raises what went wrong in the background
-    transport.close()                     the run ends
 """
 
+import collections
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,24 +31,37 @@ class ParameterSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def slot_bytes(self) -> int:
+        """Bytes from its start in a payload to the next parameter's, a multiple of ALIGNMENT."""
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def payload_offsets(specs: list[ParameterSpec]) -> tuple[list[int], int]:
-    """Byte offset of each parameter in a payload, each a multiple of ALIGNMENT, and the payload's size in bytes."""
-    offsets, end = [], 0
-    for spec in specs:
-        offsets.append(end)
-        end += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
-    return offsets, end
+def layout(specs: list[ParameterSpec]) -> dict[str, list]:
+    """Names, dtypes and shapes in plain data, as vLLM's engines are told of them."""
+    return {
+        "names": [spec.name for spec in specs],
+        "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }
 
 
-def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[torch.Tensor]:
-    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order."""
+def specs_of(names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> list[ParameterSpec]:
+    """The parameters of a `layout`."""
+    named = zip(names, dtype_names, shapes, strict=True)
+    return [ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
+
+
+def payload_bytes(specs: list[ParameterSpec]) -> int:
+    """Size of a payload, which has all parameters one after the other."""
+    return sum(spec.slot_bytes for spec in specs)
+
+
+def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[tuple[str, torch.Tensor]]:
+    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
+    slots = payload.split([spec.slot_bytes for spec in specs])
     return [
-        payload[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
-        for start, spec in zip(payload_offsets(specs)[0], specs, strict=True)
+        (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
+        for spec, slot in zip(specs, slots, strict=True)
     ]
 
 
@@ -82,14 +90,30 @@ class Announcement:
 
 
 class Transport:
-    """What most transports do in these calls."""
+    """What most transports do in these calls; under the lock of the controller they keep books on who reads what."""
+
+    def __init__(self) -> None:
+        self._readers: collections.Counter[int] = collections.Counter()
+        self._announced = -1
+
+    def announce(self, staged: Staged) -> None:
+        """Keep these weights for any worker that has yet to read them, starts or falls behind."""
+        self._announced = staged.buffer
 
     def messages(self, worker: int, staged: Staged) -> list[dict]:
         """Update infos for a worker's engine: the same for all."""
         return staged.messages
 
+    def acquire(self, worker: int, staged: Staged) -> None:
+        """Note that a worker is about to read."""
+        self._readers[staged.buffer] += 1
+
+    def release(self, worker: int, staged: Staged) -> None:
+        """Note that a worker has read, or has died."""
+        self._readers[staged.buffer] -= 1
+
     def send(self, worker: int, staged: Staged) -> None:
-        """Send staged weights to a worker that waits for them."""
+        """Send staged weights to a worker that waits for them; nothing where it reads by itself."""
 
     def drop(self, worker: int) -> None:
         """Give up whatever joins this process to a worker that has died."""
@@ -108,41 +132,23 @@ class TwoBuffers(Transport):
     loading the version before the announced one; several workers may read two versions at the same time.
     """
 
-    def __init__(self) -> None:
-        self._readers = [0, 0]
-        self._announced = -1
-
     def free_buffer(self) -> int | None:
         """Index of a buffer that may be written, or None."""
-        return next((i for i, count in enumerate(self._readers) if count == 0 and i != self._announced), None)
-
-    def announce(self, staged: Staged) -> None:
-        """Keep these weights for workers that have yet to read them."""
-        self._announced = staged.buffer
-
-    def acquire(self, worker: int, staged: Staged) -> None:
-        """Note that a worker is about to read."""
-        self._readers[staged.buffer] += 1
-
-    def release(self, worker: int, staged: Staged) -> None:
-        """Note that a worker has read, or has died."""
-        self._readers[staged.buffer] -= 1
+        return next((i for i in range(2) if not self._readers[i] and i != self._announced), None)
 
     def take_buffer(self) -> int:
         """Index of a buffer that may be written; raises RuntimeError if there is none."""
         if (index := self.free_buffer()) is None:
-            raise RuntimeError(f"no weight buffer is free: readers {self._readers}, announced {self._announced}")
+            raise RuntimeError(f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}")
         return index
 
 
-def copy_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]], specs: list[ParameterSpec], views: list[torch.Tensor]
-) -> None:
+def copy_parameters(parameters: Iterable[tuple[str, torch.Tensor]], views: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy each parameter into its view, casting to the dtype that is sent.
 
-    Raises RuntimeError if names or their order differ from `specs`, ValueError if their number does.
+    Raises RuntimeError if names or their order differ from those of the views, ValueError if their number does.
     """
-    for (name, tensor), spec, view in zip(parameters, specs, views, strict=True):
-        if name != spec.name:
-            raise RuntimeError(f"parameter {name!r} arrived where {spec.name!r} was expected: keep their order")
+    for (name, tensor), (expected, view) in zip(parameters, views, strict=True):
+        if name != expected:
+            raise RuntimeError(f"parameter {name!r} arrived where {expected!r} was expected: keep their order")
         view.copy_(tensor)

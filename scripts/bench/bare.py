@@ -14,6 +14,7 @@ from controller.tickets import PromptSource, TicketSource
 from data.messages import Connect, Finished, Ready, Stop, Tickets, Update
 from data.records import Ticket
 from data.tasks import load_task
+from engine.environments import Environments
 from rollout import RolloutWorker, run_worker
 from scripts.bench.rig import Weights, specs_of
 from scripts.bench.work import SimulatedRewards, start_proxy, work_of
@@ -32,7 +33,7 @@ class PlainWorker(RolloutWorker):
         proxy = await start_proxy(spec, stop_token_ids(spec.model_path, load_tokenizer(spec.model_path)))
         freeze_garbage()
         connection.send(Ready(0.0))
-        return cls(spec, connection, proxy, SimulatedRewards(spec.config, None, {}))
+        return cls(spec, connection, proxy, Environments(SimulatedRewards(spec.config, None, {}).make_environment))
 
     def _start_tickets(self, tickets: list[Ticket]) -> None:
         self._start(self._count_tokens(tickets))

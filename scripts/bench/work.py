@@ -135,9 +135,6 @@ class SimulatedRewards:
             await asyncio.sleep(REWARD_S)
         return float(answer), {}
 
-    def close(self) -> None:
-        """Nothing was started."""
-
 
 def member_lengths(config: Config, group_id: int) -> list[int]:
     """Forced lengths of a group's members, the same whether each has a ticket or one request samples them all."""
@@ -167,7 +164,7 @@ async def start_simulated_worker(spec: WorkerSpec, connection: Connection, law: 
     def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
         if spec.config.is_multi_turn:
             return start_delayed(spec, tokenizer, law)
-        return SimulatedRewards(spec.config, tokenizer, lengths)
+        return Environments(SimulatedRewards(spec.config, tokenizer, lengths).make_environment)
 
     return await start_worker(spec, connection, start_proxy, start_environments)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data.environments import GuessNumber
-from engine.environments import EnvironmentPool, SingleTurns
+from engine.environments import EnvironmentPool, Environments, MultiTurn, SingleTurn
 from engine.proxy import LLMProxy
 from engine.reward_pool import RewardPool
 from job.command_line import parse_config
@@ -66,9 +66,9 @@ def score_leave(answer, response):
     return score_badly(answer, response, leave)
 
 
-def start_rewards(spec, tokenizer, score: str) -> SingleTurns:
-    rewards = [f"{__file__}:{score}"]
-    return SingleTurns(tokenizer, RewardPool("addition", rewards, spec.config.env_timeout_s, 4, "rewards 0"))
+def start_rewards(spec, tokenizer, score: str) -> Environments:
+    pool = RewardPool("addition", [f"{__file__}:{score}"], spec.config.env_timeout_s, 4, "rewards 0")
+    return Environments(lambda ticket, member: SingleTurn(ticket, tokenizer, pool), pool.close)
 
 
 # Environments
@@ -94,8 +94,9 @@ class Crashing(GuessNumber):
         return super().step(action)
 
 
-def start_crashing(spec, tokenizer) -> EnvironmentPool:
-    return EnvironmentPool(Crashing, tokenizer, spec.config.env_timeout_s)
+def start_crashing(spec, tokenizer) -> Environments:
+    pool = EnvironmentPool(Crashing, tokenizer, spec.config.env_timeout_s)
+    return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
 
 
 # Engines

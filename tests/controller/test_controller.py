@@ -28,7 +28,7 @@ class Session:
 
     def __init__(self, controller, kind):
         self.controller = controller
-        nccl = (SPECS, torch.device("cpu"), 1, 20.0, 20.0, SocketLink)
+        nccl = (SPECS, torch.device("cpu"), 1, 20.0, SocketLink)
         self.transport = ShmTransport(SPECS) if kind == "shm" else NcclTransport(*nccl)
         self.events = []
 

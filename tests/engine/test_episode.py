@@ -11,12 +11,12 @@ import pytest
 
 from config import Config
 from data.environments import TextEnvironment, make_environment
-from data.records import Partial, Ticket
+from data.records import EVALUATION_GROUP, Partial, Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
-from engine.environments import CallThreads, EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
+from engine.environments import CallThreads, EnvironmentPool, MultiTurn, SingleTurn, Step
 from engine.episode import Episode
-from engine.reward_pool import RewardError
+from engine.score import Failed
 from scripts.latency import Delayed, LatencyLaw
 
 TOKENIZER = build_tokenizer()
@@ -100,6 +100,41 @@ def test_a_trajectory_ends_when_its_tokens_are_used_up():
     trajectory = asyncio.run(episode.run(0))
     assert trajectory.finish_reason == "length" and trajectory.reward == 0.0
     assert len(trajectory.tokens) - len(generate.prompts[0]) <= 5 and trajectory.num_turns >= 1
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "is_evaluation", "expected"),
+    [
+        ("queue", False, "reset act step act step"),
+        ("lockstep", False, "reset wait act step wait act step"),
+        ("batch", False, "reset act wait step act wait step"),
+        ("lockstep", True, "reset act step act step"),
+    ],
+)
+def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(scheduling, is_evaluation, expected):
+    did, say = [], policy("1", "2")
+
+    class Counted:
+        async def reset(self):
+            did.append("reset")
+            return [3]
+
+        async def step(self, tokens):
+            did.append("step")
+            return Step([3], 0.0, ended=did.count("step") == 2)
+
+    async def generate(*arguments):
+        did.append("act")
+        return await say(*arguments)
+
+    async def wait():
+        did.append("wait")
+
+    ticket = replace(make_ticket(environment_seed=0), group_id=EVALUATION_GROUP if is_evaluation else 3)
+    config = Config(scheduling=scheduling)
+    episode = Episode(config, ticket, 1, environment=Counted(), generate=generate, wait_at_barrier=wait)
+    asyncio.run(episode.run(0))
+    assert " ".join(did) == expected
 
 
 class Answers:
@@ -320,7 +355,7 @@ class Rewards:
 
     async def score(self, answer, response):
         if answer == "fail":
-            raise RewardError("ValueError: no good")
+            raise Failed("ValueError: no good")
         return float(len(response)), {"length": 1.0}
 
 
@@ -355,18 +390,18 @@ def test_simulated_latency_is_scaled_and_waited_for_before_the_step():
 @pytest.mark.parametrize(("law", "reason"), [("fail:1", "crash|timed out"), ("constant:9", "timed out after 0.1 s")])
 def test_simulated_failures_fail_as_real_ones_do(law, reason):
     delayed = Delayed(Instant(), LatencyLaw.parse(law), timeout_s=0.1, seed=0)
-    with pytest.raises(EnvironmentFailed, match=reason):
+    with pytest.raises(Failed, match=reason):
         asyncio.run(delayed.step([1]))
 
 
 def test_a_call_returns_raises_or_times_out_off_the_loop():
     async def calls():
-        threads, ticks = CallThreads("test"), asyncio.create_task(asyncio.sleep(0.01))
+        threads, ticks = CallThreads(), asyncio.create_task(asyncio.sleep(0.01))
         assert await threads.call(time.sleep, 0.1, timeout_s=5) is None
         assert ticks.done(), "the loop went on meanwhile"
-        with pytest.raises(EnvironmentFailed, match="ZeroDivisionError: division by zero"):
+        with pytest.raises(Failed, match="ZeroDivisionError: division by zero"):
             await threads.call(lambda: 1 / 0, timeout_s=5)
-        with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.05 s"):
+        with pytest.raises(Failed, match=r"timed out after 0\.05 s"):
             await threads.call(threading.Event().wait, timeout_s=0.05)
 
     asyncio.run(calls())
@@ -374,17 +409,17 @@ def test_a_call_returns_raises_or_times_out_off_the_loop():
 
 def test_a_thread_is_used_again_but_not_while_it_hangs():
     async def calls():
-        threads, gate = CallThreads("test"), threading.Event()
+        threads, gate = CallThreads(), threading.Event()
         first = await threads.call(threading.get_ident, timeout_s=5)
-        with pytest.raises(EnvironmentFailed, match="SystemExit: 0"):
+        with pytest.raises(Failed, match="SystemExit: 0"):
             await threads.call(sys.exit, 0, timeout_s=5)
         assert await threads.call(threading.get_ident, timeout_s=5) == first
-        with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.05 s"):
+        with pytest.raises(Failed, match=r"timed out after 0\.05 s"):
             await threads.call(gate.wait, timeout_s=0.05)
         second = await threads.call(threading.get_ident, timeout_s=5)
         assert second != first
         gate.set()
-        while len(threads) < 2:
+        while len(threads._idle) < 2:
             await asyncio.sleep(0.01)
         slow_calls = [threads.call(_ident_after, 0.1, timeout_s=5) for _ in range(2)]
         assert set(await asyncio.gather(*slow_calls)) == {first, second}

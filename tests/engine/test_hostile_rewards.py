@@ -16,9 +16,9 @@ import psutil
 import pytest
 from setproctitle import setproctitle
 
-from engine.reward_pool import RewardError, RewardPool, _Item, _Scorer
+from engine.reward_pool import RewardPool, _Item, _Scorer
 from engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
-from engine.score import load_score
+from engine.score import Failed, load_score
 from job.trust import MAX_FAILURE
 
 needs_namespaces = pytest.mark.skipif(bool(_why_no_namespaces()), reason="the kernel gives no namespaces here")
@@ -121,14 +121,14 @@ def test_every_limit_is_set():
 @pytest.mark.parametrize("how", ["allocate", "map", "hoard"])
 def test_memory_that_is_too_much_fails_its_own_response(how):
     failed, good = outcomes(how, "0.5", timeout_s=10.0)
-    assert isinstance(failed, RewardError) and good == 0.5
+    assert isinstance(failed, Failed) and good == 0.5
     assert "MemoryError" in str(failed) or "Cannot allocate memory" in str(failed)
 
 
 def test_no_byte_is_written_to_a_file(tmp_path):
     path = tmp_path / "file"
     failed, good = outcomes(f"write {path}", "0.5")
-    assert isinstance(failed, RewardError) and good == 0.5
+    assert isinstance(failed, Failed) and good == 0.5
     assert not path.exists() or not path.read_bytes()
 
 
@@ -140,7 +140,7 @@ def test_a_process_that_talks_nonsense_is_replaced(what):
 
 def test_a_reason_that_a_process_makes_up_is_one_line_and_short():
     spoiled, good = outcomes("spoil line", "0.5")
-    assert isinstance(spoiled, RewardError) and str(spoiled).startswith("no line no line")
+    assert isinstance(spoiled, Failed) and str(spoiled).startswith("no line no line")
     assert good == 0.5, "its second answer is nobody's"
     assert "\n" not in str(spoiled) and len(str(spoiled)) <= MAX_FAILURE
 
@@ -180,7 +180,7 @@ def test_a_burst_of_forks_ends_within_its_time():
     """As root nothing but the time bounds it, so it is short."""
     before = len(psutil.pids())
     (failed,) = outcomes("bomb", timeout_s=0.1)
-    assert isinstance(failed, RewardError)
+    assert isinstance(failed, Failed)
     deadline = time.monotonic() + 20
     while len(psutil.pids()) > before + 50:
         assert time.monotonic() < deadline
@@ -246,7 +246,7 @@ def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
         found, good, taken_s = asyncio.run(ask(pool))
     named = dict(zip(TEXTS, found, strict=True))
     assert good == [(right, {}) for right in (0.0, 0.0, 1.0, 0.0)]
-    assert all(outcome == (0.0, {}) or isinstance(outcome, RewardError) for outcome in found), named
-    assert isinstance(named["tower"], RewardError) or isinstance(named["boxed tower"], RewardError), named
+    assert all(outcome == (0.0, {}) or isinstance(outcome, Failed) for outcome in found), named
+    assert isinstance(named["tower"], Failed) or isinstance(named["boxed tower"], Failed), named
     assert not list(tmp_path.iterdir()), "text became code"
     assert taken_s < 15, json.dumps({name: str(outcome)[:80] for name, outcome in named.items()})

@@ -1,7 +1,6 @@
 """The engine as a worker uses it: real vLLM on the CPU, against the trainer's own forward."""
 
 import asyncio
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,7 @@ from tiny_policy import VOCAB
 
 from config import Config
 from engine.proxy import LLMProxy
-from engine.vllm_setup import num_sampled, split_wire_options
+from engine.vllm_setup import num_sampled
 from weights.nccl import CHUNK_BYTES, NcclTransport
 from weights.transport import ParameterSpec
 
@@ -176,23 +175,20 @@ def test_weights_that_are_not_whole_are_refused(pair):
 
 
 def test_vllms_nccl_engine_understands_what_the_transport_tells_it():
-    """With this vLLM; 0.26, which wants the wire options with each update, is told so by the same function."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
     specs = [ParameterSpec("w", torch.bfloat16, (2, 3))]
-    transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, 1.0, SocketLink)
-    at_start, with_each = split_wire_options(transport.init_info())
+    transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, SocketLink)
+    told = NCCLWeightTransferInitInfo(**transport.init_info())
     transport.close()
     (message,) = transport.stage(0, [("w", torch.zeros(2, 3))]).messages
-    told = NCCLWeightTransferInitInfo(**at_start)
-    NCCLWeightTransferUpdateInfo(**message, **with_each)
+    NCCLWeightTransferUpdateInfo(**message)
     assert (told.rank_offset, told.world_size) == (1, 3)
-    options = dataclasses.asdict(told) | with_each
-    assert options["packed"] is True and options["packed_buffer_size_bytes"] == CHUNK_BYTES
+    assert told.packed is True and told.packed_buffer_size_bytes == CHUNK_BYTES
 
 
-class OlderEngine:
-    """The control calls of vLLM 0.26, which stamps no versions; writes down what it is asked, in order."""
+class CalledEngine:
+    """The control calls of vLLM; writes down what it is asked, in order."""
 
     def __init__(self, stuck=False):
         self.engine_core, self.asked, self.stuck = self, [], stuck
@@ -216,25 +212,22 @@ class OlderEngine:
     async def finish_weight_update(self):
         self.asked.append("finish")
 
+    async def update_weight_version(self, version):
+        self.asked.append(f"stamp {version}")
+        self.version = version
+
     async def resume_generation(self):
         self.asked.append("resume")
 
 
-class StampingEngine(OlderEngine):
-    """Newer vLLM stamps versions."""
-
-    async def update_weight_version(self, version):
-        self.asked.append(f"stamp {version}")
-
-
 def test_the_phases_of_an_update_are_asked_for_in_their_order_and_the_version_is_stamped_before_sampling_goes_on():
-    engine = StampingEngine()
+    engine = CalledEngine()
     proxy = LLMProxy(Config(), engine, [])
     asyncio.run(proxy.update(7, [{"a": 1}, {"a": 2}]))
     assert engine.asked == ["pause", "start", {"a": 1}, {"a": 2}, "finish", "stamp 7", "resume"]
 
 
-class BrokenEngine(OlderEngine):
+class BrokenEngine(CalledEngine):
     """Cannot load."""
 
     async def update_weights(self, request):
@@ -249,7 +242,7 @@ def test_sampling_does_not_go_on_after_an_update_that_failed():
 
 
 def test_an_engine_that_sleeps_is_woken_before_it_is_told_to_receive_and_only_then():
-    engine = OlderEngine()
+    engine = CalledEngine()
     proxy = LLMProxy(Config(on_update="resume"), engine, [])
 
     async def updates():
@@ -258,24 +251,25 @@ def test_an_engine_that_sleeps_is_woken_before_it_is_told_to_receive_and_only_th
         return await proxy.update(1, [{"a": 2}, {"a": 3}], lambda: engine.asked.append("receiving"))
 
     assert asyncio.run(updates()) == 0.0, "nobody sampled meanwhile"
-    first = ["pause", "start", {"a": 1}, "finish", "resume"]
-    second = ["pause", "sleep 2", "wake up", "start", "receiving", {"a": 2}, {"a": 3}, "finish", "resume"]
+    first = ["pause", "start", {"a": 1}, "finish", "stamp 0", "resume"]
+    second = ["pause", "sleep 2", "wake up", "start", "receiving", {"a": 2}, {"a": 3}, "finish", "stamp 1", "resume"]
     assert engine.asked == first + second and proxy.version == 1
 
 
 def test_an_update_that_does_not_end_is_an_error_that_names_it():
-    proxy = LLMProxy(Config(timeout_s=0.1), OlderEngine(stuck=True), [])
+    proxy = LLMProxy(Config(timeout_s=0.1), CalledEngine(stuck=True), [])
     with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
         asyncio.run(proxy.update(3, [{}]))
 
 
-class SamplingEngine(StampingEngine):
-    """Writes down requests too, and ends each at once with one token."""
+class SamplingEngine(CalledEngine):
+    """Writes down requests too, and ends each at once with one token of the version that it was told last."""
 
     async def generate(self, prompt, params, request_id):
         self.asked.append("request")
-        logprobs = SimpleNamespace(logprobs=[-1.0])
-        output = SimpleNamespace(index=0, token_ids=[5], logprobs=logprobs, finish_reason="stop")
+        spans = [SimpleNamespace(version=self.version, start=0, end=1)]
+        stamped = {"logprobs": SimpleNamespace(logprobs=[-1.0]), "weight_versions": spans}
+        output = SimpleNamespace(index=0, token_ids=[5], finish_reason="stop", **stamped)
         yield SimpleNamespace(finished=True, outputs=[output])
 
 

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from engine import reward_pool
-from engine.reward_pool import RewardError, RewardPool
+from engine.reward_pool import RewardPool
+from engine.score import Failed
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.5
@@ -63,7 +64,7 @@ def misbehave(response: str) -> float:
 
 
 def run_pool(*responses: str, timeout_s: float = TIMEOUT_S, num_processes: int = 1) -> list:
-    """Outcome of each response, all asked for at once: a reward or the RewardError."""
+    """Outcome of each response, all asked for at once: a reward or the Failed."""
 
     async def ask() -> list:
         pool = RewardPool("addition", MISBEHAVE, timeout_s, num_processes)
@@ -114,7 +115,7 @@ def test_reward_pool_come_back_to_their_own_callers():
 def test_one_bad_reward_fails_alone(culprit, message):
     *innocents, bad = run_pool("0.25", "0.5", "0.75", culprit)
     assert innocents == [0.25, 0.5, 0.75]
-    assert isinstance(bad, RewardError)
+    assert isinstance(bad, Failed)
     assert message in str(bad)
     assert "\n" not in str(bad)
 

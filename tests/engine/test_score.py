@@ -10,9 +10,9 @@ from pathlib import Path
 import own_rewards
 import pytest
 
-from engine.reward_pool import RewardError, Rewards
+from engine.reward_pool import Rewards
 from engine.reward_process import _why_no_namespaces
-from engine.score import load_score
+from engine.score import Failed, load_score
 
 FILE = str(Path(__file__).with_name("own_rewards.py"))
 
@@ -139,7 +139,7 @@ BROKEN = [
 def test_a_bad_reward_fails_alone_and_is_told_with_its_file_and_function(name, response, reason):
     first, bad, last = outcomes(texts(name), "good", response, "good")
     assert first == last == (0.5, {})
-    assert isinstance(bad, RewardError) and "\n" not in str(bad)
+    assert isinstance(bad, Failed) and "\n" not in str(bad)
     assert str(bad).startswith(texts(name)[0]) and reason in str(bad)
     line = own_rewards.broken.__code__.co_firstlineno + 26
     assert response != "raise" or f"{FILE}:{name}, line {line}: KeyError" in str(bad)

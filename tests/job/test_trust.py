@@ -11,9 +11,9 @@ from data.environments import make_environment
 from data.records import Partial, Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
-from engine.environments import EnvironmentFailed, EnvironmentPool, MultiTurn, SingleTurn
+from engine.environments import EnvironmentPool, MultiTurn, SingleTurn
 from engine.episode import Episode
-from engine.reward_pool import RewardError
+from engine.score import Failed
 from job.trust import mistake_in
 
 TOKENIZER = build_tokenizer()
@@ -63,7 +63,7 @@ class Rewards:
 
     async def score(self, answer, response):
         if answer == "fail":
-            raise RewardError("ValueError: no good")
+            raise Failed("ValueError: no good")
         return 0.5, {"right": 0.5}
 
 
@@ -71,7 +71,7 @@ class Failing:
     """An environment that fails when it is reset."""
 
     async def reset(self):
-        raise EnvironmentFailed("OSError: no server")
+        raise Failed("OSError: no server")
 
 
 def run(config, generate, *, member=1, environment=None, abort=False, **fields):

@@ -36,8 +36,8 @@ class Trainer:
 
     def write(self, share=0.01):
         """Stage a version. Returns its update info when its file is there, or has failed."""
-        num_failed, (info,) = self.writer.num_failed, self.stage(share).messages
-        wait_until(lambda: self.is_written() or self.writer.num_failed > num_failed)
+        (info,) = self.stage(share).messages
+        wait_until(lambda: self.is_written() or self.writer.is_failing)
         return info
 
     def is_written(self):
@@ -254,14 +254,13 @@ def test_with_a_full_disk_the_trainer_goes_on_and_machines_are_sent_to_it_again_
     disk.is_full = True
     trainer.write()
     assert ["snapshots" in trainer.write() for _ in range(3)] == [False] * 3
-    assert trainer.writer.num_failed == 4
     (line,) = capsys.readouterr().out.splitlines()
     assert "version 1 cannot be written to disk://run (OSError: [Errno 28] No space left on device)" in line
     disk.is_full = False
     trainer.write()
     wait_until(lambda: not trainer.writer.is_failing)
     info = trainer.write()
-    assert Machine(trainer).want(info) and trainer.writer.num_failed == 4
+    assert Machine(trainer).want(info)
     trainer.transport.close()
     assert not disk.store
 
@@ -288,7 +287,7 @@ def test_a_slow_file_system_holds_no_step_and_what_it_has_no_time_for_is_skipped
     assert len(disk.store) == 1
     disk.goes.set()
     wait_until(trainer.is_written)
-    assert trainer.writer.num_failed in (3, 4) and not trainer.writer.is_failing
+    assert len(disk.store) in (2, 3) and not trainer.writer.is_failing, "one or none of the four between"
     assert Machine(trainer).want(trainer.write())
 
 

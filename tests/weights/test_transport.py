@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from weights.ipc import chunks_of
-from weights.shm import NO_CHECKSUM, ShmTransport, open_shared_buffer
-from weights.transport import ParameterSpec, parameter_views, payload_offsets
+from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport
+from weights.transport import ParameterSpec, parameter_views, payload_bytes
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
@@ -14,7 +14,7 @@ def parameters(value):
 
 def reader(transport, staged):
     path = transport.init_info()["paths"][staged.buffer]
-    return open_shared_buffer(path, SPECS)
+    return SharedBuffer(path, SPECS)
 
 
 def test_what_is_staged_is_read_in_the_dtype_that_is_sent():
@@ -22,7 +22,7 @@ def test_what_is_staged_is_read_in_the_dtype_that_is_sent():
     staged = transport.stage(4, parameters(2.5))
     buffer = reader(transport, staged)
     buffer.check(4, staged.messages[0]["checksum"])
-    read = dict(buffer.parameters())
+    read = dict(buffer.parameters)
     assert read["a"].equal(torch.full((3, 5), 2.5))
     assert read["b"].equal(torch.full((7,), 2.5, dtype=torch.bfloat16))
 
@@ -33,7 +33,7 @@ def test_a_buffer_that_was_overwritten_or_is_half_written_is_refused():
     buffer = reader(transport, staged)
     with pytest.raises(RuntimeError, match="holds version 4, expected 3"):
         buffer.check(3, NO_CHECKSUM)
-    buffer.views[0][1, 1] = 0.0
+    dict(buffer.parameters)["a"][1, 1] = 0.0
     with pytest.raises(RuntimeError, match="version 4 arrived broken: checksum"):
         buffer.check(4, staged.messages[0]["checksum"])
 
@@ -64,15 +64,15 @@ def test_another_order_or_number_of_parameters_is_refused():
 def test_a_reader_with_another_layout_is_refused():
     transport = ShmTransport(SPECS)
     with pytest.raises(RuntimeError, match="1 parameters need"):
-        open_shared_buffer(transport.init_info()["paths"][0], SPECS[:1])
+        SharedBuffer(transport.init_info()["paths"][0], SPECS[:1])
 
 
 def test_parameters_are_aligned_and_do_not_overlap():
-    offsets, size = payload_offsets(SPECS)
-    assert offsets == [0, 64] and size == 128
-    views = parameter_views(torch.zeros(size, dtype=torch.uint8), SPECS)
-    views[0].fill_(1.0)
-    assert not views[1].any()
+    assert payload_bytes(SPECS) == 128
+    views = dict(parameter_views(torch.zeros(128, dtype=torch.uint8), SPECS))
+    assert views["b"].data_ptr() - views["a"].data_ptr() == 64
+    views["a"].fill_(1.0)
+    assert not views["b"].any()
 
 
 @pytest.mark.parametrize(
