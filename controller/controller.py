@@ -132,7 +132,7 @@ class Controller:
                 case Receiving():
                     self.announcements.on_receiving(worker)
                 case Updated():
-                    self.journal.updated(worker.index, message)
+                    self.journal.updated(worker.index, message, worker.loading.made_at)
                     self.buffer.count_discarded(message.sampled.discarded)
                     self.announcements.on_updated(worker)
                 case Asleep():

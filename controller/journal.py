@@ -1,5 +1,6 @@
 """What is recorded of rollout: events for events.jsonl, and measurements for a step's metrics."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ class Journal:
         self._ledgers = WorkerLedgers()
         self._starts: Counter[int] = Counter()
         self._pause_s: list[float] = []
-        self._updates: list[tuple[int, float]] = []
+        self._broadcasts_s: list[float] = []
         self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}  # version -> worker -> log-probs
         self._sampled = SampledTokens()
 
@@ -66,11 +67,11 @@ class Journal:
         """A trajectory came back."""
         self._record("trajectory", **_summary(trajectory))
 
-    def updated(self, worker: int, message: Updated) -> None:
-        """A worker has loaded new weights."""
+    def updated(self, worker: int, message: Updated, made_at: float) -> None:
+        """A worker has loaded new weights, which were announced at `made_at`, monotonic seconds."""
         self.active(worker, message.activity)
         self._pause_s.append(message.pause_s)
-        self._updates.append((message.version, unix_ns() / 1e9))
+        self._broadcasts_s.append(time.monotonic() - made_at)
         self._sampled += message.sampled
         self._record("update", worker=worker, version=message.version, pause_s=message.pause_s)
 
@@ -87,9 +88,9 @@ class Journal:
     def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
         """What was measured since the last call: pauses, tokens, time of all workers; and what the controller knows."""
         pauses, self._pause_s = self._pause_s, []
-        updates, self._updates = self._updates, []
+        broadcasts, self._broadcasts_s = self._broadcasts_s, []
         sampled, self._sampled = self._sampled, SampledTokens()
-        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts, updates)
+        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts, broadcasts)
 
     def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
         """The engines' log-probs of the probe by version and worker, as far as they have come since the last call."""

@@ -15,8 +15,9 @@ A transport (shm.py, ipc.py, nccl.py) is the trainer's end; vLLM's is a `WeightT
 """
 
 import math
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -79,6 +80,8 @@ class Announcement:
     """Token ids of the sequences that an engine is to score with these weights."""
     evaluate: bool
     """Whether an evaluation is made with them."""
+    made_at: float = field(default_factory=time.monotonic)
+    """Monotonic seconds."""
 
 
 class Transport:

@@ -12,7 +12,7 @@ from config import Config
 from data.messages import SampledTokens
 from data.records import Group
 from job.step_log import StepLog
-from records.metrics import RolloutReport, StepOfNode
+from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
 
 
@@ -43,10 +43,8 @@ def advised(options, groups, capsys):
     log = StepLog(SimpleNamespace(config=config, clock=TrainerClock(), run=run, cluster=SimpleNamespace(num_nodes=1)))
     metrics = {"time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 50}
     for step in range(1, 9):
-        log.published_at[step] = 100.0
-        updates = [(step, 100.25), (-1, 200.0)]
-        report = RolloutReport([], SampledTokens(new=50), Counter(decoding=10**9), Counter(), 0, updates)
-        log._advise(step, groups, metrics, StepOfNode({}, report, {}, {}))
+        report = RolloutReport([], SampledTokens(new=50), Counter(decoding=10**9), Counter(), 0, [0.25])
+        log._advise(step, groups, metrics, report)
     return capsys.readouterr().out, records
 
 
