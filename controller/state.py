@@ -117,7 +117,7 @@ def cut(
         queue,
         announced=changes.announcements.newest.version,
         evaluates=evaluations.running is not None,
-        evaluations=evaluations.ended(),
+        evaluations=list(evaluations.ended),
         num_restarts=dispatcher.workers.num_restarts,
         records=measure(),
     )
@@ -132,7 +132,7 @@ def restore(state: ControllerState | None, dispatcher: "Dispatcher", evaluations
     dispatcher.tickets.restore(state.tickets)
     dispatcher.queue.put_first(state.queue)
     dispatcher.workers.num_restarts = state.num_restarts
-    evaluations.restore(state.evaluations)
+    evaluations.ended = list(state.evaluations)  # one that was running is started anew with its weights
 
 
 def redistribute(states: list[ControllerState], num_nodes: int) -> list[ControllerState]:
