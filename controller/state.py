@@ -53,7 +53,7 @@ class BufferState:
 
 @dataclass
 class TicketState:
-    """A source of tickets in plain data: what it handed out is consumed, resident, put back or dropped for good."""
+    """How far a source of tickets is: what it handed out is consumed, resident, put back or dropped for good."""
 
     next_problem: int
     next_group: int
@@ -61,6 +61,7 @@ class TicketState:
     problems: dict[int, int]
     """Resident group -> index of its problem."""
     put_back: list[int]
+    """Problems to issue again, in this order."""
 
 
 @dataclass
