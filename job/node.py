@@ -131,13 +131,11 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     if dist.is_initialized():
         on_end.callback(dist.destroy_process_group)
     resumed = find_checkpoint(config, cluster)
-    watch, node = NodeWatch(cluster), None
+    watch, node = NodeWatch(cluster, dump_stacks), None
     try:
         rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
         start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
-        for waiting in filter(None, (watch, cluster.leaders)):
-            waiting.dump_stacks = dump_stacks
         node = (lead or start_rollout)(start) if cluster.is_leader else None
         model_path, stacks = cluster.broadcast_on_node(node and (node.model_path, node.run.path / "stacks.txt"))
         write_stacks_to(stacks)

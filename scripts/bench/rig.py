@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.cluster import Cluster
-from cluster.node_watch import NodeWatch
 from cluster.placement import available_cores, place
 from config import Config
 from data.records import Group
@@ -53,9 +52,7 @@ class Rig:
     def start(self, on_end: ExitStack) -> None:
         """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
         alone, cpu, placement = Cluster(), torch.device("cpu"), place(self.config, 0, available_cores(), 1)
-        start = Start(
-            self.config, alone, placement, cpu, TrainerClock(), self.worker_main, on_end, NodeWatch(alone), None
-        )
+        start = Start(self.config, alone, placement, cpu, TrainerClock(), self.worker_main, on_end)
         with quiet():
             self.node = start_rollout(start)
         self.controller = self.node.controller

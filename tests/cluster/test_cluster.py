@@ -120,8 +120,8 @@ def test_one_node_needs_no_process_group():
 
 
 def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():
-    watch, dumps = NodeWatch(Cluster()), []
-    watch.dump_stacks = lambda: dumps.append(1) or "stacks of all processes are in FILE"
+    dumps = []
+    watch = NodeWatch(Cluster(), lambda: dumps.append(1) or "stacks of all processes are in FILE")
     error = watch.explain(RuntimeError("Timed out waiting 110000ms for send operation to complete"))
     assert str(error).endswith("to complete; stacks of all processes are in FILE") and dumps == [1]
     other = RuntimeError("a loss is not finite")
