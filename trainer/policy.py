@@ -18,10 +18,10 @@ from algos.proximal import loglinear
 from config import Config
 from data import own
 from records.time_ledger import TrainerClock
-from trainer.checkpoint import copies_on_rank_0, restore_training_state, training_state, try_write
+from trainer.checkpoint import restore_training_state, save_for_people, training_state
 from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
-from trainer.lora import merged, named_adapters, named_base_parameters, without_adapters
+from trainer.lora import merged, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
@@ -143,14 +143,7 @@ class Policy:
         With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
         Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
         """
-        model, failure = self.module.model, [None]
-        state = copies_on_rank_0(self.named_full_parameters())
-        adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in named_adapters(model))
-        if dist.get_rank() == 0:
-            failure = [try_write(model, self.model_path, state, adapters, path)]
-        dist.broadcast_object_list(failure, src=0, device=self.device)
-        if failure[0]:
-            raise OSError(failure[0])
+        save_for_people(self.module.model, self.model_path, self.named_full_parameters(), path)
 
     def state(self) -> dict[str, Tensor]:
         """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""
