@@ -199,11 +199,11 @@ def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
             f"--extra-groups {config.extra_groups} is not a multiple of {num_nodes} nodes: {config.extra_groups} / "
             f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; change one of the two"
         )
-    part = config.bounds(num_nodes)
-    if part.max_outstanding * num_nodes != config.max_outstanding_groups:
+    part = config.of_node(num_nodes)
+    if part.max_outstanding_groups * num_nodes != config.max_outstanding_groups:
         raise ValueError(
             f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
             f"{config.max_outstanding_groups} outstanding groups, {num_nodes} nodes with {part.groups_per_step} groups "
-            f"per step each round that down to {num_nodes} × {part.max_outstanding} = "
-            f"{part.max_outstanding * num_nodes}; choose a ratio that leaves whole groups per node"
+            f"per step each round that down to {num_nodes} × {part.max_outstanding_groups} = "
+            f"{part.max_outstanding_groups * num_nodes}; choose a ratio that leaves whole groups per node"
         )

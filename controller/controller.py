@@ -56,7 +56,7 @@ class Controller:
         the groups of a step, and a run that is resumed goes on from `restored`."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
-        self.buffer = SampleBuffer(config.bounds(num_nodes))
+        self.buffer = SampleBuffer(config.of_node(num_nodes))
         self.dispatcher = Dispatcher(config, workers, self.buffer, tickets)
         self.announcements = Announcements(workers, config.swarm.refresh_lag)
         self.evaluations = Evaluations()

@@ -50,7 +50,7 @@ class Dispatcher:
     def _on_failed_group(self, trajectory: Trajectory) -> None:
         if not self.workers[trajectory.worker].is_remote:  # a machine that fails and fails is shut out
             self._failed_in_a_row += 1
-        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.bounds.max_outstanding):
+        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "mend the environment or reward, or raise --env-timeout-s if it is only slow"

@@ -88,10 +88,10 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
 def test_a_node_has_its_share_of_the_groups():
     config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
     check_shares(config, num_nodes=4, num_ranks=8)
-    part = config.bounds(4)
-    assert (part.groups_per_step, part.extra_groups, part.max_outstanding) == (8, 1, 13)
+    part = config.of_node(4)
+    assert (part.groups_per_step, part.extra_groups, part.max_outstanding_groups) == (8, 1, 13)
     assert part.max_staleness == config.max_staleness
-    assert config.bounds().max_outstanding == config.max_outstanding_groups
+    assert config.of_node(1) == config
 
 
 @pytest.mark.parametrize(

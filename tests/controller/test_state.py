@@ -35,7 +35,7 @@ class Rollout:
 
     def __init__(self, config, node=0, num_nodes=1, state=None):
         self.config, self.node = config, node
-        self.buffer = SampleBuffer(config.bounds(num_nodes))
+        self.buffer = SampleBuffer(config.of_node(num_nodes))
         self.tickets = TicketSource(config, PROMPTS, node, num_nodes)
         self.running, self.consumed, self.dropped = [], [], []
         if state is not None:
@@ -123,7 +123,7 @@ def totals(states):
     """The run's ledger, from those of its nodes, each of which balances."""
     total = Counter()
     for state in states:
-        buffer = SampleBuffer(config_of().bounds())
+        buffer = SampleBuffer(config_of())
         buffer.restore(copy.deepcopy(state.buffer))
         total.update(buffer.ledger())
     return +total
@@ -251,7 +251,7 @@ def test_what_was_restored_takes_its_places_and_the_first_filling_adds_nothing_t
     """verl 7759, AReaL 1345: the warm-up after a resume filled a buffer that was full."""
     state = after_a_step().state()
     node = Rollout(config_of(), state=state)
-    assert len(node.resident) == node.buffer.bounds.max_outstanding == len(state.buffer.residents)
+    assert len(node.resident) == node.buffer.config.max_outstanding_groups == len(state.buffer.residents)
     assert node.tickets._at.next_problem == state.tickets.next_problem
 
 
