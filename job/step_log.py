@@ -1,5 +1,7 @@
 """What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
 
+from collections import Counter
+
 from cluster.processes import freeze_garbage
 from data.records import Group
 from job.advice import (
@@ -72,7 +74,8 @@ class StepLog:
             self.clock.enter("evaluate")  # also where another node's is waited for
         of_nodes = self.node.cluster.gather(mine)
         if self.node.swarm is not None:
-            self.node.swarm.note_workers([int(node.swarm["swarm/workers"]) for node in of_nodes])
+            joined = {node: int(of.swarm["swarm/workers"]) for node, of in enumerate(of_nodes)}
+            self.node.swarm.num_joined = Counter(joined)
         known = over_nodes(of_nodes)
         self.clock.enter("other")
         self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
