@@ -222,9 +222,10 @@ class Controller:
 
     def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
         """Copy weights into a buffer of the transport that no worker reads, when there is one."""
+        transport = self.announcements.transport
         with self._changed:
-            self._changed.wait_until(self.announcements.has_free_buffer, "a free weight buffer")
-        return self.announcements.transport.stage(version, parameters)
+            self._changed.wait_until(lambda: transport.free_buffer() is not None, "a free weight buffer")
+        return transport.stage(version, parameters)
 
     def withdraw(self) -> bool:
         """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.
@@ -297,4 +298,4 @@ class Controller:
             self.workers.stop()
         finally:
             self.journal.close()
-            self.announcements.close()
+            self.announcements.transport.close()
