@@ -4,7 +4,6 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -89,7 +88,7 @@ class Controller:
         """Make a worker of an engine of a machine that has joined; its messages come by `on_message`."""
         with self._changed:
             worker = self.workers.join(process, scores_probe)
-            self.journal.joined(worker.index, machine)
+            self.journal.record("worker_started", worker=worker.index, attempt=0, machine=machine)
             return worker
 
     def end_leases(self) -> None:
@@ -116,7 +115,7 @@ class Controller:
                     self._on_death(worker)
                 case Ready(startup_s):
                     worker.start_up()
-                    self.journal.ready(worker.index, startup_s)
+                    self.journal.record("worker_ready", worker=worker.index, startup_s=startup_s)
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
                     self.journal.active(worker.index, activity)
@@ -152,7 +151,8 @@ class Controller:
         self.journal.lost(worker.index)
         self.announcements.on_death(worker)
         self.workers.replace(worker)
-        self.journal.died(worker.index, worker.process.exit_code, len(worker.running))
+        exit_code, tickets = worker.process.exit_code, len(worker.running)
+        self.journal.record("worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets)
         if not worker.is_remote:
             self.journal.started(worker.index)
         for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
@@ -170,7 +170,7 @@ class Controller:
         if not trajectory.is_evaluation:
             self.dispatcher.add(trajectory)
         elif ended := self.evaluations.add(trajectory):
-            self.journal.evaluated(ended)
+            self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy)
             if deferred := self.announcements.take_deferred():
                 self._announce(deferred)
 
@@ -284,11 +284,6 @@ class Controller:
         """Take the metrics of the newest evaluation that ended since the last call, if any did."""
         with self._changed:
             return evaluation_metrics(self.evaluations.take_ended())
-
-    def worker_time(self) -> dict[int, Counter[str]]:
-        """Nanoseconds of each worker in each state of WORKER_STATES so far."""
-        with self._changed:
-            return self.journal.worker_time()
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""

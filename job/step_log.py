@@ -147,5 +147,5 @@ class StepLog:
         """Print, on each leader, what share of the run trainer and workers spent on what."""
         if self.node.cluster.is_leader:
             print(describe("trainer ", self.clock.total))
-            for worker, spent in self.node.controller.worker_time().items():
+            for worker, spent in self.node.controller.journal.worker_time().items():
                 print(describe(f"worker {worker}", spent))
