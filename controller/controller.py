@@ -114,7 +114,7 @@ class Controller:
                     self.dispatcher.shut_out(worker.index)
                     self._on_death(worker)
                 case Ready(startup_s):
-                    worker.start_up()
+                    worker.state = "sampling"
                     self.journal.record("worker_ready", worker=worker.index, startup_s=startup_s)
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
@@ -125,7 +125,7 @@ class Controller:
                     if self.dispatcher.leases.are_due():
                         self.end_leases()
                 case Waiting(ticket_ids):
-                    self.dispatcher.arrive_at_barrier(ticket_ids)
+                    self.dispatcher.at_barrier.update(ticket_ids)
                 case Fetched():
                     self.announcements.on_fetched(worker)
                 case Receiving():
@@ -135,7 +135,7 @@ class Controller:
                     self.buffer.count_discarded(message.sampled.discarded)
                     self.announcements.on_updated(worker)
                 case Asleep():
-                    worker.fell_asleep()
+                    worker.state = "asleep"
                 case Probed(version, logprobs):
                     self.journal.probed(worker.index, version, logprobs)
                 case InFlight():

@@ -30,7 +30,8 @@ class Dispatcher:
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
         self.leases = Leases(config, workers, buffer, self.min_version)
         self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.leases.may_start)
-        self._at_barrier: set[int] = set()
+        self.at_barrier: set[int] = set()
+        """Tickets that wait for all others."""
         self._failed_in_a_row = 0
 
     # Groups
@@ -171,16 +172,12 @@ class Dispatcher:
                 worker.held = reason
                 worker.process.send(Hold(reason))
 
-    def arrive_at_barrier(self, ticket_ids: list[int]) -> None:
-        """Note that these tickets wait for all others."""
-        self._at_barrier.update(ticket_ids)
-
     def _open_barrier(self) -> None:
         """Let all go on if every running trajectory, on whichever worker, waits at the barrier."""
-        if not self._at_barrier:
+        if not self.at_barrier:
             return
         still_to_come = self.config.scheduling == "batch" and self.queue.has_training_tickets
-        if self._running_tickets() <= self._at_barrier and not still_to_come:
-            self._at_barrier.clear()
+        if self._running_tickets() <= self.at_barrier and not still_to_come:
+            self.at_barrier.clear()
             for worker in self.workers:
                 worker.process.send(Proceed())
