@@ -10,9 +10,7 @@ import datetime
 import json
 import os
 import socket
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,8 +141,7 @@ def join(config: Config, device_type: str) -> Cluster:
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ:
-        path = Path(tempfile.mkdtemp(prefix="train-async-")) / "store"
-        return form_cluster([Peer(0, "localhost")], 0, dist.FileStore(str(path), 1), backend, timeout)
+        return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, _describe(config, device_type))
     names = {peer.node: f"node {peer.node} ({peer.host})" for peer in peers}
