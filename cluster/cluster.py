@@ -80,11 +80,7 @@ class Cluster:
 
     def broadcast_on_node(self, value: Any) -> Any:
         """The leader's value, on all ranks of its node; collective on the node."""
-        if len(self.local_ranks) == 1:  # the leader is alone
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=self.local_ranks[0], group=self.node_group)
-        return values[0]
+        return self.scatter_on_node([value] * len(self.local_ranks))
 
     def gather_on_node(self, value: Any) -> list | None:
         """The values of this node's ranks, on its leader; None on the others. Collective on the node."""
