@@ -210,11 +210,6 @@ class Config:
         return SwarmOptions.read(self.swarm_args)
 
     @property
-    def members_per_group(self) -> int:
-        """Responses started per group: group_size and the extra ones."""
-        return self.group_size + self.extra_members
-
-    @property
     def is_multi_turn(self) -> bool:
         """Whether the task is an environment that may take more than one step."""
         return self.task in MULTI_TURN_TASKS or self.task.startswith("environment:")

@@ -69,8 +69,8 @@ class TicketSource:
         self._at.problems[group_id] = index
         problem = self.prompts.train_problem(index)
         tokens = self._prompt_tokens(problem)
-        replicate, size = self.config.replicate_prompts, self.config.group_size
-        num_members, members = (1, range(self.config.members_per_group)) if replicate else (size, [0])
+        size, extra = self.config.group_size, self.config.extra_members
+        num_members, members = (1, range(size + extra)) if self.config.replicate_prompts else (size, [0])
         return [self._ticket(group_id, member, num_members, problem, tokens, min_version) for member in members]
 
     def put_back(self, group_id: int) -> None:
