@@ -21,7 +21,7 @@ from records.time_ledger import TrainerClock
 from trainer.checkpoint import restore_training_state, save_for_people, training_state
 from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
-from trainer.lora import merged, named_base_parameters, without_adapters
+from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
@@ -129,8 +129,9 @@ class Policy:
         Adapters are merged into the weights they belong to. Copy each before taking the next: on one rank it is the
         live weight.
         """
+        adapters = dict(named_adapters(self.module.model))
         for name, parameter in named_base_parameters(self.module.model):
-            yield name, merged(self.module.model, name, parameter.detach().full_tensor())
+            yield name, merge(name, parameter.detach().full_tensor(), adapters)
 
     def sent_specs(self) -> list[ParameterSpec]:
         """Specs of the full parameters as they are sent to rollout, in the same order, in the dtype of computing."""
