@@ -50,12 +50,12 @@ class SampleBuffer:
         residents = {
             group_id: replace(r, members=dict(r.members), group=None) for group_id, r in self._residents.items()
         }
-        return BufferState(self.trainer_version, self.published_version, residents, self._ledger.state())
+        return BufferState(self.trainer_version, self.published_version, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
         self.trainer_version, self.published_version = state.trainer_version, state.published_version
-        self._ledger.restore(state.ledger)
+        self._ledger.counts |= state.ledger
         for group_id, resident in state.residents.items():
             members = dict(resident.members)
             self._residents[group_id] = replace(resident, members=members, group=self._whole(group_id, members))
