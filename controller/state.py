@@ -169,11 +169,11 @@ def _merge(states: list[ControllerState]) -> ControllerState:
     buffers = [state.buffer for state in states]
     residents = {group_id: resident for buffer in buffers for group_id, resident in buffer.residents.items()}
     ledger = sum((Counter(buffer.ledger) for buffer in buffers), Counter())
-    return ControllerState(
-        replace(buffers[0], residents=residents, ledger=dict(ledger)),
-        TicketState(frontier, *next_ids, problems, put_back),
+    return replace(
+        states[0],
+        buffer=replace(buffers[0], residents=residents, ledger=dict(ledger)),
+        tickets=TicketState(frontier, *next_ids, problems, put_back),
         queue=[ticket for state in states for ticket in state.queue],
-        announced=states[0].announced,
         evaluates=any(state.evaluates for state in states),
         evaluations=[evaluation for state in states for evaluation in state.evaluations],
         num_restarts=sum(state.num_restarts for state in states),
@@ -193,13 +193,12 @@ def _share(whole: ControllerState, order: list[int], node: int, num_nodes: int) 
     next_ids = (next_id + node * IDS_PER_NODE for next_id in (tickets.next_group, tickets.next_ticket))
     problems = {group_id: tickets.problems[group_id] for group_id in residents}
     next_problem = tickets.next_problem + (node - tickets.next_problem) % num_nodes
-    return ControllerState(
-        replace(buffer, residents=residents, ledger=dict(ledger)),
-        TicketState(next_problem, *next_ids, problems, tickets.put_back[node::num_nodes]),
+    return replace(
+        whole,
+        buffer=replace(buffer, residents=residents, ledger=dict(ledger)),
+        tickets=TicketState(next_problem, *next_ids, problems, tickets.put_back[node::num_nodes]),
         queue=[ticket for ticket in whole.queue if ticket.group_id in residents],
-        announced=whole.announced,
         evaluates=whole.evaluates and is_first,
         evaluations=whole.evaluations if is_first else [],
         num_restarts=whole.num_restarts if is_first else 0,
-        records={},
     )
