@@ -41,29 +41,22 @@ class StepPosition:
     """Share of the step's optimizer updates that were made, in [0, 1)."""
 
 
+@dataclass(eq=False)
 class Policy:
     """The model, its optimizer and the loss; every rank holds its shard."""
 
-    def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        module: TokenLogprobs,
-        reference: TokenLogprobs | None,
-        loss: Callable,
-        device: torch.device,
-        clock: TrainerClock | None = None,
-    ) -> None:
-        self.config = config
-        self.model_path = model_path
-        self.module = module
-        self.reference = reference
-        self.loss = loss
-        self.device = device
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
-        self.num_updates = 0
-        self.clock = clock or TrainerClock()
+    config: Config
+    model_path: str
+    module: TokenLogprobs
+    reference: TokenLogprobs | None
+    loss: Callable
+    device: torch.device
+    clock: TrainerClock
+    num_updates: int = 0
+
+    def __post_init__(self) -> None:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=self.config.lr, weight_decay=self.config.weight_decay)
 
     @property
     def attention(self) -> str:
@@ -266,4 +259,4 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     elif config.kl_coef > 0:
         interpreted = dataclasses.replace(config, compile=False)  # compile_layers says why
         reference = load_model(interpreted, model_path, mesh, device).requires_grad_(False)
-    return Policy(config, model_path, module, reference, loss, device, clock)
+    return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())
