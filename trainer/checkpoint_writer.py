@@ -4,7 +4,7 @@ A thread of each rank does it, from copies, with collectives of a group of its o
 """
 
 import datetime
-import faulthandler
+import functools
 import os
 import shutil
 import threading
@@ -21,6 +21,7 @@ from data.plain import encode
 from records.batches import weights_sha256
 from records.manifest import PART, checkpoints_in, flush, measured, write_manifest
 from records.run_directory import RunDirectory
+from records.standstill import dump_stacks
 from trainer.checkpoint import (
     StagedState,
     WeightWriter,
@@ -67,7 +68,6 @@ class CheckpointWriter:
         if policy.config.lora_rank:
             self._frozen = copies_on_rank_0((n, p.detach().full_tensor()) for n, p in named_base_parameters(model))
         self.weights = WeightWriter(model, policy.model_path) if cluster.is_first else None
-        self._frozen_sha256: str | None = None
         self._saving: Saving | None = None
         self._thread: threading.Thread | None = None
         self.longest_s = 0.0
@@ -91,10 +91,10 @@ class CheckpointWriter:
             return
         self._thread.join(limit_s := 2 * self.config.timeout_s)
         if self._thread.is_alive():
-            faulthandler.dump_traceback(all_threads=True)
             raise TimeoutError(
                 f"checkpoint {self.folder}/step_{saving.step} is not written after {limit_s:g} s more: look at that "
-                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice"
+                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice; "
+                f"{dump_stacks()}"
             )
         if saving.error is not None:
             raise saving.error
@@ -158,7 +158,7 @@ class CheckpointWriter:
             files,
             step=saving.step,
             num_nodes=len(nodes),
-            frozen_sha256=self._digest_of_frozen(),
+            frozen_sha256=self._frozen_sha256,
             probes=[node["probe"] for node in nodes],
             records=[node["records"] for node in nodes],
             delayed=list(saving.delayed),
@@ -169,12 +169,10 @@ class CheckpointWriter:
         flush(final.parent)
         self._prune()
 
-    def _digest_of_frozen(self) -> str:
+    @functools.cached_property
+    def _frozen_sha256(self) -> str:
         """Digest of the model's files where the run goes on needing them: below adapters, or as a reference."""
-        if self._frozen_sha256 is None:
-            needs = self.config.lora_rank or self.config.kl_coef
-            self._frozen_sha256 = weights_sha256(self._model_path) if needs else ""
-        return self._frozen_sha256
+        return weights_sha256(self._model_path) if self.config.lora_rank or self.config.kl_coef else ""
 
     def _prune(self) -> None:
         """Delete checkpoints that are not to be kept, or of them what only --resume needs."""
