@@ -90,13 +90,12 @@ class Dispatcher:
     def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
         in_time = {i: worker.take_back(i) for i in {trajectory.ticket_id for trajectory in trajectories}}
-        awaited = [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
-        for trajectory in awaited:
-            self.leases.note(worker, trajectory)
         for trajectory in trajectories:
-            if not in_time[trajectory.ticket_id] and not trajectory.is_evaluation:
+            if in_time[trajectory.ticket_id]:
+                self.leases.note(worker, trajectory)
+            elif not trajectory.is_evaluation:
                 self.buffer.count_discarded(trajectory.num_generated, "late")
-        return awaited
+        return [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
 
     def shut_out(self, worker: int) -> None:
         """Drop the groups that have a trajectory of a worker, which is not believed."""
