@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cluster.advisor import Measured, expected_step, step_by_proposition_2, step_by_rates, tail_share
+from cluster.advisor import Measured, expected_step, predicted_step, tail_share
 from cluster.placement import Placement
 from config import Config
 from records.metrics import RolloutReport
@@ -212,10 +212,9 @@ def _advice(m: Measured) -> Iterator[str]:
     if not changes:
         yield "  advice: leave both as they are"
         return
-    rates, bound, expected = (
-        step(m, m.async_ratio, *before) / step(m, alpha, *split)
-        for step in (step_by_rates, step_by_proposition_2, expected_step)
-    )
+    now, then = (m.async_ratio, *before), (alpha, *split)
+    rates, bound = (one / other for one, other in zip(predicted_step(m, *now), predicted_step(m, *then), strict=True))
+    expected = expected_step(m, *now) / expected_step(m, *then)
     yield (
         f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
         f"proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
@@ -234,7 +233,7 @@ def _caveats(m: Measured) -> Iterator[str]:
 
 
 def _range(m: Measured, alpha: float, rollout: int, training: int) -> str:
-    low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
+    low, high = predicted_step(m, alpha, rollout, training)
     return f"{low:.3f} … {high:.3f}"
 
 

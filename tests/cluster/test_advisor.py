@@ -10,8 +10,7 @@ import pytest
 from cluster.advisor import (
     Measured,
     expected_step,
-    step_by_proposition_2,
-    step_by_rates,
+    predicted_step,
     tail_share,
 )
 from cluster.placement import Placement, WorkerPlacement
@@ -85,10 +84,10 @@ def test_with_one_sample_at_a_time_both_formulas_are_the_papers(n, k, mu_gen, l_
     best = paper_share(n, k, mu_gen, l_gen, epochs, mu_train, alpha)
     assert training_share_by_proposition_2(m, alpha) == pytest.approx(best)
     for beta in (0.1, 0.5, best):
-        bound = step_by_proposition_2(m, alpha, (1 - beta) * k, beta * k)
+        bound = predicted_step(m, alpha, (1 - beta) * k, beta * k)[1]
         assert bound == pytest.approx(paper_bound(n, k, mu_gen, l_gen, epochs, mu_train, alpha, beta))
     limit = (n / k) * (mu_gen + epochs * mu_train) + l_gen / (alpha + 1)
-    assert step_by_proposition_2(m, alpha, (1 - best) * k, best * k) <= limit * (1 + 1e-9)
+    assert predicted_step(m, alpha, (1 - best) * k, best * k)[1] <= limit * (1 + 1e-9)
 
 
 def test_the_papers_example_of_lognormal_lengths():
@@ -105,19 +104,19 @@ def test_the_papers_example_of_lognormal_lengths():
 
 def test_by_the_rates_the_slower_side_sets_the_pace_and_without_overlap_both_add_up():
     m = measured()
-    assert step_by_rates(m, 1, 4, 2) == 3.0, "12/4 against 4/2"
-    assert step_by_rates(m, 0, 4, 2) == 5.0, "12/4 + 4/2"
-    assert step_by_rates(m, 0.25, 4, 2) == 4.0, "(12/4 + 4/2) / 1.25: a batch and a quarter hold places"
+    assert predicted_step(m, 1, 4, 2)[0] == 3.0, "12/4 against 4/2"
+    assert predicted_step(m, 0, 4, 2)[0] == 5.0, "12/4 + 4/2"
+    assert predicted_step(m, 0.25, 4, 2)[0] == 4.0, "(12/4 + 4/2) / 1.25: a batch and a quarter hold places"
     assert training_share_by_rates(m) == 0.25
 
 
 def test_proposition_2_adds_the_longest_response_over_the_batches_in_flight():
     m = measured()
-    assert step_by_proposition_2(m, 0, 4, 2) == 12 / 4 + 3 + 4 / 2
-    assert step_by_proposition_2(m, 1, 4, 2) == 12 / 4 + 3 / 2
-    assert step_by_proposition_2(m, 2, 4, 2) == 12 / 4 + 3 / 3
-    assert step_by_proposition_2(m, 0.25, 4, 2) == 8 / 1.25
-    assert step_by_proposition_2(m, 2, 4, 0.5) == 8.0, "training is slower"
+    assert predicted_step(m, 0, 4, 2)[1] == 12 / 4 + 3 + 4 / 2
+    assert predicted_step(m, 1, 4, 2)[1] == 12 / 4 + 3 / 2
+    assert predicted_step(m, 2, 4, 2)[1] == 12 / 4 + 3 / 3
+    assert predicted_step(m, 0.25, 4, 2)[1] == 8 / 1.25
+    assert predicted_step(m, 2, 4, 0.5)[1] == 8.0, "training is slower"
 
 
 def test_the_best_split_is_the_best_of_all_and_the_present_one_unless_another_is_better():
