@@ -23,7 +23,7 @@ class Publisher:
         """Join trainer and workers, and wait until all engines of this node are up."""
         self.node, self.policy, self.config = node, policy, node.config
         if node.cluster.is_first:
-            print(f"attention of the trainer: {policy.attention}", flush=True)
+            print(f"attention of the trainer: {policy.module.attention}", flush=True)
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
         self._verifier = None

@@ -59,11 +59,6 @@ class Policy:
         self.optimizer = torch.optim.AdamW(trained, lr=self.config.lr, weight_decay=self.config.weight_decay)
 
     @property
-    def attention(self) -> str:
-        """Attention implementation in use, as transformers names it; trainer/attention.py chooses it."""
-        return self.module.model.config._attn_implementation
-
-    @property
     def one_row(self) -> bool:
         """Whether the model's attention wants each micro-batch packed into one row."""
         return self.module.one_row
