@@ -140,8 +140,7 @@ def join(config: Config, device_type: str) -> Cluster:
         return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, _describe(config, device_type))
-    names = {peer.node: f"node {peer.node} ({peer.host})" for peer in peers}
-    check_same({names[peer.node]: peer.fingerprint for peer in peers if peer.fingerprint})
+    check_same({f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint})
     return form_cluster(peers, rank, store, backend, timeout)
 
 
