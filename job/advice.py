@@ -170,6 +170,13 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 # Text
 
 
+def advice_of(steps: list[StepTold], config: Config, placement: Placement) -> str:
+    """The advice that these steps give: on machines where they may join, else on α and the split of devices."""
+    if config.listen is not None:
+        return advise_on_machines(measure_machines(steps, config))
+    return advise(measure(steps, config, placement))
+
+
 def advise(m: Measured) -> str:
     """The advice, with its arithmetic."""
     return "\n".join([*_measurements(m), *_balance(m), *_predictions(m), *_advice(m), *_caveats(m)])

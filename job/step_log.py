@@ -4,15 +4,7 @@ from collections import Counter
 
 from cluster.processes import freeze_garbage
 from data.records import Group
-from job.advice import (
-    FIRST_STEPS,
-    MIN_STEPS,
-    StepTold,
-    advise,
-    advise_on_machines,
-    measure,
-    measure_machines,
-)
+from job.advice import FIRST_STEPS, MIN_STEPS, StepTold, advice_of
 from job.node import Node
 from records.metrics import (
     RolloutReport,
@@ -126,10 +118,7 @@ class StepLog:
         responses = tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories)
         self.first_steps.append(StepTold(metrics, rollout, responses))
         if step == last and len(self.first_steps) >= MIN_STEPS:  # fewer where the run goes on from one of them
-            if config.listen is None:
-                advice = advise(measure(self.first_steps, config, self.node.placement))
-            else:
-                advice = advise_on_machines(measure_machines(self.first_steps, config))
+            advice = advice_of(self.first_steps, config, self.node.placement)
             self.node.run.record("advice", text=advice)
             print(advice, flush=True)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from trajectories import make_trajectory
 
+from cluster.cluster import Cluster
 from config import Config
 from data.messages import SampledTokens
 from data.records import Group
@@ -40,7 +41,8 @@ def advised(options, groups, capsys):
     """What is printed over 8 steps of 2 s, in which the trainer waits 0.5 s, and weights take 0.25 s to a worker."""
     records, config = [], Config(steps=8, groups_per_step=2, group_size=2, **options).checked()
     run = SimpleNamespace(record=lambda event, **fields: records.append(fields))
-    log = StepLog(SimpleNamespace(config=config, clock=TrainerClock(), run=run, cluster=SimpleNamespace(num_nodes=1)))
+    node = {"config": config, "clock": TrainerClock(), "run": run, "cluster": Cluster(), "placement": None}
+    log = StepLog(SimpleNamespace(**node))
     metrics = {"time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 50}
     for step in range(1, 9):
         report = RolloutReport([], SampledTokens(new=50), Counter(decoding=10**9), Counter(), 0, [0.25])
