@@ -188,19 +188,10 @@ class Config:
                 raise ValueError(mistake)
         return self
 
-    def bounds(self, num_nodes: int = 1) -> "Bounds":
-        """The bounds of one of `num_nodes` nodes, among which the groups of a step are shared."""
-        shared = {"groups_per_step": self.groups_per_step // num_nodes, "extra_groups": self.extra_groups // num_nodes}
-        return Bounds(
-            **shared,
-            group_size=self.group_size,
-            max_outstanding=dataclasses.replace(self, **shared).max_outstanding_groups,
-            max_staleness=self.max_staleness,
-            publish_delay=self.publish_delay,
-            refresh_lag=self.swarm.refresh_lag,
-            stale_policy=self.stale_policy,
-            extra_members=self.extra_members,
-        )
+    def of_node(self, num_nodes: int) -> "Config":
+        """The options of one of `num_nodes` nodes, among which the groups of a step are shared."""
+        groups, extra = self.groups_per_step // num_nodes, self.extra_groups // num_nodes
+        return dataclasses.replace(self, groups_per_step=groups, extra_groups=extra)
 
     @property
     def max_outstanding_groups(self) -> int:
@@ -219,11 +210,6 @@ class Config:
     def swarm(self) -> "SwarmOptions":
         """What `swarm_args` say of machines that join."""
         return SwarmOptions.read(self.swarm_args)
-
-    @property
-    def members_per_group(self) -> int:
-        """Responses started per group: group_size and the extra ones."""
-        return self.group_size + self.extra_members
 
     @property
     def is_multi_turn(self) -> bool:
@@ -272,29 +258,6 @@ class SwarmOptions:
             if not low <= getattr(options, name) <= high:
                 raise ValueError(f"--swarm-args {name} must be in [{low}, {high}], got {getattr(options, name)}")
         return options
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """How many groups a node may have under way, and how old they may be when it trains on them."""
-
-    groups_per_step: int
-    """Groups that one step consumes here (B)."""
-    group_size: int
-    """Members of a group (G)."""
-    max_outstanding: int
-    """Groups that are running, waiting, or in the batch whose weights are not published."""
-    max_staleness: int
-    """Oldest version that a consumed token may have, steps behind the trainer."""
-    publish_delay: int = 0
-    """Steps that publication is late (K)."""
-    refresh_lag: int = 0
-    """Versions that a worker may be behind the published one when it starts a group (Δ)."""
-    stale_policy: Literal["wait", "drop", "gate"] = "wait"
-    extra_groups: int = 0
-    """Groups of max_outstanding that may be given up when a batch is full."""
-    extra_members: int = 0
-    """Members started beyond group_size."""
 
 
 _AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coef", "eval_every", "save_every", "seed"}

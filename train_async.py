@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.processes import Interrupted
+from cluster.processes import Interrupted, ignore_signals
 from config import Config
 from job.command_line import parse_config
 
@@ -85,8 +85,7 @@ def run_job(job: Callable[[], None]) -> None:
 
 
 def _interrupt(number: int, frame) -> None:
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)  # the way down is not to be interrupted
+    ignore_signals()
     raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 

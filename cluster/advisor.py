@@ -64,24 +64,19 @@ def most_step_s(generation_s: float, training_s: float, longest_s: float, alpha:
     return overlapped if alpha >= 1 else max(synchronous, overlapped)
 
 
-def step_by_rates(m: Measured, alpha: float, rollout: int, training: int) -> float:
-    """Seconds that a step takes at least, with `rollout` and `training` devices."""
-    return least_step_s(m.decoding_s / rollout, m.training_s / training, alpha)
-
-
-def step_by_proposition_2(m: Measured, alpha: float, rollout: float, training: float) -> float:
-    """Seconds that a step takes at most, with `rollout` and `training` devices."""
-    return most_step_s(m.decoding_s / rollout, m.training_s / training, m.response_max_s, alpha)
+def predicted_step(m: Measured, alpha: float, rollout: float, training: float) -> tuple[float, float]:
+    """Seconds that a step takes at least, by the rates, and at most, by proposition 2, with so many devices."""
+    generation_s, training_s = m.decoding_s / rollout, m.training_s / training
+    return least_step_s(generation_s, training_s, alpha), most_step_s(generation_s, training_s, m.response_max_s, alpha)
 
 
 def tail_share(m: Measured) -> float:
     """Where the measured step lies between both predictions, 0–1: how much of the bound's L is really waited for."""
-    now = (m.async_ratio, m.rollout_devices, m.training_devices)
-    low, high = step_by_rates(m, *now), step_by_proposition_2(m, *now)
+    low, high = predicted_step(m, m.async_ratio, m.rollout_devices, m.training_devices)
     return min(1.0, max(0.0, (m.step_s - low) / (high - low))) if high > low else 1.0
 
 
 def expected_step(m: Measured, alpha: float, rollout: int, training: int) -> float:
     """Seconds per step, as far between both predictions as the measured step is."""
-    low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
+    low, high = predicted_step(m, alpha, rollout, training)
     return low + tail_share(m) * (high - low)

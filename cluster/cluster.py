@@ -10,9 +10,7 @@ import datetime
 import json
 import os
 import socket
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,11 +80,7 @@ class Cluster:
 
     def broadcast_on_node(self, value: Any) -> Any:
         """The leader's value, on all ranks of its node; collective on the node."""
-        if len(self.local_ranks) == 1:  # the leader is alone
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=self.local_ranks[0], group=self.node_group)
-        return values[0]
+        return self.scatter_on_node([value] * len(self.local_ranks))
 
     def gather_on_node(self, value: Any) -> list | None:
         """The values of this node's ranks, on its leader; None on the others. Collective on the node."""
@@ -143,12 +137,10 @@ def join(config: Config, device_type: str) -> Cluster:
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ:
-        path = Path(tempfile.mkdtemp(prefix="train-async-")) / "store"
-        return form_cluster([Peer(0, "localhost")], 0, dist.FileStore(str(path), 1), backend, timeout)
+        return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, _describe(config, device_type))
-    names = {peer.node: f"node {peer.node} ({peer.host})" for peer in peers}
-    check_same({names[peer.node]: peer.fingerprint for peer in peers if peer.fingerprint})
+    check_same({f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint})
     return form_cluster(peers, rank, store, backend, timeout)
 
 
@@ -199,11 +191,11 @@ def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
             f"--extra-groups {config.extra_groups} is not a multiple of {num_nodes} nodes: {config.extra_groups} / "
             f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; change one of the two"
         )
-    part = config.bounds(num_nodes)
-    if part.max_outstanding * num_nodes != config.max_outstanding_groups:
+    part = config.of_node(num_nodes)
+    if part.max_outstanding_groups * num_nodes != config.max_outstanding_groups:
         raise ValueError(
             f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
             f"{config.max_outstanding_groups} outstanding groups, {num_nodes} nodes with {part.groups_per_step} groups "
-            f"per step each round that down to {num_nodes} × {part.max_outstanding} = "
-            f"{part.max_outstanding * num_nodes}; choose a ratio that leaves whole groups per node"
+            f"per step each round that down to {num_nodes} × {part.max_outstanding_groups} = "
+            f"{part.max_outstanding_groups * num_nodes}; choose a ratio that leaves whole groups per node"
         )

@@ -4,12 +4,14 @@ A context would take half a gigabyte of the GPU before anything else is there, a
 measures how much is free.
 """
 
+import csv
 import os
 import subprocess
 from dataclasses import dataclass
 
 MIB = 2**20
-QUERY = "index,uuid,name,memory.total,memory.used,mig.mode.current"
+QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "mig.mode.current")
+"""What nvidia-smi is asked of each GPU."""
 QUERY_TIMEOUT_S = 30
 
 
@@ -21,17 +23,6 @@ class Gpu:
     total_bytes: int
     used_bytes: int
     """Memory that processes hold now, ours included."""
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """A line of nvidia-smi."""
-
-    index: str
-    uuid: str
-    gpu: Gpu
-    is_split: bool
-    """Whether the GPU is divided into MIG instances; its memory is then not what one instance has."""
 
 
 def visible_gpus() -> list[Gpu]:
@@ -58,40 +49,34 @@ def check_one_kind(gpus: list[Gpu]) -> None:
 
 
 def _by_nvidia_smi(count: int) -> list[Gpu] | None:
-    """None where nvidia-smi cannot say: it is missing, fails, or the GPU is divided into MIG instances."""
+    """None where nvidia-smi cannot say: it is missing, fails, or a GPU is divided into MIG instances, each of which has
+    a part of its memory."""
     try:
         answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     chosen = choose_visible(parse_nvidia_smi(answer.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if chosen is None or len(chosen) != count or any(listed.is_split for listed in chosen):
+    if chosen is None or len(chosen) != count or any(one["mig.mode.current"] == "Enabled" for one in chosen):
         return None
-    return [listed.gpu for listed in chosen]
+    return [Gpu(one["name"], int(one["memory.total"]) * MIB, int(one["memory.used"]) * MIB) for one in chosen]
 
 
-def parse_nvidia_smi(text: str) -> list[_Listed]:
-    """Read `nvidia-smi --query-gpu=QUERY --format=csv,noheader,nounits`."""
-    found = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        index, uuid, name, total, used, mig = (field.strip() for field in line.split(","))
-        try:
-            gpu = Gpu(name, int(total) * MIB, int(used) * MIB)
-        except ValueError:  # "[N/A]", where memory is the host's
-            continue
-        found.append(_Listed(index, uuid, gpu, mig == "Enabled"))
-    return found
+def parse_nvidia_smi(text: str) -> list[dict[str, str]]:
+    """What nvidia-smi answers, by QUERY; without GPUs whose memory is the host's, which is then `[N/A]`."""
+    listed = csv.DictReader(text.splitlines(), QUERY, skipinitialspace=True)
+    return [one for one in listed if one["memory.total"].isdigit()]
 
 
-def choose_visible(listed: list[_Listed], visible: str | None) -> list[_Listed] | None:
+def choose_visible(listed: list[dict[str, str]], visible: str | None) -> list[dict[str, str]] | None:
     """Those that CUDA_VISIBLE_DEVICES names, by index or the beginning of a UUID, in its order; None if unclear."""
     if visible is None:
         return listed
     chosen = []
     for name in filter(None, map(str.strip, visible.split(","))):
-        matching = [one for one in listed if one.index == name or one.uuid.startswith(name)]
+        matching = [one for one in listed if one["index"] == name or one["uuid"].startswith(name)]
         if len(matching) != 1:
             return None
         chosen += matching

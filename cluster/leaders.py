@@ -4,27 +4,21 @@ import datetime
 import pickle
 import queue
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cluster.processes import dump_own_stacks
-
 
 class Leaders:
     """One leader's connections to those of other nodes.
 
-    Whatever waits can be interrupted by a signal. Raises RuntimeError if another leader is gone, or after the timeout,
-    with all stacks dumped.
+    Whatever waits can be interrupted by a signal. Raises RuntimeError if another leader is gone, or after the timeout.
     """
 
     def __init__(self, store: dist.Store, node: int, num_nodes: int, timeout: datetime.timedelta):
         """Connect; collective over leaders."""
         self.num_nodes, self.timeout_s = num_nodes, timeout.total_seconds()
-        self.dump_stacks: Callable[[], str] = dump_own_stacks
-        """Called when a wait takes too long."""
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), node, num_nodes, timeout)
 
     def gather(self, value: Any) -> list:
@@ -60,6 +54,6 @@ class Leaders:
         if "timed out" not in str(error).lower():
             raise error
         raise RuntimeError(
-            f"waited {self.timeout_s:g} s for all other nodes; if a step or a checkpoint only takes that long, raise "
-            f"--timeout-s, of which this is twice; {self.dump_stacks()}"
+            f"timed out: waited {self.timeout_s:g} s for all other nodes; if a step or a checkpoint only takes that "
+            "long, raise --timeout-s, of which this is twice"
         ) from error

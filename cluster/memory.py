@@ -30,7 +30,7 @@ class Item:
     """One use of memory."""
 
     what: str
-    num_bytes: int
+    num_bytes: float
     how: str
     """The arithmetic."""
 
@@ -38,13 +38,9 @@ class Item:
         return f"{self.what} {self.num_bytes / GIB:.2f} GiB ({self.how})"
 
 
-def total(items: list[Item]) -> int:
+def total(items: list[Item]) -> float:
     """Bytes of all items together."""
     return sum(item.num_bytes for item in items)
-
-
-def _item(what: str, num_bytes: float, how: str) -> Item:
-    return Item(what, round(num_bytes), how)
 
 
 # The trainer
@@ -67,17 +63,17 @@ def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_we
     """
     million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
     share = f"{million} parameters / {num_shards} ranks"
-    gathered = _item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
+    gathered = Item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
     items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
     if "optimizer" not in config.save_memory:
         of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
-        items.append(_item("weights and AdamW", 12 * trained / num_shards, of_trained))
+        items.append(Item("weights and AdamW", 12 * trained / num_shards, of_trained))
         if config.lora_rank:
-            items.append(_item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
+            items.append(Item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
         elif config.kl_coef > 0:
-            items.append(_item("reference model", 4 * shape.num_parameters / num_shards, f"{share} × 4 B"))
+            items.append(Item("reference model", 4 * shape.num_parameters / num_shards, f"{share} × 4 B"))
     if stages_weights:
-        items.append(_item("staging buffers", 4 * shape.num_parameters, f"2 × {million} parameters × 2 B"))
+        items.append(Item("staging buffers", 4 * shape.num_parameters, f"2 × {million} parameters × 2 B"))
     return items
 
 
@@ -87,20 +83,13 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: in
     One peak is the end of a forward pass. The other is AdamW, which makes a temporary of the size of the weights when
     the activations are gone; offloaded, it runs in host memory.
     """
-    backward = [*_gradients(config, shape, num_shards), *_pass_items(config, shape, num_ranks)]
-    optimizer = _gradients(config, shape, num_shards)
-    if "optimizer" not in config.save_memory:
-        optimizer.append(
-            _item("AdamW's temporary", 4 * trained_parameters(config, shape) / num_shards, "4 B per weight")
-        )
-    return max(backward, optimizer, key=total)
-
-
-def _gradients(config: Config, shape: ModelShape, num_shards: int) -> list[Item]:
+    backward = _pass_items(config, shape, num_ranks)
     if "optimizer" in config.save_memory:
-        return []
-    trained = trained_parameters(config, shape)
-    return [_item("gradients", 4 * trained / num_shards, "4 B per trained weight, over the ranks")]
+        return backward
+    trained_bytes = 4 * trained_parameters(config, shape) / num_shards
+    gradients = Item("gradients", trained_bytes, "4 B per trained weight, over the ranks")
+    temporary = Item("AdamW's temporary", trained_bytes, "4 B per weight")
+    return max([gradients, *backward], [gradients, temporary], key=total)
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
@@ -120,11 +109,11 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
     copies = 12 if config.top_p == 1 else 24  # trainer/logprobs.py says why
     rows = min(tokens, 1024)
     return [
-        _item("compute copy", gathered, "2 B × (what is outside of layers + 2 layers)"),
-        _item("reduced gradients", reduced, "(2 + 4) B × the largest of the two"),
-        _item("activations", kept, how),
-        _item("attention mask", 3 * tokens * config.max_sequence_tokens, "3 B × tokens × longest sequence"),
-        _item("logits", (copies + 4) * rows * shape.vocab_size, f"{rows} × {shape.vocab_size} × {copies + 4} B"),
+        Item("compute copy", gathered, "2 B × (what is outside of layers + 2 layers)"),
+        Item("reduced gradients", reduced, "(2 + 4) B × the largest of the two"),
+        Item("activations", kept, how),
+        Item("attention mask", 3 * tokens * config.max_sequence_tokens, "3 B × tokens × longest sequence"),
+        Item("logits", (copies + 4) * rows * shape.vocab_size, f"{rows} × {shape.vocab_size} × {copies + 4} B"),
     ]
 
 
@@ -156,10 +145,10 @@ def engine_items(config: Config, shape: ModelShape, tp: int) -> list[Item]:
     widest = 2 * ENGINE_STEP_TOKENS * (4 * shape.intermediate_size // tp + 8 * shape.hidden_size)
     return [
         Item("CUDA context and graphs", CONTEXT_BYTES + GRAPH_BYTES, "usual"),
-        _item("weights", 2 * shape.num_parameters / tp, f"{million} parameters × 2 B / {tp} GPUs"),
-        _item("logits", sampled, f"{config.max_running_requests} requests × {shape.vocab_size} × 16 B"),
-        _item("a step", widest, f"{ENGINE_STEP_TOKENS} tokens, estimated"),
-        _item("a weight update", 2 * 2 * shape.largest_parameter + 2**30, "a chunk and the largest parameter, twice"),
+        Item("weights", 2 * shape.num_parameters / tp, f"{million} parameters × 2 B / {tp} GPUs"),
+        Item("logits", sampled, f"{config.max_running_requests} requests × {shape.vocab_size} × 16 B"),
+        Item("a step", widest, f"{ENGINE_STEP_TOKENS} tokens, estimated"),
+        Item("a weight update", 2 * 2 * shape.largest_parameter + 2**30, "a chunk and the largest parameter, twice"),
     ]
 
 
@@ -172,24 +161,15 @@ def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:
 # Together
 
 
-@dataclass(frozen=True)
-class SharedPlan:
-    """Who gets what of a GPU that one trainer rank and one engine share."""
-
-    utilization: float
-    """Share of the GPU's memory for the engine."""
-    text: str
-    """The arithmetic, a line each."""
-
-
 def plan_shared(
     config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True, num_ranks: int = 1, num_shards: int = 1
-) -> SharedPlan:
+) -> tuple[float, str]:
     """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU; a step's
     groups are shared by `num_ranks`, of as many nodes, and the model by `num_shards` of them.
 
     The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
-    Raises ValueError, with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it.
+    Returns its share of the GPU's memory, and the arithmetic as text. Raises ValueError, with the arithmetic, if that
+    does not fit, unless gpu_memory_utilization overrides it.
     """
     resident = resident_items(config, shape, num_shards, stages)
     step = step_items(config, shape, num_ranks, num_shards)
@@ -205,17 +185,17 @@ def plan_shared(
     if config.gpu_memory_utilization is not None:
         if short > 0 or config.gpu_memory_utilization * gpu.total_bytes > room:
             lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
-        return SharedPlan(config.gpu_memory_utilization, "\n".join(lines))
+        return config.gpu_memory_utilization, "\n".join(lines)
     if short > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
     given = total([*engine, kv]) + min(-short, SPARE * gpu.total_bytes)
-    return SharedPlan(_rounded(given / gpu.total_bytes), "\n".join(lines))
+    return _rounded(given / gpu.total_bytes), "\n".join(lines)
 
 
-def _kv_cache(config: Config, shape: ModelShape, room: int) -> Item:
+def _kv_cache(config: Config, shape: ModelShape, room: float) -> Item:
     """For all running requests at full length, or for as many as there is room for; at least for one."""
     one = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
-    sequences = max(1, min(config.max_running_requests, room // one))
+    sequences = max(1, min(config.max_running_requests, int(room // one)))
     how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
     return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
 
@@ -253,7 +233,7 @@ def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
         f"  engine, {share:.0%}: {_listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
     ]
     if (short := total(engine) + kv_one - min(share * gpu.total_bytes, available_bytes(gpu))) > 0:
-        raise ValueError(_refusal(config, gpu, lines, round(short)))
+        raise ValueError(_refusal(config, gpu, lines, short))
     return "\n".join(lines)
 
 
@@ -298,7 +278,7 @@ def _listed(items: list[Item]) -> str:
     return f"{total(items) / GIB:.2f} GiB = " + " + ".join(map(str, items))
 
 
-def _refusal(config: Config, gpu: Gpu, lines: list[str], short: int) -> str:
+def _refusal(config: Config, gpu: Gpu, lines: list[str], short: float) -> str:
     full = ""
     if gpu.used_bytes > USED_BYTES_WORTH_MENTION:
         full = (

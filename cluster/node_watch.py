@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from cluster.cluster import Cluster
-from cluster.processes import dump_own_stacks
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
 LONGEST_RUN = datetime.timedelta(days=365)
@@ -35,11 +34,12 @@ GRACE_S = 30.0
 class NodeWatch:
     """One thread per other node, on the leaders; nothing on the other ranks, and nothing on a single node."""
 
-    def __init__(self, cluster: Cluster, name: str = "watch"):
-        """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store."""
-        self.cluster = cluster
-        self.dump_stacks: Callable[[], str] = dump_own_stacks
-        """Called if a node is lost."""
+    def __init__(self, cluster: Cluster, dump_stacks: Callable[[], str], name: str = "watch"):
+        """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store.
+
+        `dump_stacks()`, for when a node is lost or a wait takes too long, says where the stacks are.
+        """
+        self.cluster, self.dump_stacks = cluster, dump_stacks
         self.reason: str | None = None
         """Why the first node to end did so, where it was no good end."""
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class NodeWatch:
 
         No signal comes from here any more.
         """
-        if isinstance(error, RuntimeError) and "timed out" in str(error).lower():  # a collective of torch's
+        if isinstance(error, RuntimeError) and "timed out" in str(error).lower():
             error = RuntimeError(f"{error}; {self.dump_stacks()}")
         deadline = time.monotonic() + NOTICE_S
         while isinstance(error, RuntimeError) and self._threads and not self.reason and time.monotonic() < deadline:

@@ -213,9 +213,9 @@ def plan_memory(
         check_tp(shape, config.rollout_tp)
         worker = placement.workers[0]
         if worker.shared_with_rank is not None:
-            plan = plan_shared(config, shape, _fullest(gpus, [worker.gpu]), stages, num_ranks, num_shards)
-            worker = replace(worker, gpu_memory_utilization=plan.utilization)
-            return replace(placement, workers=(worker,)), plan.text
+            gpu = _fullest(gpus, [worker.gpu])
+            utilization, text = plan_shared(config, shape, gpu, stages, num_ranks, num_shards)
+            return replace(placement, workers=(replace(worker, gpu_memory_utilization=utilization),)), text
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
         texts.append(check_engine(config, shape, engine))
     trainer = _fullest(gpus, placement.trainer_gpus)

@@ -554,7 +554,7 @@ def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
             t = Training(pool, 1, 1, 1, savings, tokens, True)
             config = replace(t.config(job), colocate=colocate)
             try:
-                share = memory.plan_shared(config, job.shape, pool.device).utilization
+                share, _ = memory.plan_shared(config, job.shape, pool.device)
             except ValueError:
                 continue
             if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):

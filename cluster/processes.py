@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import multiprocessing
 import os
@@ -116,12 +115,6 @@ def _session_members(pid: int) -> list[psutil.Process]:
             if process.pid == pid or os.getsid(process.pid) == pid:
                 members.append(process)
     return members
-
-
-def dump_own_stacks() -> str:
-    """Dump this process's Python stacks, where nothing better is known. Returns, for an error line, where they are."""
-    faulthandler.dump_traceback(all_threads=True)
-    return "its stacks are above"
 
 
 def has_lost_a_rank(num_ranks: int) -> bool:

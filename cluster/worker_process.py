@@ -69,14 +69,11 @@ class WorkerProcess:
         """Exit status; minus the signal's number if one killed it; None while it runs."""
         return self.process.exitcode
 
-    def reap(self) -> None:
-        """After its pipe has closed: wait for its end, and end the engine and reward processes it may have left."""
-        self.process.join(timeout=JOIN_TIMEOUT_S)
-        kill_session(self.process.pid)
-        self.process.join()
+    def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """End the process and all that it started, after at most `timeout_s` seconds to end by itself.
 
-    def stop(self, timeout_s: float) -> None:
-        """End the process and all that it started, after at most `timeout_s` seconds to end by itself."""
+        Also one whose pipe has closed: it may have left an engine and reward processes.
+        """
         self.process.join(timeout=timeout_s)
         kill_session(self.process.pid)
         self.process.join()

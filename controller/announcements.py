@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from controller.workers import Worker
 from data.messages import Connect
-from weights.transport import Announcement
+from weights.transport import Announcement, Transport
 
 
 class Announcements:
@@ -17,8 +17,9 @@ class Announcements:
 
     def __init__(self, workers: Iterable[Worker], refresh_lag: int = 0):
         self.workers, self.refresh_lag = workers, refresh_lag
-        self.transport = None
-        """What brings weights to the engines; see weights/transport.py. None until they are connected."""
+        self.transport = Transport()
+        """What brings weights to the engines; see weights/transport.py. One that does nothing until it is known."""
+        self._are_connected = False
         self.newest: Announcement | None = None
         """Weights that workers are to have."""
         self.deferred: Announcement | None = None
@@ -26,7 +27,7 @@ class Announcements:
 
     def connect(self, transport) -> None:
         """Give the engines the weight transport, when all are up."""
-        self.transport = transport
+        self.transport, self._are_connected = transport, True
         for worker in filter(lambda worker: worker.is_up, self.workers):  # on_ready connects one that has just died
             worker.process.send(Connect(transport.init_info(worker.index)))
 
@@ -62,7 +63,7 @@ class Announcements:
 
     def on_ready(self, worker: Worker) -> None:
         """Connect a worker that was started again, and send it the weights; the first are connected all together."""
-        if self.transport is not None:
+        if self._are_connected:
             worker.process.send(Connect(self.transport.init_info(worker.index)))
         worker.owed = self.newest is not None
         self._send_owed(worker)
@@ -90,21 +91,6 @@ class Announcements:
 
     def on_death(self, worker: Worker) -> None:
         """Give back what joined a dead worker to the trainer."""
-        if self.transport is not None:
-            self.transport.drop(worker.index)
+        self.transport.drop(worker.index)
         if worker.loading is not None:
             self.transport.release(worker.index, worker.loaded().staged)
-
-    def has_free_buffer(self) -> bool:
-        """Whether weights can be staged."""
-        return self.transport.free_buffer() is not None
-
-    def check(self) -> None:
-        """Raise what went wrong in the background; TimeoutError if something takes too long."""
-        if self.transport is not None:
-            self.transport.check()
-
-    def close(self) -> None:
-        """Give up all connections."""
-        if self.transport is not None:
-            self.transport.close()

@@ -15,7 +15,7 @@ version. Freshness as in ROLL Flash (arXiv 2510.11345): a bound on every sample.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from config import Bounds
+from config import Config
 from controller.ledger import DropReason, Ledger
 from controller.state import BufferState, Resident
 from data.records import Group, Trajectory
@@ -24,17 +24,18 @@ from data.records import Group, Trajectory
 class SampleBuffer:
     """Admits groups, makes them whole, and gives batches in which no token is too old.
 
-    At most `max_outstanding` groups hold a place: running, finished, or consumed and not yet published. Every group
+    At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet published. Every group
     consumed at version t has min_version ≥ t − max_staleness; `stale_policy` says what is done about those that would
     come too late: `wait` holds batches back until they are in, `drop` reports them as expired, and `gate` consumes
     groups as they finish, however old, so that places are all there is (AReaL, arXiv 2505.24298). A group whose
     responses an update started over counts as old as its first start: that may cost tokens, never the bound.
-    `extra_groups` of max_outstanding are there to be given up when a batch is full; `extra_members` of a group run so
-    that the first group_size to finish make it.
+    `extra_groups` of them are there to be given up when a batch is full; `extra_members` of a group run so that the
+    first group_size to finish make it.
     """
 
-    def __init__(self, bounds: Bounds):
-        self.bounds = bounds
+    def __init__(self, config: Config):
+        """`config` is that of the node: see Config.of_node."""
+        self.config = config
         self.trainer_version = self.published_version = 0
         self._residents: dict[int, Resident] = {}
         self._unpublished: list[int] = []  # trainer version that each consumed, unpublished group is to make
@@ -49,12 +50,12 @@ class SampleBuffer:
         residents = {
             group_id: replace(r, members=dict(r.members), group=None) for group_id, r in self._residents.items()
         }
-        return BufferState(self.trainer_version, self.published_version, residents, self._ledger.state())
+        return BufferState(self.trainer_version, self.published_version, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
         self.trainer_version, self.published_version = state.trainer_version, state.published_version
-        self._ledger.restore(state.ledger)
+        self._ledger.counts |= state.ledger
         for group_id, resident in state.residents.items():
             members = dict(resident.members)
             self._residents[group_id] = replace(resident, members=members, group=self._whole(group_id, members))
@@ -63,25 +64,25 @@ class SampleBuffer:
 
     @property
     def _is_bounded(self) -> bool:
-        return self.bounds.stale_policy != "gate"
+        return self.config.stale_policy != "gate"
 
     @property
     def _oldest_to_start(self) -> int:
         """Oldest version with which a new group may start."""
-        return max(0, self.published_version - self.bounds.refresh_lag)
+        return max(0, self.published_version - self.config.swarm.refresh_lag)
 
     # Admission
 
     def num_free_places(self) -> int:
         """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
-        if self._is_bounded and self._oldest_to_start + self.bounds.max_staleness < self.trainer_version:
+        if self._is_bounded and self._oldest_to_start + self.config.max_staleness < self.trainer_version:
             return 0
-        return self.bounds.max_outstanding - len(self._residents) - len(self._unpublished)
+        return self.config.max_outstanding_groups - len(self._residents) - len(self._unpublished)
 
     def admit(self, group_id: int) -> int:
         """Give a place to a new group, whose id is new. Returns the version that its tokens must have at least."""
         if self.num_free_places() < 1:
-            most = self.bounds.max_outstanding
+            most = self.config.max_outstanding_groups
             raise RuntimeError(f"group {group_id} has no place: all {most} are taken, {self.ledger()}")
         if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
@@ -119,12 +120,12 @@ class SampleBuffer:
         resident.version, resident.rank = resident.group.min_version, self._num_finished
         self._num_finished += 1
         self._may_have_batch = True
-        if self.bounds.extra_members:
+        if self.config.extra_members:
             self._closed[trajectory.group_id] = "aborted"
         return resident.group
 
     def _whole(self, group_id: int, members: dict[int, Trajectory]) -> Group | None:
-        if len(members) < self.bounds.group_size:
+        if len(members) < self.config.group_size:
             return None
         return Group(group_id, tuple(members[i] for i in sorted(members)))
 
@@ -146,7 +147,7 @@ class SampleBuffer:
         if resident is None or resident.group is not None:
             return True
         resident.num_failed += 1
-        return resident.num_failed <= self.bounds.extra_members
+        return resident.num_failed <= self.config.extra_members
 
     def count_discarded(self, num_tokens: int, reason: DropReason = "aborted") -> None:
         """Count tokens of responses that were started over, or came when nobody waited for them any more."""
@@ -187,9 +188,9 @@ class SampleBuffer:
 
     def surplus(self) -> list[int]:
         """Groups to give up so that `take` need not wait: at most extra_groups of them, or none if that does not do."""
-        batch = self._next_batch() if self.bounds.extra_groups else None
+        batch = self._next_batch() if self.config.extra_groups else None
         too_late = [] if batch is None else list(self._left_too_late(batch))
-        return too_late if len(too_late) <= self.bounds.extra_groups else []
+        return too_late if len(too_late) <= self.config.extra_groups else []
 
     def _next_batch(self) -> list[int] | None:
         finished = sorted(
@@ -197,21 +198,21 @@ class SampleBuffer:
             for group_id, resident in self._residents.items()
             if resident.group is not None
         )
-        if len(finished) < self.bounds.groups_per_step:
+        if len(finished) < self.config.groups_per_step:
             return None
-        return [group_id for _, group_id in finished[: self.bounds.groups_per_step]]
+        return [group_id for _, group_id in finished[: self.config.groups_per_step]]
 
     def _left_too_late(self, batch: list[int]) -> Iterator[int]:
         """Groups, as few as possible and running ones first, without which the others outside `batch` can all be
         consumed in time: B a step, earliest deadline first."""
-        if self.bounds.stale_policy != "wait":
+        if self.config.stale_policy != "wait":
             return
         kept: list[int] = []
         left = self._residents.keys() - batch
         for version, group_id in sorted((self._residents[group_id].version, group_id) for group_id in left):
             kept.append(group_id)
-            steps_left = version + self.bounds.max_staleness - self.trainer_version
-            if len(kept) > self.bounds.groups_per_step * steps_left:
+            steps_left = version + self.config.max_staleness - self.trainer_version
+            if len(kept) > self.config.groups_per_step * steps_left:
                 running = [i for i in kept if self._residents[i].group is None]
                 too_late = (running or kept)[-1]
                 kept.remove(too_late)
@@ -219,25 +220,25 @@ class SampleBuffer:
 
     def _check_fresh(self, group: Group) -> None:
         staleness = self.trainer_version - group.min_version
-        if staleness < 0 or (self._is_bounded and staleness > self.bounds.max_staleness):
+        if staleness < 0 or (self._is_bounded and staleness > self.config.max_staleness):
             raise RuntimeError(
                 f"group {group.group_id} has tokens of version {group.min_version} at trainer version "
-                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.bounds.max_staleness}"
+                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.config.max_staleness}"
             )
 
     def publish(self, trainer_version: int) -> None:
         """Give back the places of all groups consumed up to the step that made `trainer_version`, as that is published
         now, publish_delay steps late."""
-        self.published_version = max(self.published_version, trainer_version - self.bounds.publish_delay)
+        self.published_version = max(self.published_version, trainer_version - self.config.publish_delay)
         self._unpublished = [version for version in self._unpublished if version > trainer_version]
 
     # Dropping
 
     def expired(self) -> list[int]:
         """Groups under `drop` that no later batch can hold: their oldest token would be beyond the bound."""
-        if self.bounds.stale_policy != "drop":
+        if self.config.stale_policy != "drop":
             return []
-        oldest = self.trainer_version - self.bounds.max_staleness
+        oldest = self.trainer_version - self.config.max_staleness
         return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]
 
     def drop(self, group_id: int, reason: DropReason) -> None:

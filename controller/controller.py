@@ -4,7 +4,6 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -56,7 +55,7 @@ class Controller:
         the groups of a step, and a run that is resumed goes on from `restored`."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
-        self.buffer = SampleBuffer(config.bounds(num_nodes))
+        self.buffer = SampleBuffer(config.of_node(num_nodes))
         self.dispatcher = Dispatcher(config, workers, self.buffer, tickets)
         self.announcements = Announcements(workers, config.swarm.refresh_lag)
         self.evaluations = Evaluations()
@@ -89,7 +88,7 @@ class Controller:
         """Make a worker of an engine of a machine that has joined; its messages come by `on_message`."""
         with self._changed:
             worker = self.workers.join(process, scores_probe)
-            self.journal.joined(worker.index, machine)
+            self.journal.record("worker_started", worker=worker.index, attempt=0, machine=machine)
             return worker
 
     def end_leases(self) -> None:
@@ -115,8 +114,8 @@ class Controller:
                     self.dispatcher.shut_out(worker.index)
                     self._on_death(worker)
                 case Ready(startup_s):
-                    worker.start_up()
-                    self.journal.ready(worker.index, startup_s)
+                    worker.state = "sampling"
+                    self.journal.record("worker_ready", worker=worker.index, startup_s=startup_s)
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
                     self.journal.active(worker.index, activity)
@@ -126,17 +125,17 @@ class Controller:
                     if self.dispatcher.leases.are_due():
                         self.end_leases()
                 case Waiting(ticket_ids):
-                    self.dispatcher.arrive_at_barrier(ticket_ids)
+                    self.dispatcher.at_barrier.update(ticket_ids)
                 case Fetched():
                     self.announcements.on_fetched(worker)
                 case Receiving():
                     self.announcements.on_receiving(worker)
                 case Updated():
-                    self.journal.updated(worker.index, message)
+                    self.journal.updated(worker.index, message, worker.loading.made_at)
                     self.buffer.count_discarded(message.sampled.discarded)
                     self.announcements.on_updated(worker)
                 case Asleep():
-                    worker.fell_asleep()
+                    worker.state = "asleep"
                 case Probed(version, logprobs):
                     self.journal.probed(worker.index, version, logprobs)
                 case InFlight():
@@ -152,7 +151,8 @@ class Controller:
         self.journal.lost(worker.index)
         self.announcements.on_death(worker)
         self.workers.replace(worker)
-        self.journal.died(worker.index, worker.process.exit_code, len(worker.running))
+        exit_code, tickets = worker.process.exit_code, len(worker.running)
+        self.journal.record("worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets)
         if not worker.is_remote:
             self.journal.started(worker.index)
         for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
@@ -170,7 +170,7 @@ class Controller:
         if not trajectory.is_evaluation:
             self.dispatcher.add(trajectory)
         elif ended := self.evaluations.add(trajectory):
-            self.journal.evaluated(ended)
+            self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy)
             if deferred := self.announcements.take_deferred():
                 self._announce(deferred)
 
@@ -222,9 +222,10 @@ class Controller:
 
     def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
         """Copy weights into a buffer of the transport that no worker reads, when there is one."""
+        transport = self.announcements.transport
         with self._changed:
-            self._changed.wait_until(self.announcements.has_free_buffer, "a free weight buffer")
-        return self.announcements.transport.stage(version, parameters)
+            self._changed.wait_until(lambda: transport.free_buffer() is not None, "a free weight buffer")
+        return transport.stage(version, parameters)
 
     def withdraw(self) -> bool:
         """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.
@@ -284,11 +285,6 @@ class Controller:
         with self._changed:
             return evaluation_metrics(self.evaluations.take_ended())
 
-    def worker_time(self) -> dict[int, Counter[str]]:
-        """Nanoseconds of each worker in each state of WORKER_STATES so far."""
-        with self._changed:
-            return self.journal.worker_time()
-
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""
         with self._changed:
@@ -297,4 +293,4 @@ class Controller:
             self.workers.stop()
         finally:
             self.journal.close()
-            self.announcements.close()
+            self.announcements.transport.close()

@@ -30,7 +30,8 @@ class Dispatcher:
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
         self.leases = Leases(config, workers, buffer, self.min_version)
         self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.leases.may_start)
-        self._at_barrier: set[int] = set()
+        self.at_barrier: set[int] = set()
+        """Tickets that wait for all others."""
         self._failed_in_a_row = 0
 
     # Groups
@@ -50,7 +51,7 @@ class Dispatcher:
     def _on_failed_group(self, trajectory: Trajectory) -> None:
         if not self.workers[trajectory.worker].is_remote:  # a machine that fails and fails is shut out
             self._failed_in_a_row += 1
-        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.bounds.max_outstanding):
+        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "mend the environment or reward, or raise --env-timeout-s if it is only slow"
@@ -89,13 +90,12 @@ class Dispatcher:
     def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
         in_time = {i: worker.take_back(i) for i in {trajectory.ticket_id for trajectory in trajectories}}
-        awaited = [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
-        for trajectory in awaited:
-            self.leases.note(worker, trajectory)
         for trajectory in trajectories:
-            if not in_time[trajectory.ticket_id] and not trajectory.is_evaluation:
+            if in_time[trajectory.ticket_id]:
+                self.leases.note(worker, trajectory)
+            elif not trajectory.is_evaluation:
                 self.buffer.count_discarded(trajectory.num_generated, "late")
-        return awaited
+        return [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
 
     def shut_out(self, worker: int) -> None:
         """Drop the groups that have a trajectory of a worker, which is not believed."""
@@ -171,16 +171,12 @@ class Dispatcher:
                 worker.held = reason
                 worker.process.send(Hold(reason))
 
-    def arrive_at_barrier(self, ticket_ids: list[int]) -> None:
-        """Note that these tickets wait for all others."""
-        self._at_barrier.update(ticket_ids)
-
     def _open_barrier(self) -> None:
         """Let all go on if every running trajectory, on whichever worker, waits at the barrier."""
-        if not self._at_barrier:
+        if not self.at_barrier:
             return
         still_to_come = self.config.scheduling == "batch" and self.queue.has_training_tickets
-        if self._running_tickets() <= self._at_barrier and not still_to_come:
-            self._at_barrier.clear()
+        if self._running_tickets() <= self.at_barrier and not still_to_come:
+            self.at_barrier.clear()
             for worker in self.workers:
                 worker.process.send(Proceed())

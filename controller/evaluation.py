@@ -17,21 +17,11 @@ class Evaluation:
     trajectories: list[Trajectory] = field(default_factory=list)
     num_failed: int = 0
 
-    @classmethod
-    def of(cls, version: int, tickets: list[Ticket]) -> "Evaluation":
-        """An evaluation that waits for these tickets."""
-        return cls(version, {ticket.ticket_id for ticket in tickets})
-
     @property
     def accuracy(self) -> float:
         """Mean reward over all problems asked; a response that failed counts 0, so hanging the scorer never pays."""
         rewards = [t.reward for t in self.trajectories] + [0.0] * self.num_failed
         return float(np.mean(rewards)) if rewards else float("nan")
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all trajectories are there."""
-        return not self.waiting
 
     def issue_again(self, old: Ticket, new: Ticket) -> None:
         """Wait for another ticket in place of one that was lost."""
@@ -62,36 +52,29 @@ def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
     }
 
 
+@dataclass
 class Evaluations:
     """One evaluation at a time, and those that have ended."""
 
-    def __init__(self) -> None:
-        self.running: Evaluation | None = None
-        self._ended: list[Evaluation] = []
+    running: Evaluation | None = None
+    ended: list[Evaluation] = field(default_factory=list)
+    """Those that have ended since the last `take_ended`."""
 
     def start(self, version: int, tickets: list[Ticket]) -> None:
         """Wait for these tickets' trajectories."""
-        self.running = Evaluation.of(version, tickets)
+        self.running = Evaluation(version, {ticket.ticket_id for ticket in tickets})
 
     def add(self, trajectory: Trajectory) -> Evaluation | None:
         """Take in a trajectory. Returns the evaluation if this was its last."""
         evaluation = self.running
         evaluation.add(trajectory)
-        if not evaluation.has_ended:
+        if evaluation.waiting:
             return None
-        self._ended.append(evaluation)
+        self.ended.append(evaluation)
         self.running = None
         return evaluation
 
-    def ended(self) -> list[Evaluation]:
-        """The evaluations that have ended since the last `take_ended`."""
-        return list(self._ended)
-
-    def restore(self, ended: list[Evaluation]) -> None:
-        """Go on with those that had `ended`; one that was running is started anew with its weights."""
-        self._ended = list(ended)
-
     def take_ended(self) -> list[Evaluation]:
         """Take the evaluations that have ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended

@@ -1,11 +1,11 @@
 """What is recorded of rollout: events for events.jsonl, and measurements for a step's metrics."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
-from controller.evaluation import Evaluation
 from data.messages import ActivityReport, SampledTokens, Updated
 from data.records import Trajectory
 from records.metrics import RolloutReport
@@ -16,12 +16,12 @@ class Journal:
     """Writes events as they happen and keeps measurements until they are asked for."""
 
     def __init__(self, record: Callable[..., None]):
-        """`record(event, **fields)` writes an event."""
-        self._record = record
+        """`record(event, **fields)` writes an event; the controller's own, too, of which nothing is measured."""
+        self.record = record
         self._ledgers = WorkerLedgers()
         self._starts: Counter[int] = Counter()
         self._pause_s: list[float] = []
-        self._updates: list[tuple[int, float]] = []
+        self._broadcasts_s: list[float] = []
         self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}  # version -> worker -> log-probs
         self._sampled = SampledTokens()
 
@@ -31,25 +31,13 @@ class Journal:
         """A worker's process is started; again, if the one before it died."""
         if not self._starts[worker]:
             self._ledgers.start(worker, unix_ns())
-        self._record("worker_started", worker=worker, attempt=self._starts[worker])
+        self.record("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
-
-    def joined(self, worker: int, machine: str) -> None:
-        """A worker is an engine of a machine that has joined; it keeps no time ledger here."""
-        self._record("worker_started", worker=worker, attempt=0, machine=machine)
-
-    def ready(self, worker: int, startup_s: float) -> None:
-        """A worker's engine is up."""
-        self._record("worker_ready", worker=worker, startup_s=startup_s)
 
     def lost(self, worker: int) -> None:
         """A worker is gone; why is yet to be found out."""
         if self._starts[worker]:  # else of a machine that has joined
             self._ledgers.lose(worker, unix_ns())
-
-    def died(self, worker: int, exit_code: int, num_tickets: int) -> None:
-        """How a worker that was lost died, with how many tickets."""
-        self._record("worker_died", worker=worker, exit_code=exit_code, tickets=num_tickets)
 
     def active(self, worker: int, report: ActivityReport | None) -> None:
         """A worker said what it was doing, or had nothing new to say."""
@@ -58,38 +46,34 @@ class Journal:
         self._ledgers.add(worker, report)
         if report.changes:
             changes = [(ns / 1e9, state, reason) for ns, state, reason in report.changes]
-            self._record("worker_state", worker=worker, changes=changes, until=report.until / 1e9)
+            self.record("worker_state", worker=worker, changes=changes, until=report.until / 1e9)
 
     # What workers return
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """A trajectory came back."""
-        self._record("trajectory", **_summary(trajectory))
+        self.record("trajectory", **_summary(trajectory))
 
-    def updated(self, worker: int, message: Updated) -> None:
-        """A worker has loaded new weights."""
+    def updated(self, worker: int, message: Updated, made_at: float) -> None:
+        """A worker has loaded new weights, which were announced at `made_at`, monotonic seconds."""
         self.active(worker, message.activity)
         self._pause_s.append(message.pause_s)
-        self._updates.append((message.version, unix_ns() / 1e9))
+        self._broadcasts_s.append(time.monotonic() - made_at)
         self._sampled += message.sampled
-        self._record("update", worker=worker, version=message.version, pause_s=message.pause_s)
+        self.record("update", worker=worker, version=message.version, pause_s=message.pause_s)
 
     def probed(self, worker: int, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
         """A worker has scored the probe."""
         self._probes.setdefault(version, {})[worker] = logprobs
-
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """An evaluation has ended."""
-        self._record("evaluation", version=evaluation.version, accuracy=evaluation.accuracy)
 
     # Sums
 
     def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
         """What was measured since the last call: pauses, tokens, time of all workers; and what the controller knows."""
         pauses, self._pause_s = self._pause_s, []
-        updates, self._updates = self._updates, []
+        broadcasts, self._broadcasts_s = self._broadcasts_s, []
         sampled, self._sampled = self._sampled, SampledTokens()
-        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts, updates)
+        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts, broadcasts)
 
     def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
         """The engines' log-probs of the probe by version and worker, as far as they have come since the last call."""
@@ -97,14 +81,14 @@ class Journal:
         return probes
 
     def worker_time(self) -> dict[int, Counter[str]]:
-        """Nanoseconds of each worker in each state so far."""
+        """Nanoseconds of each worker in each of WORKER_STATES so far."""
         return {worker: ledger.total for worker, ledger in self._ledgers.items()}
 
     def close(self) -> None:
         """Record each worker's time; all have ended."""
         self._ledgers.take(unix_ns())
         for worker, ledger in self._ledgers.items():
-            self._record("worker_time", worker=worker, until=ledger.until / 1e9, seconds=seconds(ledger.total))
+            self.record("worker_time", worker=worker, until=ledger.until / 1e9, seconds=seconds(ledger.total))
 
 
 def _summary(trajectory: Trajectory) -> dict:

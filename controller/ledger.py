@@ -18,42 +18,35 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(COUNTS, 0)
-
-    def state(self) -> dict[str, int]:
-        """All that was counted; see `restore`."""
-        return dict(self._counts)
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Count on from a `state`."""
-        self._counts |= state
+        self.counts = dict.fromkeys(COUNTS, 0)
+        """All that was counted, which a resumed run counts on from."""
 
     def issue(self) -> None:
         """Count a group that was admitted."""
-        self._counts["groups_issued"] += 1
+        self.counts["groups_issued"] += 1
 
     def generate(self, num_tokens: int, dropped: DropReason | None = None) -> None:
         """Count tokens that a worker returned; given a reason, they are dropped as they come."""
-        self._counts["tokens_generated"] += num_tokens
+        self.counts["tokens_generated"] += num_tokens
         if dropped is not None:
-            self._counts[f"tokens_dropped_{dropped}"] += num_tokens
+            self.counts[f"tokens_dropped_{dropped}"] += num_tokens
 
     def consume(self, num_tokens: int) -> None:
         """Count a group that went to the trainer, with its tokens."""
-        self._counts["groups_consumed"] += 1
-        self._counts["tokens_consumed"] += num_tokens
+        self.counts["groups_consumed"] += 1
+        self.counts["tokens_consumed"] += num_tokens
 
     def drop(self, reason: DropReason, num_tokens: int) -> None:
         """Count a resident group that was dropped, with the tokens of the members it had."""
-        self._counts[f"groups_dropped_{reason}"] += 1
-        self._counts[f"tokens_dropped_{reason}"] += num_tokens
+        self.counts[f"groups_dropped_{reason}"] += 1
+        self.counts[f"tokens_dropped_{reason}"] += num_tokens
 
     def balance(self, groups_resident: int, tokens_resident: int) -> dict[str, int]:
         """All COUNTS since the start of the run: issued or generated = consumed + dropped + resident.
 
         Raises RuntimeError if the two sides differ.
         """
-        counts = {**self._counts, "groups_resident": groups_resident, "tokens_resident": tokens_resident}
+        counts = {**self.counts, "groups_resident": groups_resident, "tokens_resident": tokens_resident}
         for unit, source in (("groups", "issued"), ("tokens", "generated")):
             dropped = sum(counts[f"{unit}_dropped_{reason}"] for reason in DROP_REASONS)
             total, consumed, resident = (counts[f"{unit}_{name}"] for name in (source, "consumed", "resident"))

@@ -53,7 +53,7 @@ class BufferState:
 
 @dataclass
 class TicketState:
-    """A source of tickets in plain data: what it handed out is consumed, resident, put back or dropped for good."""
+    """How far a source of tickets is: what it handed out is consumed, resident, put back or dropped for good."""
 
     next_problem: int
     next_group: int
@@ -61,6 +61,7 @@ class TicketState:
     problems: dict[int, int]
     """Resident group -> index of its problem."""
     put_back: list[int]
+    """Problems to issue again, in this order."""
 
 
 @dataclass
@@ -117,7 +118,7 @@ def cut(
         queue,
         announced=changes.announcements.newest.version,
         evaluates=evaluations.running is not None,
-        evaluations=evaluations.ended(),
+        evaluations=list(evaluations.ended),
         num_restarts=dispatcher.workers.num_restarts,
         records=measure(),
     )
@@ -132,7 +133,7 @@ def restore(state: ControllerState | None, dispatcher: "Dispatcher", evaluations
     dispatcher.tickets.restore(state.tickets)
     dispatcher.queue.put_first(state.queue)
     dispatcher.workers.num_restarts = state.num_restarts
-    evaluations.restore(state.evaluations)
+    evaluations.ended = list(state.evaluations)  # one that was running is started anew with its weights
 
 
 def redistribute(states: list[ControllerState], num_nodes: int) -> list[ControllerState]:
@@ -168,11 +169,11 @@ def _merge(states: list[ControllerState]) -> ControllerState:
     buffers = [state.buffer for state in states]
     residents = {group_id: resident for buffer in buffers for group_id, resident in buffer.residents.items()}
     ledger = sum((Counter(buffer.ledger) for buffer in buffers), Counter())
-    return ControllerState(
-        replace(buffers[0], residents=residents, ledger=dict(ledger)),
-        TicketState(frontier, *next_ids, problems, put_back),
+    return replace(
+        states[0],
+        buffer=replace(buffers[0], residents=residents, ledger=dict(ledger)),
+        tickets=TicketState(frontier, *next_ids, problems, put_back),
         queue=[ticket for state in states for ticket in state.queue],
-        announced=states[0].announced,
         evaluates=any(state.evaluates for state in states),
         evaluations=[evaluation for state in states for evaluation in state.evaluations],
         num_restarts=sum(state.num_restarts for state in states),
@@ -192,13 +193,12 @@ def _share(whole: ControllerState, order: list[int], node: int, num_nodes: int) 
     next_ids = (next_id + node * IDS_PER_NODE for next_id in (tickets.next_group, tickets.next_ticket))
     problems = {group_id: tickets.problems[group_id] for group_id in residents}
     next_problem = tickets.next_problem + (node - tickets.next_problem) % num_nodes
-    return ControllerState(
-        replace(buffer, residents=residents, ledger=dict(ledger)),
-        TicketState(next_problem, *next_ids, problems, tickets.put_back[node::num_nodes]),
+    return replace(
+        whole,
+        buffer=replace(buffer, residents=residents, ledger=dict(ledger)),
+        tickets=TicketState(next_problem, *next_ids, problems, tickets.put_back[node::num_nodes]),
         queue=[ticket for ticket in whole.queue if ticket.group_id in residents],
-        announced=whole.announced,
         evaluates=whole.evaluates and is_first,
         evaluations=whole.evaluations if is_first else [],
         num_restarts=whole.num_restarts if is_first else 0,
-        records={},
     )

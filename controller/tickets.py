@@ -1,5 +1,6 @@
 """Tickets: which problem comes next, as tokens, with which sampling seed; and the queue in which tickets wait."""
 
+import copy
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,21 +34,16 @@ class TicketSource:
     """
 
     def __init__(self, config: Config, prompts: PromptSource, node: int = 0, num_nodes: int = 1):
-        self.config, self.prompts = config, prompts
-        self._next_problem, self._num_nodes = node, num_nodes
-        self._next_group = self._next_ticket = node * IDS_PER_NODE
-        self._problems: dict[int, int] = {}  # group -> index of its problem, while it may have to be issued again
-        self._put_back: deque[int] = deque()  # problems to issue again
+        self.config, self.prompts, self._num_nodes = config, prompts, num_nodes
+        self._at = TicketState(node, node * IDS_PER_NODE, node * IDS_PER_NODE, problems={}, put_back=[])
 
     def state(self) -> TicketState:
         """All that a resumed run needs of it."""
-        counts = self._next_problem, self._next_group, self._next_ticket
-        return TicketState(*counts, dict(self._problems), list(self._put_back))
+        return copy.deepcopy(self._at)
 
     def restore(self, state: TicketState) -> None:
         """Go on from a `state`."""
-        self._next_problem, self._put_back = state.next_problem, deque(state.put_back)
-        self._next_group, self._next_ticket, self._problems = state.next_group, state.next_ticket, dict(state.problems)
+        self._at = copy.deepcopy(state)
 
     def check_prompts(self) -> None:
         """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
@@ -60,29 +56,30 @@ class TicketSource:
 
     def next_group_id(self) -> int:
         """Give out an id for a new group."""
-        self._next_group += 1
-        return self._next_group - 1
+        self._at.next_group += 1
+        return self._at.next_group - 1
 
     def for_group(self, group_id: int, min_version: int) -> list[Ticket]:
         """Make the tickets of a new group, one per member or one for all: of a problem put back, or of the next."""
-        if self._put_back:
-            index = self._put_back.popleft()
+        if self._at.put_back:
+            index = self._at.put_back.pop(0)
         else:
-            index, self._next_problem = self._next_problem, self._next_problem + self._num_nodes
-        self._problems[group_id] = index
+            index = self._at.next_problem
+            self._at.next_problem += self._num_nodes
+        self._at.problems[group_id] = index
         problem = self.prompts.train_problem(index)
         tokens = self._prompt_tokens(problem)
-        replicate, size = self.config.replicate_prompts, self.config.group_size
-        num_members, members = (1, range(self.config.members_per_group)) if replicate else (size, [0])
+        size, extra = self.config.group_size, self.config.extra_members
+        num_members, members = (1, range(size + extra)) if self.config.replicate_prompts else (size, [0])
         return [self._ticket(group_id, member, num_members, problem, tokens, min_version) for member in members]
 
     def put_back(self, group_id: int) -> None:
         """Issue the group's problem again: it was not the problem's fault that the group is gone."""
-        self._put_back.append(self._problems.pop(group_id))
+        self._at.put_back.append(self._at.problems.pop(group_id))
 
     def forget(self, group_id: int) -> int:
         """Note that the group's problem need not be issued again. Returns its index."""
-        return self._problems.pop(group_id)
+        return self._at.problems.pop(group_id)
 
     def for_evaluation(self, version: int) -> list[Ticket]:
         """Make one ticket for each held-out problem, to be sampled at `version`."""
@@ -93,16 +90,16 @@ class TicketSource:
 
     def again(self, ticket: Ticket) -> Ticket:
         """Make the same ticket for another attempt, with an id and a sampling seed of its own."""
-        self._next_ticket += 1
+        self._at.next_ticket += 1
         attempt = ticket.attempt + 1
         seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
-        return replace(ticket, ticket_id=self._next_ticket, attempt=attempt, seed=seed)
+        return replace(ticket, ticket_id=self._at.next_ticket, attempt=attempt, seed=seed)
 
     def elsewhere(self, ticket: Ticket) -> Ticket:
         """Make the same ticket for another worker, with an id of its own: by the same seed a long response stays one,
         so that what is slow is not made short."""
-        self._next_ticket += 1
-        return replace(ticket, ticket_id=self._next_ticket)
+        self._at.next_ticket += 1
+        return replace(ticket, ticket_id=self._at.next_ticket)
 
     def going_on(self, ticket: Ticket, partial: Partial) -> Ticket:
         """Make the ticket of a response that goes on from what there is of it: by a seed that sampled none of that, and
@@ -114,9 +111,9 @@ class TicketSource:
     def _ticket(
         self, group_id: int, member: int, num_members: int, problem: Problem, tokens: tuple[int, ...], min_version: int
     ) -> Ticket:
-        self._next_ticket += 1
+        self._at.next_ticket += 1
         return Ticket(
-            ticket_id=self._next_ticket,
+            ticket_id=self._at.next_ticket,
             group_id=group_id,
             member=member,
             num_members=num_members,

@@ -49,7 +49,7 @@ class Changes(threading.Condition):
     def _check(self) -> None:
         self.workers.check()
         try:
-            self.announcements.check()
+            self.announcements.transport.check()
         except TimeoutError as error:
             self._raise_with_stacks(str(error))
 

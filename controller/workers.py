@@ -88,10 +88,6 @@ class Worker:
         """Whether the worker was told to stand still until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
-    def start_up(self) -> None:
-        """Note that the engine has started."""
-        self.state = "sampling"
-
     def fetch(self, announcement: Announcement, infos: list[dict]) -> None:
         """Have the weights come to the worker's machine, while it samples on; then it is to `load` them."""
         self.loading = announcement
@@ -116,10 +112,6 @@ class Worker:
         """Have the worker stop sampling, and give up its memory, until the next update."""
         self.state = "falling_asleep"
         self.process.send(Sleep())
-
-    def fell_asleep(self) -> None:
-        """Note that the worker has given up its memory."""
-        self.state = "asleep"
 
     def ask(self) -> None:
         """Have the worker say how far its responses are."""
@@ -238,8 +230,7 @@ class Workers:
         spec = WorkerSpec(self.config, *of_worker, log, self._temporary.name)
         worker = Worker(index, scores_probe=index == 0, num_restarts=num_restarts)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
-        worker.process.reading.add_done_callback(self._on_ended)
-        self._readings.append(worker.process.reading)
+        self.watch(worker.process.reading)
         return worker
 
     def replace(self, worker: Worker) -> None:
@@ -251,7 +242,7 @@ class Workers:
             del self._workers[worker.index]
             self._alone_since = time.monotonic()
             return
-        worker.process.reap()
+        worker.process.stop()
         report = worker.process.death_report()
         if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
             what = "was up, and died before any response came back" if worker.is_up else "could not start"

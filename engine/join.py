@@ -317,7 +317,7 @@ class JoinedMachine:
             engine = self.engines[index]
             match message:
                 case None:
-                    engine.process.reap()
+                    engine.process.stop()
                     raise RuntimeError(engine.process.death_report())
                 case Ready():
                     engine.is_up = True

@@ -10,11 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from cluster.advisor import Measured, expected_step, step_by_proposition_2, step_by_rates, tail_share
+from cluster.advisor import Measured, expected_step, predicted_step, tail_share
 from cluster.placement import Placement
-from data.records import Group
+from config import Config
+from records.metrics import RolloutReport
 
 FIRST_STEPS = 20
 """Steps after which advice is given; the first quarter of them is not looked at, as everything is still filling."""
@@ -25,61 +24,42 @@ NEAR = 1.1
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepTold:
     """What one step tells."""
 
-    step_s: float
-    busy_s: float
-    """Of it, what the trainer did not wait, seconds."""
-    decoding_s: float
-    """Worker-seconds of decoding, evaluations included."""
-    sampled: int
-    """Tokens that the engines returned, evaluations included."""
-    generated: int
-    """Tokens of them that were sampled for training."""
-    response_mean_s: float
-    response_max_s: float
-    """Of the batch's responses, from ticket to reward, seconds."""
+    metrics: dict[str, float]
+    rollout: RolloutReport
     responses: tuple[tuple[int, float, float], ...]
-    """Worker, start and end of each, Unix seconds."""
+    """Worker, start and end of each that was trained on, from ticket to reward, Unix seconds."""
+
+    @property
+    def busy_s(self) -> float:
+        """What the trainer did not wait, seconds."""
+        return self.metrics["time/step_s"] - self.metrics["time/wait_s"]
 
 
-def step_times(
-    groups: list[Group], metrics: dict[str, float], decoding_s: float, sampled: int, previous_tokens: int
-) -> StepTimes:
-    """What the advisor needs of a step: its `metrics`, worker-seconds of decoding, and tokens that engines returned."""
-    responses = [t.ended_at - t.started_at for group in groups for t in group.trajectories]
-    return StepTimes(
-        step_s=metrics["time/step_s"],
-        busy_s=metrics["time/step_s"] - metrics["time/wait_s"],
-        decoding_s=decoding_s,
-        sampled=sampled,
-        generated=metrics["tokens/generated"] - previous_tokens,
-        response_mean_s=float(np.mean(responses)),
-        response_max_s=max(responses),
-        responses=tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories),
-    )
-
-
-def measure(steps: list[StepTimes], async_ratio: float, samples: int, placement: Placement) -> Measured:
-    """Means over the steps but their first quarter, `samples` trained in each."""
+def measure(steps: list[StepTold], config: Config, placement: Placement) -> Measured:
+    """Means over the steps, of which there are MIN_STEPS, but their first quarter."""
     rollout, training, unit, is_shared = _devices(placement)
-    steps = steps[len(steps) // 4 :]
-    sampled = sum(step.sampled for step in steps)
-    for_training = min(1.0, sum(step.generated for step in steps) / sampled) if sampled else 1.0
-    decoding_s = statistics.fmean(step.decoding_s for step in steps) * for_training
+    first = len(steps) // 4
+    before, settled = steps[first - 1], steps[first:]
+    generated = settled[-1].metrics["tokens/generated"] - before.metrics["tokens/generated"]
+    sampled = sum(step.rollout.sampled.new for step in settled)  # by evaluations, too
+    for_training = min(1.0, generated / sampled) if sampled else 1.0
+    decoding_s = statistics.fmean(step.rollout.worker_time["decoding"] / 1e9 for step in settled) * for_training
+    took_s = [[end - start for _, start, end in step.responses] for step in settled]
     return Measured(
-        async_ratio=async_ratio,
+        async_ratio=config.async_ratio,
         rollout_devices=rollout,
         training_devices=training,
         unit=unit,
         is_shared=is_shared,
-        samples=samples,
+        samples=config.groups_per_step * config.group_size,
         decoding_s=decoding_s * rollout / len(placement.workers),
-        training_s=statistics.fmean(step.busy_s for step in steps) * training,
-        response_mean_s=statistics.fmean(step.response_mean_s for step in steps),
-        response_max_s=statistics.fmean(step.response_max_s for step in steps),
-        step_s=statistics.fmean(step.step_s for step in steps),
+        training_s=statistics.fmean(step.busy_s for step in settled) * training,
+        response_mean_s=statistics.fmean(map(statistics.fmean, took_s)),
+        response_max_s=statistics.fmean(map(max, took_s)),
+        step_s=statistics.fmean(step.metrics["time/step_s"] for step in settled),
     )
 
 
@@ -163,14 +143,20 @@ def machines_that_suffice(m: Machines) -> float:
     return next(enough, None) or len(rates) + (missing if math.isinf(missing) else math.ceil(missing))
 
 
-def measure_machines(steps: list[StepTimes], samples: int, broadcast_s: float, refresh_lag: int) -> Machines:
+def measure_machines(steps: list[StepTold], config: Config) -> Machines:
     """What the steps tell; the rates are those of the last MIN_STEPS, as machines leave."""
     spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for worker, start, end in itertools.chain(*(step.responses for step in steps[-MIN_STEPS:])):
         spans[worker].append((start, end))
-    train_s = statistics.fmean(step.busy_s for step in steps[len(steps) // 4 :])
-    rates = tuple(len(of) / _covered_s(of) for of in spans.values())
-    return Machines(rates, samples, train_s, broadcast_s, max(1, refresh_lag))
+    settled = steps[len(steps) // 4 :]
+    broadcasts_s = [seconds for step in settled for seconds in step.rollout.broadcasts_s]
+    return Machines(
+        rates=tuple(len(of) / _covered_s(of) for of in spans.values()),
+        responses=config.groups_per_step * config.group_size,
+        train_s=statistics.fmean(step.busy_s for step in settled),
+        broadcast_s=statistics.fmean(broadcasts_s or [0.0]),
+        refresh_lag=max(1, config.swarm.refresh_lag),
+    )
 
 
 def _covered_s(spans: list[tuple[float, float]]) -> float:
@@ -182,6 +168,13 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 
 
 # Text
+
+
+def advice_of(steps: list[StepTold], config: Config, placement: Placement) -> str:
+    """The advice that these steps give: on machines where they may join, else on α and the split of devices."""
+    if config.listen is not None:
+        return advise_on_machines(measure_machines(steps, config))
+    return advise(measure(steps, config, placement))
 
 
 def advise(m: Measured) -> str:
@@ -226,10 +219,9 @@ def _advice(m: Measured) -> Iterator[str]:
     if not changes:
         yield "  advice: leave both as they are"
         return
-    rates, bound, expected = (
-        step(m, m.async_ratio, *before) / step(m, alpha, *split)
-        for step in (step_by_rates, step_by_proposition_2, expected_step)
-    )
+    now, then = (m.async_ratio, *before), (alpha, *split)
+    rates, bound = (one / other for one, other in zip(predicted_step(m, *now), predicted_step(m, *then), strict=True))
+    expected = expected_step(m, *now) / expected_step(m, *then)
     yield (
         f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
         f"proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
@@ -248,7 +240,7 @@ def _caveats(m: Measured) -> Iterator[str]:
 
 
 def _range(m: Measured, alpha: float, rollout: int, training: int) -> str:
-    low, high = (step(m, alpha, rollout, training) for step in (step_by_rates, step_by_proposition_2))
+    low, high = predicted_step(m, alpha, rollout, training)
     return f"{low:.3f} … {high:.3f}"
 
 

@@ -46,29 +46,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Node:
-    """This rank's surroundings. Local rank 0 leads: it alone has records and the controller."""
+class Start:
+    """What a rank's node is made from."""
 
     config: Config
     cluster: Cluster
     placement: Placement
     device: torch.device
-    model_path: str
     clock: TrainerClock
     """What this rank does; every verb of the loop enters its own state."""
+    worker_main: Callable | None = None
+    """What a rollout worker's process runs: `worker_main(spec, connection)`."""
+    on_end: ExitStack = field(default_factory=ExitStack)
+    """Takes down what was started, last first."""
+    watch: NodeWatch | None = None
+    resumed: Checkpoint | None = None
+    """What the run goes on from; None for a new one."""
+
+    def make_node(self, model_path: str, **of_leader) -> "Node":
+        """The node; `of_leader` are the fields that only a leader has."""
+        probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else [])
+        return Node(**vars(self), model_path=model_path, probe=probe, **of_leader)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Start):
+    """This rank's surroundings. Local rank 0 leads: it alone has records and the controller."""
+
+    model_path: str
     probe: Probe
     run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
     swarm: "Swarm | None" = None
     """Where machines join that sample for this node from elsewhere."""
-    watch: NodeWatch | None = None
-    resumed: Checkpoint | None = None
-    """What the run goes on from; None for a new one."""
     restored: ControllerState | None = None
     """What the controller goes on from."""
-    on_end: ExitStack = field(default_factory=ExitStack)
-    """Takes down what was started, last first."""
 
     def take_batch(self, step: int) -> list[Group] | None:
         """Wait for what this node trains on in a step, and with --record keep it; None but on the leader."""
@@ -97,29 +110,6 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a rank's node is made from."""
-
-    config: Config
-    cluster: Cluster
-    placement: Placement
-    device: torch.device
-    clock: TrainerClock
-    worker_main: Callable
-    """What a rollout worker's process runs: `worker_main(spec, connection)`."""
-    on_end: ExitStack
-    """Takes down what was started, last first."""
-    watch: NodeWatch
-    resumed: Checkpoint | None
-
-    def make_node(self, model_path: str, **of_leader) -> Node:
-        """The node; `of_leader` are the fields that only a leader has."""
-        probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else [])
-        fields = self.config, self.cluster, self.placement, self.device, model_path, self.clock, probe
-        return Node(*fields, **of_leader, watch=self.watch, resumed=self.resumed, on_end=self.on_end)
-
-
 @contextmanager
 def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None) -> Iterator[Node]:
     """Set up this rank, yield its node, and take everything down, whatever happened.
@@ -141,13 +131,11 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     if dist.is_initialized():
         on_end.callback(dist.destroy_process_group)
     resumed = find_checkpoint(config, cluster)
-    watch, node = NodeWatch(cluster), None
+    watch, node = NodeWatch(cluster, dump_stacks), None
     try:
         rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
         start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
-        for waiting in filter(None, (watch, cluster.leaders)):
-            waiting.dump_stacks = dump_stacks
         node = (lead or start_rollout)(start) if cluster.is_leader else None
         model_path, stacks = cluster.broadcast_on_node(node and (node.model_path, node.run.path / "stacks.txt"))
         write_stacks_to(stacks)

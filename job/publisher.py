@@ -23,7 +23,7 @@ class Publisher:
         """Join trainer and workers, and wait until all engines of this node are up."""
         self.node, self.policy, self.config = node, policy, node.config
         if node.cluster.is_first:
-            print(f"attention of the trainer: {policy.attention}", flush=True)
+            print(f"attention of the trainer: {policy.module.attention}", flush=True)
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
         self._verifier = None
@@ -57,13 +57,13 @@ class Publisher:
             probe.choose(groups, node.cluster)
             probe.score(self.policy, step)
         version, parameters = step, self.policy.named_full_parameters()
+        if node.controller is None:
+            for _ in parameters:  # gathering is collective
+                pass
+            return
         if self.config.publish_delay and step < self.config.steps:
             version, parameters = self._delayed(step, parameters)
-        if node.controller is not None:
-            self._announce(version, step, parameters)
-            return
-        for _ in parameters:  # gathering is collective
-            pass
+        self._announce(version, step, parameters)
 
     def _announce(self, version: int, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights to where workers read them, when there is room, and have the workers load them."""
@@ -90,11 +90,7 @@ class Publisher:
 
     def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
-        copies = []
-        is_needed = self.node.controller is not None
-        for name, tensor in parameters:  # gathering is collective
-            copies.append((name, tensor.to("cpu", copy=True) if is_needed else tensor.new_empty(0)))
-        self._snapshots.append((step, copies))
+        self._snapshots.append((step, [(name, tensor.to("cpu", copy=True)) for name, tensor in parameters]))
         while self._snapshots[0][0] < step - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]

@@ -1,22 +1,13 @@
 """What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
 
-import statistics
-import time
+from collections import Counter
 
 from cluster.processes import freeze_garbage
 from data.records import Group
-from job.advice import (
-    FIRST_STEPS,
-    MIN_STEPS,
-    StepTimes,
-    advise,
-    advise_on_machines,
-    measure,
-    measure_machines,
-    step_times,
-)
+from job.advice import FIRST_STEPS, MIN_STEPS, StepTold, advice_of
 from job.node import Node
 from records.metrics import (
+    RolloutReport,
     StepOfNode,
     batch_metrics,
     over_nodes,
@@ -41,11 +32,7 @@ class StepLog:
         self.progress: Progress | None = None
         self.tokens_before = 0
         """Tokens that were generated until the last step."""
-        self.step_times: list[StepTimes] = []
-        self.published_at: dict[int, float] = {}
-        """Version -> Unix time, seconds."""
-        self.broadcasts_s: list[float] = []
-        """From a publication until a worker has the weights, seconds."""
+        self.first_steps: list[StepTold] = []
         self.has_signal = False
         """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
@@ -72,7 +59,6 @@ class StepLog:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         self.clock.enter("other")
         account, config = self.clock.next_step(), self.node.config
-        self.published_at[step - config.publish_delay] = time.time()
         if not self.node.cluster.is_leader:
             return
         mine = self._measure(step, groups)
@@ -80,7 +66,8 @@ class StepLog:
             self.clock.enter("evaluate")  # also where another node's is waited for
         of_nodes = self.node.cluster.gather(mine)
         if self.node.swarm is not None:
-            self.node.swarm.note_workers([int(node.swarm["swarm/workers"]) for node in of_nodes])
+            joined = {node: int(of.swarm["swarm/workers"]) for node, of in enumerate(of_nodes)}
+            self.node.swarm.num_joined = Counter(joined)
         known = over_nodes(of_nodes)
         self.clock.enter("other")
         self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
@@ -99,7 +86,7 @@ class StepLog:
             **known.swarm,
             **times,
         }
-        self._advise(step, groups, metrics, known)
+        self._advise(step, groups, metrics, known.rollout)
         self.warn_of_equal_rewards(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
@@ -119,7 +106,7 @@ class StepLog:
         mismatch, swarm = worst_mismatch(list(mismatches.values())), self.node.swarm
         return StepOfNode(batch, report, controller.take_evaluation(), mismatch, swarm.take_report() if swarm else {})
 
-    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], known: StepOfNode) -> None:
+    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], rollout: RolloutReport) -> None:
         """After the first steps, say how rollout and training could be balanced, or, where machines may join, how many
         are enough; only where rollout may run ahead, thus not with partial rollouts or an engine that sleeps, and not
         of several nodes."""
@@ -128,22 +115,12 @@ class StepLog:
         stays_synchronous |= config.listen is not None and config.async_ratio == 0
         if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
             return
-        decoding_s, sampled = known.rollout.worker_time["decoding"] / 1e9, known.rollout.sampled.new
-        self.step_times.append(step_times(groups, metrics, decoding_s, sampled, self.tokens_before))
-        published_at = self.published_at
-        self.broadcasts_s += [max(0.0, at - published_at[v]) for v, at in known.rollout.updates if v in published_at]
-        if step == last and len(self.step_times) >= MIN_STEPS:  # fewer where the run goes on from one of them
-            advice = self._advice()
+        responses = tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories)
+        self.first_steps.append(StepTold(metrics, rollout, responses))
+        if step == last and len(self.first_steps) >= MIN_STEPS:  # fewer where the run goes on from one of them
+            advice = advice_of(self.first_steps, config, self.node.placement)
             self.node.run.record("advice", text=advice)
             print(advice, flush=True)
-
-    def _advice(self) -> str:
-        config, steps = self.node.config, self.step_times
-        samples = config.groups_per_step * config.group_size
-        if config.listen is None:
-            return advise(measure(steps, config.async_ratio, samples, self.node.placement))
-        broadcast_s = statistics.fmean(self.broadcasts_s or [0.0])
-        return advise_on_machines(measure_machines(steps, samples, broadcast_s, config.swarm.refresh_lag))
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Say, once, that the run has learnt nothing from its first steps, and where to look."""
@@ -159,5 +136,5 @@ class StepLog:
         """Print, on each leader, what share of the run trainer and workers spent on what."""
         if self.node.cluster.is_leader:
             print(describe("trainer ", self.clock.total))
-            for worker, spent in self.node.controller.worker_time().items():
+            for worker, spent in self.node.controller.journal.worker_time().items():
                 print(describe(f"worker {worker}", spent))

@@ -167,11 +167,11 @@ class Swarm:
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
-        self.nodes: list[str] = []
-        """Where each node of the run listens, for the first, whom all machines ask; empty on the others."""
-        self.num_own_workers: list[int] = []
-        """Rollout workers that each of them has itself."""
-        self._num_workers: list[int] = []  # of each of them, joined ones included, as far as this node knows
+        self.nodes: list[tuple[str, int]] = []
+        """Where each node of the run listens, and how many rollout workers it has itself; for the first node, whom all
+        machines ask, and empty on the others."""
+        self.num_joined: Counter[int] = Counter()
+        """Workers of machines that have joined each of them, as far as this node knows."""
         self._counts: Counter[str] = Counter()
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
@@ -189,16 +189,6 @@ class Swarm:
         self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
         return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
-
-    def meet(self, nodes: list[tuple[str, int]]) -> None:
-        """Know of all nodes where they listen and how many workers they have themselves; on the first node."""
-        self.nodes, self.num_own_workers = [address for address, _ in nodes], [num for _, num in nodes]
-        self.note_workers([0] * len(nodes))
-
-    def note_workers(self, num_joined: list[int]) -> None:
-        """Know how many workers of machines that have joined each node has."""
-        if self.nodes:
-            self._num_workers = [own + joined for own, joined in zip(self.num_own_workers, num_joined, strict=True)]
 
     def stop(self) -> None:
         """Tell all machines that the run has ended, and listen no more."""
@@ -283,10 +273,10 @@ class Swarm:
             self._send(Machine(identity, host), MACHINE, Refused(why))
             return
         if self.nodes:
-            node = self._num_workers.index(min(self._num_workers))
-            self._num_workers[node] += 1
+            node = min(range(len(self.nodes)), key=lambda node: self.nodes[node][1] + self.num_joined[node])
+            self.num_joined[node] += 1
             if node > 0:
-                self._send(Machine(identity, host), MACHINE, JoinAt(self.nodes[node]))
+                self._send(Machine(identity, host), MACHINE, JoinAt(self.nodes[node][0]))
                 return
         machine = self._take_in(identity, host, join.unix_time - time.time())
         self.record("machine_joined", machine=machine.name)
@@ -450,6 +440,6 @@ def listen(start: "Start", model_path: str, run: RunDirectory) -> Swarm:
     where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
     nodes = cluster.gather((where, len(start.placement.workers)))
     if cluster.is_first:
-        swarm.meet(nodes)
+        swarm.nodes = nodes
         print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
     return swarm

@@ -56,8 +56,8 @@ class RolloutReport:
     """SampleBuffer.ledger, since the start of the run."""
     num_restarts: int
     """Restarts of workers, since the start of the run."""
-    updates: list[tuple[int, float]] = field(default_factory=list)
-    """Version, and Unix time in seconds, of each weight update."""
+    broadcasts_s: list[float] = field(default_factory=list)
+    """From the announcement of weights until a worker had them, of each update, seconds."""
 
     def __add__(self, other: "RolloutReport") -> "RolloutReport":
         return RolloutReport(
@@ -66,7 +66,7 @@ class RolloutReport:
             self.worker_time + other.worker_time,
             Counter({name: count + other.ledger[name] for name, count in self.ledger.items()}),
             self.num_restarts + other.num_restarts,
-            self.updates + other.updates,
+            self.broadcasts_s + other.broadcasts_s,
         )
 
 

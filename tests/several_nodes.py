@@ -70,12 +70,17 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
     notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu")]
     os.environ["MASTER_PORT"] = str(ports[1])
     cluster = join(Config(num_rollout_workers=rank + 1), "cpu")
-    watch = NodeWatch(cluster)
+
+    def dump() -> str:
+        open(os.path.join(folder, "stacks"), "a").close()
+        return "dumped"
+
+    watch = NodeWatch(cluster, dump)
     watch.finish()
     notes.append(f"finished: {watch.reason}")
     node_watch.GRACE_S = 300  # this process goes on
     watching = [os.path.join(folder, name) for name in ("watching_failing", "watching_killed")]
-    failing, killed = NodeWatch(cluster, "failing"), NodeWatch(cluster, "killed")
+    failing, killed = NodeWatch(cluster, dump, "failing"), NodeWatch(cluster, dump, "killed")
     if rank == 1:
         wait_for(lambda: os.path.exists(watching[0]))
         assert isinstance(failing.explain(ValueError("no\nsuch dataset")), ValueError)
@@ -89,7 +94,6 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
 
 def note_of_the_end(watch: NodeWatch, watching_path: str, dump_path: str) -> str:
     """What a leader that waits for something else hears of another's end."""
-    watch.dump_stacks = lambda: open(dump_path, "a").close()
     signals = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     open(watching_path, "w").close()

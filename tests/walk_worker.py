@@ -88,9 +88,7 @@ class WalkProcess:
         elif isinstance(message, Abort) and self.walk.is_ending_leases:
             self.lapsed.update(message.ticket_ids)
 
-    def reap(self): ...
-
-    def stop(self, timeout_s): ...
+    def stop(self, timeout_s=0): ...
 
     def death_report(self):
         return f"worker {self.index} was killed; it"

@@ -7,13 +7,14 @@ and any number of ranks reads them. They are written from copies, in the backgro
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -57,32 +58,51 @@ class WeightWriter:
             lora.write_adapter(os.path.join(folder, "adapter"), adapters, self.base_path)
 
 
-def try_write(
-    model: PreTrainedModel, base_path: str, state: dict[str, Tensor], adapters: dict[str, Tensor], path: str
-) -> str | None:
-    """Write a checkpoint to the new folder `path`, under a temporary name that is changed when all is on disk.
+def write_folder(writer: WeightWriter, weights: dict[str, Tensor], adapters: dict[str, Tensor], path: str) -> None:
+    """Write what `writer` writes to the new folder `path`, under a temporary name that is changed when all is on disk.
 
-    `state`: full weights by Hugging Face name; `adapters`, full too, go to `path`/adapter. The tokenizer is that of
-    `base_path`. Returns what went wrong, in one line, or None; after a failure nothing is left.
+    Raises OSError, in one line; after a failure nothing is left.
     """
-    partial = path + ".tmp"
-    folder = os.path.dirname(os.path.abspath(path))
+    partial, folder = path + ".tmp", os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        check_space(sum(t.nbytes for t in [*state.values(), *adapters.values()]), folder)
+        check_space(sum(t.nbytes for t in [*weights.values(), *adapters.values()]), folder)
         if os.path.exists(path):
             raise FileExistsError(f"{path} exists already")
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
-        model.save_pretrained(partial, state_dict=state)
-        AutoTokenizer.from_pretrained(base_path, trust_remote_code=False).save_pretrained(partial)
-        if adapters:
-            lora.write_adapter(os.path.join(partial, "adapter"), adapters, base_path)
+        writer.write(weights, adapters, partial)
         os.rename(partial, path)
     except (OSError, SafetensorError) as error:
-        return f"checkpoint {path} was not written: {' '.join(str(error).split())}"
+        raise OSError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
-    return None
+
+
+def together(act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list:
+    """Have all ranks act, and give what each returned; collective. Raises OSError on all if it fails on any."""
+    try:
+        mine = (act(), None)
+    except (OSError, SafetensorError) as error:
+        mine = (None, str(error) or type(error).__name__)
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for _, reason in everyone:
+        if reason is not None:
+            raise OSError(reason)
+    return [result for result, _ in everyone]
+
+
+def save_for_people(
+    model: PreTrainedModel, base_path: str, parameters: Iterable[tuple[str, Tensor]], path: str
+) -> None:
+    """Write full weights, and the model's adapters, to the new folder `path` on rank 0; collective.
+
+    Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
+    """
+    weights = copies_on_rank_0(parameters)
+    adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in lora.named_adapters(model))
+    is_writer = dist.get_rank() == 0
+    together(lambda: is_writer and write_folder(WeightWriter(model, base_path), weights, adapters, path))
 
 
 def copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -152,18 +172,13 @@ def make_stager(device: torch.device) -> DefaultStager:
     )
 
 
-def num_state_bytes(state: dict[str, Tensor]) -> int:
-    """Bytes of a training state on all ranks together."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-
-
 def write_shards(state: StagedState, folder: str, group: dist.ProcessGroup) -> None:
     """Write this rank's part of a state to `folder`, flushed to disk; collective on `group`. Raises OSError."""
     num_ranks, total = dist.get_world_size(group), 0
     numbers = {name: 1 for rank in range(num_ranks) for name in _random_names(rank)}  # rank 0's counts for all
     for name, tensor in state.items():
         numbers[name] = 1 + total // SHARD_FILE_BYTES
-        total += tensor.numel() * tensor.element_size() // num_ranks
+        total += tensor.nbytes // num_ranks
     writer = dcp.HuggingFaceStorageWriter(folder, numbers, save_distributed=True)
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
@@ -184,8 +199,13 @@ def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup)
         if saved.get(name) != tuple(tensor.shape):
             found = f"{name} of {saved.get(name)}, the model's is {tuple(tensor.shape)}"
             raise ValueError(f"{folder} has {found}: it is of another model")
+    _load(wanted, reader, group)
+
+
+def _load(state: dict[str, Tensor], reader: dcp.StorageReader, group: dist.ProcessGroup | None) -> None:
+    """Read what a live state names; by this process alone without a group. Raises OSError."""
     try:
-        dcp.load(wanted, storage_reader=reader, process_group=group)
+        dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise OSError(_reason(error)) from None
 
@@ -214,15 +234,11 @@ def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, T
 
     `base` are the frozen weights, into which adapters are merged; without them all is trained.
     """
-    written = dcp.HuggingFaceStorageReader(folder).read_metadata()
-    weights, files = {}, {}
-    for index, chunk in written.storage_data.items():
-        if index.fqn.startswith("weights."):
-            if chunk.relative_path not in files:
-                files[chunk.relative_path] = safe_open(chunk.relative_path, framework="pt")
-            name, part = index.fqn.removeprefix("weights."), files[chunk.relative_path].get_tensor(index.fqn)
-            whole = weights.setdefault(name, torch.empty(written.state_dict_metadata[index.fqn].size))
-            whole[tuple(slice(at, at + size) for at, size in zip(index.offset, chunk.shape, strict=True))] = part
+    reader = dcp.HuggingFaceStorageReader(folder)
+    saved = reader.read_metadata().state_dict_metadata.items()
+    state = {name: torch.empty(of.size) for name, of in saved if name.startswith("weights.")}
+    _load(state, reader, None)
+    weights = {name.removeprefix("weights."): tensor for name, tensor in state.items()}
     if not base:
         return weights, {}
     return {name: lora.merge(name, weight, weights) for name, weight in base.items()}, weights

@@ -4,18 +4,16 @@ A thread of each rank does it, from copies, with collectives of a group of its o
 """
 
 import datetime
-import faulthandler
+import functools
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from cluster.cluster import Cluster
@@ -23,14 +21,15 @@ from data.plain import encode
 from records.batches import weights_sha256
 from records.manifest import PART, checkpoints_in, flush, measured, write_manifest
 from records.run_directory import RunDirectory
+from records.standstill import dump_stacks
 from trainer.checkpoint import (
     StagedState,
     WeightWriter,
     check_finite,
     check_space,
     copies_on_rank_0,
-    num_state_bytes,
     read_full_weights,
+    together,
     write_shards,
 )
 from trainer.lora import named_base_parameters
@@ -69,7 +68,6 @@ class CheckpointWriter:
         if policy.config.lora_rank:
             self._frozen = copies_on_rank_0((n, p.detach().full_tensor()) for n, p in named_base_parameters(model))
         self.weights = WeightWriter(model, policy.model_path) if cluster.is_first else None
-        self._frozen_sha256: str | None = None
         self._saving: Saving | None = None
         self._thread: threading.Thread | None = None
         self.longest_s = 0.0
@@ -93,10 +91,10 @@ class CheckpointWriter:
             return
         self._thread.join(limit_s := 2 * self.config.timeout_s)
         if self._thread.is_alive():
-            faulthandler.dump_traceback(all_threads=True)
             raise TimeoutError(
                 f"checkpoint {self.folder}/step_{saving.step} is not written after {limit_s:g} s more: look at that "
-                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice"
+                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice; "
+                f"{dump_stacks()}"
             )
         if saving.error is not None:
             raise saving.error
@@ -109,11 +107,11 @@ class CheckpointWriter:
         final = self.folder / f"step_{saving.step}"
         partial, is_first = final.with_name(f"{final.name}.tmp"), self.cluster.is_first
         try:
-            self._together(lambda: self._begin(partial, final, saving) if is_first else None)
-            self._together(lambda: check_finite(saving.state))
+            together(lambda: self._begin(partial, final, saving) if is_first else None, self.group)
+            together(lambda: check_finite(saving.state), self.group)
             write_shards(saving.state, str(partial / PART), self.group)
-            found = self._together(lambda: self._write_own(partial, saving))
-            self._together(lambda: self._end(partial, final, saving, found) if is_first else None)
+            found = together(lambda: self._write_own(partial, saving), self.group)
+            together(lambda: self._end(partial, final, saving, found) if is_first else None, self.group)
             saving.took_s = time.monotonic() - saving.began
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())
@@ -121,29 +119,16 @@ class CheckpointWriter:
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _together(self, act: Callable[[], Any]) -> list:
-        """Have all ranks act, and give what each returned. Raises OSError on all if it fails on any."""
-        try:
-            mine = (act(), None)
-        except (OSError, SafetensorError) as error:
-            mine = (None, str(error) or type(error).__name__)
-        everyone = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, mine, group=self.group)
-        for _, reason in everyone:
-            if reason is not None:
-                raise OSError(reason)
-        return [result for result, _ in everyone]
-
     def _begin(self, partial: Path, final: Path, saving: Saving) -> None:
         """Make the folder to write to, if there is room."""
         partial.parent.mkdir(exist_ok=True)
         if final.exists():
             raise FileExistsError(f"{final} exists already")
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
-        of_state, of_weights = num_state_bytes(saving.state), num_state_bytes(self._frozen)
-        of_weights += sum(t.nbytes for n, t in saving.state.items() if n.startswith("weights."))
-        of_delayed = sum(t.nbytes for weights in saving.delayed.values() for _, t in weights)
-        check_space(of_state + of_weights + of_delayed, str(partial.parent), "weights and optimizer state")
+        tensors = [*saving.state.values(), *self._frozen.values()]
+        tensors += [tensor for name, tensor in saving.state.items() if name.startswith("weights.")]  # for people
+        tensors += [tensor for weights in saving.delayed.values() for _, tensor in weights]
+        check_space(sum(t.nbytes for t in tensors), str(partial.parent), "weights and optimizer state")
         (partial / PART).mkdir(parents=True)
 
     def _write_own(self, partial: Path, saving: Saving) -> dict:
@@ -173,7 +158,7 @@ class CheckpointWriter:
             files,
             step=saving.step,
             num_nodes=len(nodes),
-            frozen_sha256=self._digest_of_frozen(),
+            frozen_sha256=self._frozen_sha256,
             probes=[node["probe"] for node in nodes],
             records=[node["records"] for node in nodes],
             delayed=list(saving.delayed),
@@ -184,12 +169,10 @@ class CheckpointWriter:
         flush(final.parent)
         self._prune()
 
-    def _digest_of_frozen(self) -> str:
+    @functools.cached_property
+    def _frozen_sha256(self) -> str:
         """Digest of the model's files where the run goes on needing them: below adapters, or as a reference."""
-        if self._frozen_sha256 is None:
-            needs = self.config.lora_rank or self.config.kl_coef
-            self._frozen_sha256 = weights_sha256(self._model_path) if needs else ""
-        return self._frozen_sha256
+        return weights_sha256(self._model_path) if self.config.lora_rank or self.config.kl_coef else ""
 
     def _prune(self) -> None:
         """Delete checkpoints that are not to be kept, or of them what only --resume needs."""

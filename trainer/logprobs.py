@@ -46,11 +46,10 @@ class TokenLogprobs(nn.Module):
         super().__init__()
         self.model = model
         self.chunk_rows = chunk_rows
-
-    @property
-    def one_row(self) -> bool:
-        """Whether the model's attention wants a micro-batch packed into one row."""
-        return self.model.config._attn_implementation in ONE_ROW
+        self.attention: str = model.config._attn_implementation
+        """As transformers names it; trainer/attention.py chooses it."""
+        self.one_row = self.attention in ONE_ROW
+        """Whether that wants a micro-batch packed into one row."""
 
     def forward(
         self,
@@ -70,7 +69,7 @@ class TokenLogprobs(nn.Module):
         (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
         int64 order). With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, for any number of tokens.
         """
-        seen = attention_inputs(self.model.config._attn_implementation, position_ids, segment_ids, prefix_ids)
+        seen = attention_inputs(self.attention, position_ids, segment_ids, prefix_ids)
         outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 SCALE = 2
@@ -84,24 +85,19 @@ def named_base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     return ((name, p) for name, p in model.named_parameters() if not name.endswith(_ADAPTER_NAMES))
 
 
-def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """The full parameter `name` in float32, with W + (alpha / r)·B·A where it has an adapter; collective.
-
-    `weight` is the base's, full; it and what is trained stay as they are.
-    """
-    owner = model.get_submodule(name.rpartition(".")[0])
-    if not (isinstance(owner, LoraLinear) and name.endswith(".weight")):
-        return weight.float()
-    lora_a, lora_b = owner.lora_A.detach().full_tensor(), owner.lora_B.detach().full_tensor()
-    return torch.addmm(weight.float(), lora_b, lora_a, alpha=SCALE)
-
-
+@torch.no_grad()
 def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
-    """What `merged` gives, from full adapters by name."""
+    """The full parameter `name` in float32, with W + (alpha / r)·B·A where it has an adapter.
+
+    `weight` is the base's, full; it and what is trained stay as they are. Adapters are by name; where they are sharded
+    this is collective.
+    """
     owner = name.removesuffix(".weight")
     if name == owner or f"{owner}.lora_A" not in adapters:
         return weight.float()
-    return torch.addmm(weight.float(), adapters[f"{owner}.lora_B"], adapters[f"{owner}.lora_A"], alpha=SCALE)
+    matrices = (adapters[f"{owner}.{which}"] for which in ("lora_B", "lora_A"))
+    matrices = [matrix.full_tensor() if isinstance(matrix, DTensor) else matrix for matrix in matrices]
+    return torch.addmm(weight.float(), *matrices, alpha=SCALE)
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from algos.proximal import loglinear
 from config import Config
 from data import own
 from records.time_ledger import TrainerClock
-from trainer.checkpoint import copies_on_rank_0, restore_training_state, training_state, try_write
+from trainer.checkpoint import restore_training_state, save_for_people, training_state
 from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
-from trainer.lora import merged, named_adapters, named_base_parameters, without_adapters
+from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
@@ -40,34 +40,22 @@ class StepPosition:
     """Share of the step's optimizer updates that were made, in [0, 1)."""
 
 
+@dataclass(eq=False)
 class Policy:
     """The model, its optimizer and the loss; every rank holds its shard."""
 
-    def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        module: TokenLogprobs,
-        reference: TokenLogprobs | None,
-        loss: Callable,
-        device: torch.device,
-        clock: TrainerClock | None = None,
-    ) -> None:
-        self.config = config
-        self.model_path = model_path
-        self.module = module
-        self.reference = reference
-        self.loss = loss
-        self.device = device
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
-        self.num_updates = 0
-        self.clock = clock or TrainerClock()
+    config: Config
+    model_path: str
+    module: TokenLogprobs
+    reference: TokenLogprobs | None
+    loss: Callable
+    device: torch.device
+    clock: TrainerClock
+    num_updates: int = 0
 
-    @property
-    def attention(self) -> str:
-        """Attention implementation in use, as transformers names it; trainer/attention.py chooses it."""
-        return self.module.model.config._attn_implementation
+    def __post_init__(self) -> None:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=self.config.lr, weight_decay=self.config.weight_decay)
 
     @property
     def one_row(self) -> bool:
@@ -128,8 +116,9 @@ class Policy:
         Adapters are merged into the weights they belong to. Copy each before taking the next: on one rank it is the
         live weight.
         """
+        adapters = dict(named_adapters(self.module.model))
         for name, parameter in named_base_parameters(self.module.model):
-            yield name, merged(self.module.model, name, parameter.detach().full_tensor())
+            yield name, merge(name, parameter.detach().full_tensor(), adapters)
 
     def sent_specs(self) -> list[ParameterSpec]:
         """Specs of the full parameters as they are sent to rollout, in the same order, in the dtype of computing."""
@@ -142,14 +131,7 @@ class Policy:
         With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
         Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
         """
-        model, failure = self.module.model, [None]
-        state = copies_on_rank_0(self.named_full_parameters())
-        adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in named_adapters(model))
-        if dist.get_rank() == 0:
-            failure = [try_write(model, self.model_path, state, adapters, path)]
-        dist.broadcast_object_list(failure, src=0, device=self.device)
-        if failure[0]:
-            raise OSError(failure[0])
+        save_for_people(self.module.model, self.model_path, self.named_full_parameters(), path)
 
     def state(self) -> dict[str, Tensor]:
         """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""
@@ -290,4 +272,4 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     elif config.kl_coef > 0:
         interpreted = replace(config, compile=False)  # compile_layers says why
         reference = load_model(interpreted, model_path, mesh, device).requires_grad_(False)
-    return Policy(config, model_path, module, reference, loss, device, clock)
+    return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

@@ -10,8 +10,9 @@ those of `Transport`, and before them
 
 import collections
 import math
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -87,6 +88,8 @@ class Announcement:
     """Token ids of the sequences that an engine is to score with these weights."""
     evaluate: bool
     """Whether an evaluation is made with them."""
+    made_at: float = field(default_factory=time.monotonic)
+    """Monotonic seconds."""
 
 
 class Transport:

@@ -76,7 +76,7 @@ def trainer(setup: Setup) -> dict:
         policy = load_policy(config, setup.model_path, torch.device(setup.device))
         share = distribute([sequences], 1, config.max_tokens_per_microbatch)[0]
         steps = [timed(lambda: policy.train_step(share, policy_version=0), setup.device)[0] for _ in range(TRAIN_STEPS)]
-        attention = policy.attention
+        attention = policy.module.attention
     flops = training_flops(shape, lengths, sum(sequence.num_trained for sequence in sequences))
     return {"attention": attention, **throughput(sum(lengths), flops, steps[1:], rate), **peak_memory(setup.device)}
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.cluster import Cluster
-from cluster.node_watch import NodeWatch
 from cluster.placement import available_cores, place
 from config import Config
 from data.records import Group
@@ -58,8 +57,7 @@ class Rig:
     def start(self, on_end: ExitStack) -> None:
         """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
         alone, placement = Cluster(), place(self.config, int(self.device.type == "cuda"), available_cores(), 1)
-        clock, watch = TrainerClock(), NodeWatch(alone)
-        start = Start(self.config, alone, placement, self.device, clock, self.worker_main, on_end, watch, None)
+        start = Start(self.config, alone, placement, self.device, TrainerClock(), self.worker_main, on_end)
         with quiet():
             self.node = start_rollout(start)
         self.controller = self.node.controller

@@ -3,20 +3,22 @@
 import dataclasses
 import itertools
 import math
+from collections import Counter
 
 import pytest
 
 from cluster.advisor import (
     Measured,
     expected_step,
-    step_by_proposition_2,
-    step_by_rates,
+    predicted_step,
     tail_share,
 )
 from cluster.placement import Placement, WorkerPlacement
+from config import Config
+from data.messages import SampledTokens
 from job.advice import (
     Machines,
-    StepTimes,
+    StepTold,
     advise,
     advise_on_machines,
     best_alpha,
@@ -28,6 +30,9 @@ from job.advice import (
     training_share_by_proposition_2,
     training_share_by_rates,
 )
+from records.metrics import RolloutReport
+
+CONFIG = Config(async_ratio=1.0, groups_per_step=16, group_size=4)
 
 
 def measured(**changes):
@@ -79,10 +84,10 @@ def test_with_one_sample_at_a_time_both_formulas_are_the_papers(n, k, mu_gen, l_
     best = paper_share(n, k, mu_gen, l_gen, epochs, mu_train, alpha)
     assert training_share_by_proposition_2(m, alpha) == pytest.approx(best)
     for beta in (0.1, 0.5, best):
-        bound = step_by_proposition_2(m, alpha, (1 - beta) * k, beta * k)
+        bound = predicted_step(m, alpha, (1 - beta) * k, beta * k)[1]
         assert bound == pytest.approx(paper_bound(n, k, mu_gen, l_gen, epochs, mu_train, alpha, beta))
     limit = (n / k) * (mu_gen + epochs * mu_train) + l_gen / (alpha + 1)
-    assert step_by_proposition_2(m, alpha, (1 - best) * k, best * k) <= limit * (1 + 1e-9)
+    assert predicted_step(m, alpha, (1 - best) * k, best * k)[1] <= limit * (1 + 1e-9)
 
 
 def test_the_papers_example_of_lognormal_lengths():
@@ -99,19 +104,19 @@ def test_the_papers_example_of_lognormal_lengths():
 
 def test_by_the_rates_the_slower_side_sets_the_pace_and_without_overlap_both_add_up():
     m = measured()
-    assert step_by_rates(m, 1, 4, 2) == 3.0, "12/4 against 4/2"
-    assert step_by_rates(m, 0, 4, 2) == 5.0, "12/4 + 4/2"
-    assert step_by_rates(m, 0.25, 4, 2) == 4.0, "(12/4 + 4/2) / 1.25: a batch and a quarter hold places"
+    assert predicted_step(m, 1, 4, 2)[0] == 3.0, "12/4 against 4/2"
+    assert predicted_step(m, 0, 4, 2)[0] == 5.0, "12/4 + 4/2"
+    assert predicted_step(m, 0.25, 4, 2)[0] == 4.0, "(12/4 + 4/2) / 1.25: a batch and a quarter hold places"
     assert training_share_by_rates(m) == 0.25
 
 
 def test_proposition_2_adds_the_longest_response_over_the_batches_in_flight():
     m = measured()
-    assert step_by_proposition_2(m, 0, 4, 2) == 12 / 4 + 3 + 4 / 2
-    assert step_by_proposition_2(m, 1, 4, 2) == 12 / 4 + 3 / 2
-    assert step_by_proposition_2(m, 2, 4, 2) == 12 / 4 + 3 / 3
-    assert step_by_proposition_2(m, 0.25, 4, 2) == 8 / 1.25
-    assert step_by_proposition_2(m, 2, 4, 0.5) == 8.0, "training is slower"
+    assert predicted_step(m, 0, 4, 2)[1] == 12 / 4 + 3 + 4 / 2
+    assert predicted_step(m, 1, 4, 2)[1] == 12 / 4 + 3 / 2
+    assert predicted_step(m, 2, 4, 2)[1] == 12 / 4 + 3 / 3
+    assert predicted_step(m, 0.25, 4, 2)[1] == 8 / 1.25
+    assert predicted_step(m, 2, 4, 0.5)[1] == 8.0, "training is slower"
 
 
 def test_the_best_split_is_the_best_of_all_and_the_present_one_unless_another_is_better():
@@ -168,36 +173,37 @@ def test_on_shared_cores_it_says_what_its_numbers_cannot_mean(alpha, words):
 def steps(count):
     """The first half of them are twice as slow as the others."""
     return [
-        StepTimes(
-            step_s=2.0 if i < count / 2 else 1.0,
-            busy_s=0.4,
-            decoding_s=1.2,
-            sampled=3000,
-            generated=2000,
-            response_mean_s=0.2,
-            response_max_s=0.1 * (i % 2) + 0.5,
-            responses=(),
-        )
+        told(i, step_s=2.0 if i < count / 2 else 1.0, responses=((0, 0.0, 0.1), (0, 1.0, 1.5 + 0.1 * (i % 2))))
         for i in range(count)
     ]
 
 
+def told(step, step_s, responses):
+    """The trainer computes 0.4 s, workers decode 1.2 s, 2000 of 3000 tokens are for training, weights take 0.7 s."""
+    metrics = {"time/step_s": step_s, "time/wait_s": step_s - 0.4, "tokens/generated": 500 + 2000 * step}
+    decoding = Counter(decoding=1_200_000_000)
+    rollout = RolloutReport([], SampledTokens(new=3000), decoding, Counter(), 0, [0.6, 0.8] if step % 2 else [])
+    return StepTold(metrics, rollout, responses)
+
+
 def test_measurements_are_means_without_the_first_quarter_and_without_evaluations():
     workers = tuple(WorkerPlacement(i, None, None, 3, 0.0) for i in range(2))
-    m = measure(steps(20), 1.0, 64, Placement((None, None), 2, workers, "shm"))
+    m = measure(steps(20), CONFIG, Placement((None, None), 2, workers, "shm"))
     assert (m.rollout_devices, m.training_devices, m.unit, m.is_shared) == (6, 4, "CPU core", True)
     assert m.decoding_s == pytest.approx(1.2 * 3 * 2 / 3), (
         "3 cores a worker; a third of the tokens were an evaluation's"
     )
     assert m.training_s == pytest.approx(0.4 * 4) and m.response_max_s == pytest.approx(0.55, abs=0.01)
+    assert m.response_mean_s == pytest.approx((0.1 + 0.55) / 2, abs=0.01)
+    assert (m.async_ratio, m.samples) == (1.0, 64)
     assert m.step_s == pytest.approx((5 * 2 + 10 * 1) / 15)
 
 
 def test_a_gpu_is_a_device_whether_shared_or_not():
     own = tuple(WorkerPlacement(i, 2 + i, None, 1, 0.9) for i in range(3))
-    m = measure(steps(8), 1.0, 64, Placement((0, 1), 4, own, "shm"))
+    m = measure(steps(8), CONFIG, Placement((0, 1), 4, own, "shm"))
     assert (m.rollout_devices, m.training_devices, m.unit, m.is_shared) == (3, 2, "GPU", False)
-    shared = measure(steps(8), 1.0, 64, Placement((0,), 4, (WorkerPlacement(0, 0, 0, 1, 0.4),), "ipc"))
+    shared = measure(steps(8), CONFIG, Placement((0,), 4, (WorkerPlacement(0, 0, 0, 1, 0.4),), "ipc"))
     assert (shared.rollout_devices, shared.training_devices, shared.is_shared) == (1, 1, True)
 
 
@@ -247,6 +253,6 @@ def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
     lately = ((0, 0.0, 1.5), (0, 1.0, 2.0), (0, 5.0, 6.0), (1, 0.0, 4.0))
     of_steps = [((2, 0.0, 1.0),)] * 12 + [lately[:2], lately[2:], *[()] * 6]
     made = [dataclasses.replace(step, responses=of) for step, of in zip(steps(20), of_steps, strict=True)]
-    m = measure_machines(made, 64, broadcast_s=0.7, refresh_lag=0)
+    m = measure_machines(made, CONFIG)
     assert m.rates == pytest.approx((3 / 3, 1 / 4))
-    assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (64, pytest.approx(0.4), 0.7, 1)
+    assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (64, pytest.approx(0.4), pytest.approx(0.7), 1)

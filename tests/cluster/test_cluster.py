@@ -88,10 +88,10 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
 def test_a_node_has_its_share_of_the_groups():
     config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
     check_shares(config, num_nodes=4, num_ranks=8)
-    part = config.bounds(4)
-    assert (part.groups_per_step, part.extra_groups, part.max_outstanding) == (8, 1, 13)
+    part = config.of_node(4)
+    assert (part.groups_per_step, part.extra_groups, part.max_outstanding_groups) == (8, 1, 13)
     assert part.max_staleness == config.max_staleness
-    assert config.bounds().max_outstanding == config.max_outstanding_groups
+    assert config.of_node(1) == config
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_one_node_needs_no_process_group():
 
 
 def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():
-    watch, dumps = NodeWatch(Cluster()), []
-    watch.dump_stacks = lambda: dumps.append(1) or "stacks of all processes are in FILE"
+    dumps = []
+    watch = NodeWatch(Cluster(), lambda: dumps.append(1) or "stacks of all processes are in FILE")
     error = watch.explain(RuntimeError("Timed out waiting 110000ms for send operation to complete"))
     assert str(error).endswith("to complete; stacks of all processes are in FILE") and dumps == [1]
     other = RuntimeError("a loss is not finite")

@@ -1,6 +1,6 @@
 import pytest
 
-from cluster.gpus import MIB, Gpu, check_one_kind, choose_visible, parse_nvidia_smi
+from cluster.gpus import MIB, Gpu, check_one_kind, choose_visible, parse_nvidia_smi, visible_gpus
 
 SMI = """\
 0, GPU-aaaa1111-0000, NVIDIA H200, 143771, 4, Disabled
@@ -11,11 +11,30 @@ SMI = """\
 """
 
 
-def test_memory_is_read_in_bytes_and_a_gpu_without_its_own_is_left_out():
-    listed = parse_nvidia_smi(SMI)
-    assert [one.index for one in listed] == ["0", "1", "2"]
-    assert listed[1].gpu == Gpu("NVIDIA H200", 143771 * MIB, 70000 * MIB)
-    assert [one.is_split for one in listed] == [False, False, True]
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """A nvidia-smi that lists these GPUs, and torch that counts those which CUDA_VISIBLE_DEVICES chooses."""
+    path = tmp_path / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\ncat << END\n{SMI}END\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def choose(visible):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: visible.count(",") + 1)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (1, 3))
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "by torch")
+
+    return choose
+
+
+def test_memory_is_read_in_bytes_and_where_nvidia_smi_cannot_say_by_torch(nvidia_smi):
+    nvidia_smi("1,0")
+    assert visible_gpus() == [Gpu("NVIDIA H200", 143771 * MIB, used * MIB) for used in (70000, 4)]
+    nvidia_smi("2")
+    assert visible_gpus() == [Gpu("by torch", 3, 2)], "it is divided"
+    nvidia_smi("3")
+    assert visible_gpus() == [Gpu("by torch", 3, 2)], "its memory is the host's"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +52,7 @@ def test_memory_is_read_in_bytes_and_a_gpu_without_its_own_is_left_out():
 )
 def test_cuda_visible_devices_chooses_by_index_or_uuid_and_in_its_order(visible, expected):
     chosen = choose_visible(parse_nvidia_smi(SMI), visible)
-    assert (chosen and [one.index for one in chosen]) == expected
+    assert (chosen and [one["index"] for one in chosen]) == expected
 
 
 def test_gpus_of_several_kinds_are_refused_by_name():

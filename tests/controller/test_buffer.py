@@ -31,11 +31,11 @@ def make_buffer(
         stale_policy=stale_policy,
         extra_members=extra_members,
     )
-    return SampleBuffer(config.bounds())
+    return SampleBuffer(config)
 
 
 def finish(buffer, group_id, version=0):
-    for member in range(buffer.bounds.group_size):
+    for member in range(buffer.config.group_size):
         buffer.add(make_trajectory(group_id, member, (version,)))
 
 
@@ -164,17 +164,17 @@ class SimulatedRun:
         self.consumed: list[int] = []
         self.late: list[int] = []
         self.deferred: list[int] = []
-        self.can_defer = buffer.bounds.max_staleness > buffer.bounds.publish_delay
+        self.can_defer = buffer.config.max_staleness > buffer.config.publish_delay
 
     def fill(self):
         while self.buffer.num_free_places() > 0:
             version = self.buffer.admit(self.next_group)
             assert version == self.buffer.published_version <= self.worker_version
-            num_members = self.buffer.bounds.group_size + self.buffer.bounds.extra_members
+            num_members = self.buffer.config.group_size + self.buffer.config.extra_members
             self.running += [(self.next_group, member) for member in range(num_members)]
             self.next_group += 1
         held = len(self.buffer._residents) + len(self.buffer._unpublished)
-        assert held <= self.buffer.bounds.max_outstanding
+        assert held <= self.buffer.config.max_outstanding_groups
 
     def start_some(self):
         for group_id, _ in self.running:
@@ -220,7 +220,7 @@ class SimulatedRun:
             self.finish_one()
         version = self.buffer.trainer_version - 1
         for group in batch:
-            assert 0 <= version - group.min_version <= self.buffer.bounds.max_staleness
+            assert 0 <= version - group.min_version <= self.buffer.config.max_staleness
         self.consumed += [group.group_id for group in batch]
         self.drop_expired()
         if self.can_defer and self.random.random() < 0.5:
@@ -243,7 +243,7 @@ class SimulatedRun:
 
     def publish(self, trainer_version):
         self.deferred.clear()
-        self.worker_version = max(self.worker_version, trainer_version - self.buffer.bounds.publish_delay)
+        self.worker_version = max(self.worker_version, trainer_version - self.buffer.config.publish_delay)
         self.buffer.publish(trainer_version)
         self.drop_expired()
         self.fill()
@@ -384,7 +384,7 @@ def test_the_gate_bounds_the_mean_staleness_and_the_ledger_the_staleness_of_ever
 
 def test_over_sampling_consumes_every_group_once_within_the_resumes_allowed():
     buffer = make_buffer(groups_per_step=2, async_ratio=0.0, over_sampling=2.0)
-    assert buffer.bounds.max_outstanding == 4 and buffer.bounds.max_staleness == 4
+    assert buffer.config.max_outstanding_groups == 4 and buffer.config.max_staleness == 4
     run = SimulatedRun(buffer, seed=0)
     run.can_defer = False
     run.fill()

@@ -387,7 +387,7 @@ def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_p
             measured.append(s.controller.take_report().worker_time)
         with s.controller._changed:
             measured.append(s.controller.take_report().worker_time)
-            known = sum(spent.total() for spent in s.controller.worker_time().values())
+            known = sum(spent.total() for spent in s.controller.journal.worker_time().values())
         assert sum(spent.total() for spent in measured) == known
     for worker, ledger in s.controller.journal._ledgers.items():
         assert states_of(s.events, worker)[:2] == [("starved", ""), ("gated", "weights")]

@@ -314,7 +314,8 @@ class Walk:
     def _check_end(self):
         self.evaluations += self.controller.evaluations.take_ended()
         assert self.oracle.trainer_version == self.steps
-        self.oracle.check_end(self.controller.take_report().ledger, self.evaluations, self.controller.tickets._put_back)
+        put_back = self.controller.tickets.state().put_back
+        self.oracle.check_end(self.controller.take_report().ledger, self.evaluations, put_back)
 
 
 def walk_of(seed):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 from test_tickets import make_source
 
-from config import Bounds, Config
+from config import Config
 from controller.buffer import SampleBuffer
 from controller.dispatcher import Dispatcher
 from controller.tickets import TicketQueue
@@ -85,9 +85,9 @@ class Outbox:
 
 def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first_ones():
     """A worker may have been sent a version that another, still busy with the one before, has not."""
-    config = Config(groups_per_step=1, group_size=3, async_ratio=1, max_running_requests=1, num_rollout_workers=2)
+    config = Config(groups_per_step=1, group_size=3, async_ratio=0, max_running_requests=1, num_rollout_workers=2)
     ahead, behind = (Worker(i, Outbox(), state="sampling", sent_version=version) for i, version in enumerate((5, 4)))
-    buffer = SampleBuffer(Bounds(groups_per_step=1, group_size=3, max_outstanding=1, max_staleness=1))
+    buffer = SampleBuffer(config)
     dispatcher = Dispatcher(config, [ahead, behind], buffer, make_source())
     dispatcher.fill()
     assert (ahead.num_running, behind.num_running) == (1, 0), "the group counts on version 5 now"
@@ -100,7 +100,7 @@ def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_machi
     config = Config(groups_per_step=1, group_size=2, async_ratio=0, max_running_requests=1, listen="127.0.0.1:1")
     slow, fast = (Worker(i, Outbox(), is_remote=True, state="sampling", sent_version=0) for i in range(2))
     slow.token_s, fast.token_s = 0.1, 0.01
-    buffer = SampleBuffer(Bounds(groups_per_step=1, group_size=2, max_outstanding=1, max_staleness=1))
+    buffer = SampleBuffer(config)
     dispatcher = Dispatcher(config, [slow, fast], buffer, make_source())
     dispatcher.fill()
     held = {id(worker): next(iter(worker.running.values())) for worker in (slow, fast)}

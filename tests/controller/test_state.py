@@ -35,7 +35,7 @@ class Rollout:
 
     def __init__(self, config, node=0, num_nodes=1, state=None):
         self.config, self.node = config, node
-        self.buffer = SampleBuffer(config.bounds(num_nodes))
+        self.buffer = SampleBuffer(config.of_node(num_nodes))
         self.tickets = TicketSource(config, PROMPTS, node, num_nodes)
         self.running, self.consumed, self.dropped = [], [], []
         if state is not None:
@@ -65,14 +65,14 @@ class Rollout:
         if reason in ("stale", "aborted"):
             self.tickets.put_back(group_id)
         else:
-            self.dropped.append(self.tickets._problems[group_id])
+            self.dropped.append(self.tickets._at.problems[group_id])
             self.tickets.forget(group_id)
         self.fill()
 
     def take(self):
         batch = self.buffer.take()
         for group in batch or ():
-            self.consumed.append(self.tickets._problems[group.group_id])
+            self.consumed.append(self.tickets._at.problems[group.group_id])
             self.tickets.forget(group.group_id)
         return batch
 
@@ -89,7 +89,7 @@ class Rollout:
 
     @property
     def resident(self):
-        return list(self.tickets._problems.values())
+        return list(self.tickets._at.problems.values())
 
 
 def config_of(**options):
@@ -123,7 +123,7 @@ def totals(states):
     """The run's ledger, from those of its nodes, each of which balances."""
     total = Counter()
     for state in states:
-        buffer = SampleBuffer(config_of().bounds())
+        buffer = SampleBuffer(config_of())
         buffer.restore(copy.deepcopy(state.buffer))
         total.update(buffer.ledger())
     return +total
@@ -161,7 +161,7 @@ def test_dealt_out_to_other_nodes_no_problem_is_lost_and_none_is_there_twice(see
         seen |= {("ticket", ticket.ticket_id) for node in nodes for ticket in node.running}
         fresh = [Rollout(config, node, num_nodes, copy.deepcopy(state)).tickets for node, state in enumerate(states)]
         ids = {("group", tickets.next_group_id()) for tickets in fresh}
-        ids |= {("ticket", tickets._next_ticket + 1) for tickets in fresh}
+        ids |= {("ticket", tickets._at.next_ticket + 1) for tickets in fresh}
         assert not seen & ids and len(ids) == 2 * num_nodes
 
 
@@ -218,7 +218,7 @@ def test_numbers_of_nodes_that_were_gone_and_come_back_are_not_used_again():
     first = {group_id for state in states for group_id in state.buffer.residents}
     again = redistribute(redistribute(states, 2), 4)
     new = Rollout(config, 3, 4, again[3])
-    assert new.tickets.next_group_id() > 3 * IDS_PER_NODE and new.tickets._next_group - 1 not in first
+    assert new.tickets.next_group_id() > 3 * IDS_PER_NODE and new.tickets._at.next_group - 1 not in first
 
 
 # Bugs that others had
@@ -238,7 +238,7 @@ def after_a_step(**options):
 def test_the_frontier_is_what_was_consumed_and_not_what_was_handed_out():
     """NeMo-RL 3599, TRL 7274: the cursor was saved at what had been handed out, so 30 % of the data was reached."""
     before = after_a_step()
-    handed_out = before.tickets._next_problem
+    handed_out = before.tickets._at.next_problem
     node = Rollout(before.config, state=before.state())
     while len(node.consumed) + len(before.consumed) < handed_out:
         node.finish_all()
@@ -251,8 +251,8 @@ def test_what_was_restored_takes_its_places_and_the_first_filling_adds_nothing_t
     """verl 7759, AReaL 1345: the warm-up after a resume filled a buffer that was full."""
     state = after_a_step().state()
     node = Rollout(config_of(), state=state)
-    assert len(node.resident) == node.buffer.bounds.max_outstanding == len(state.buffer.residents)
-    assert node.tickets._next_problem == state.tickets.next_problem
+    assert len(node.resident) == node.buffer.config.max_outstanding_groups == len(state.buffer.residents)
+    assert node.tickets._at.next_problem == state.tickets.next_problem
 
 
 def test_a_step_is_not_counted_twice_where_its_version_is_published_again():

@@ -2,10 +2,10 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
+from controller.announcements import Announcements
 from controller.waiting import Changes
 
 TIMEOUT_S = 1.5
@@ -24,7 +24,7 @@ def changes(are_coming_for_s: float) -> Changes:
         def check(self):
             pass
 
-    return Changes(TIMEOUT_S, Workers(), SimpleNamespace(check=lambda: None), lambda: "state")
+    return Changes(TIMEOUT_S, Workers(), Announcements([]), lambda: "state")
 
 
 def test_a_wait_has_all_its_time_after_a_worker_has_come_however_long_that_took():

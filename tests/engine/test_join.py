@@ -312,7 +312,7 @@ def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
 
 def test_a_machine_joins_the_node_that_it_is_sent_to(tmp_path):
     with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
-        first.swarm.meet([(first.address, 1), (second.address, 0)])
+        first.swarm.nodes = [(first.address, 1), (second.address, 0)]
         far = Far(first.address, first.key_path, tmp_path / "far")
         second.step()
         assert joins(second) == 1 and joins(first) == 0

@@ -35,7 +35,7 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
         start = time.perf_counter()
         metrics.append(policy.train_step(share, policy_version=12))
         seconds.append(time.perf_counter() - start)
-    torch.save({"metrics": metrics, "attention": policy.attention, "seconds": seconds}, result)
+    torch.save({"metrics": metrics, "attention": policy.module.attention, "seconds": seconds}, result)
     dist.destroy_process_group()
 
 

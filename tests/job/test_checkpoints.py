@@ -48,7 +48,7 @@ class Rollout:
 
     def cut(self, measure):
         tickets = TicketState(5, 5, 9, {3: 3}, [1])
-        state = SampleBuffer(self.config.bounds()).state()
+        state = SampleBuffer(self.config).state()
         ended = [Evaluation(2, set())]
         counts = {"announced": 2, "num_restarts": 1}
         return ControllerState(state, tickets, [], evaluates=True, evaluations=ended, records=measure(), **counts)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 from trajectories import make_trajectory
 
+from cluster.cluster import Cluster
 from config import Config
 from data.messages import SampledTokens
 from data.records import Group
 from job.step_log import StepLog
-from records.metrics import RolloutReport, StepOfNode
+from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
 
 
@@ -40,13 +41,12 @@ def advised(options, groups, capsys):
     """What is printed over 8 steps of 2 s, in which the trainer waits 0.5 s, and weights take 0.25 s to a worker."""
     records, config = [], Config(steps=8, groups_per_step=2, group_size=2, **options).checked()
     run = SimpleNamespace(record=lambda event, **fields: records.append(fields))
-    log = StepLog(SimpleNamespace(config=config, clock=TrainerClock(), run=run, cluster=SimpleNamespace(num_nodes=1)))
+    node = {"config": config, "clock": TrainerClock(), "run": run, "cluster": Cluster(), "placement": None}
+    log = StepLog(SimpleNamespace(**node))
     metrics = {"time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 50}
     for step in range(1, 9):
-        log.published_at[step] = 100.0
-        updates = [(step, 100.25), (-1, 200.0)]
-        report = RolloutReport([], SampledTokens(new=50), Counter(decoding=10**9), Counter(), 0, updates)
-        log._advise(step, groups, metrics, StepOfNode({}, report, {}, {}))
+        report = RolloutReport([], SampledTokens(new=50), Counter(decoding=10**9), Counter(), 0, [0.25])
+        log._advise(step, groups, metrics, report)
     return capsys.readouterr().out, records
 
 

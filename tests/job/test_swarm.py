@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections import Counter
 
 import pytest
 from fake_machine import PROBE, FakeMachine, running, wait_until
@@ -234,10 +235,10 @@ def test_what_machines_sent_is_kept_for_verification_only_where_there_is_any(tmp
 
 def test_machines_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
     with running(tmp_path) as run:
-        run.swarm.meet([(run.address, 1), ("elsewhere:1", 0)])
+        run.swarm.nodes = [(run.address, 1), ("elsewhere:1", 0)]
         sent_to = []
-        for num_joined in ([0, 0], [0, 1], [0, 3]):  # of two that have as many the first
-            run.swarm.note_workers(num_joined)
+        for num_joined in ({}, {1: 1}, {1: 3}):  # of two that have as many the first
+            run.swarm.num_joined = Counter(num_joined)
             with FakeMachine(run) as machine:
                 wait_until(lambda: machine.saw(Welcome) or machine.saw(JoinAt))
                 sent_to += [message.address for message in machine.saw(JoinAt)] or ["here"]

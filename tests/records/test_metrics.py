@@ -8,7 +8,6 @@ from trajectories import make_group, make_trajectory
 from controller.evaluation import Evaluation, evaluation_metrics
 from data.messages import SampledTokens
 from data.records import Group
-from job.advice import step_times
 from records.metrics import (
     TOKEN_MEANS,
     RolloutReport,
@@ -138,12 +137,3 @@ def test_a_steps_time_is_split_into_shares_that_sum_to_1():
 
 def test_a_step_in_which_no_worker_reported_says_nothing_of_them():
     assert not any(name.startswith("worker_time/") for name in time_metrics(Counter(wait=1), Counter()))
-
-
-def test_what_the_advisor_is_told_of_a_step():
-    quick, slow = (dataclasses.replace(make_trajectory(0, i), started_at=1.0, ended_at=2.0 + 2 * i) for i in (0, 1))
-    metrics = {"time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 50}
-    step = step_times([Group(0, (quick, slow))], metrics, decoding_s=1.5, sampled=40, previous_tokens=20)
-    assert (step.busy_s, step.decoding_s, step.sampled, step.generated) == (1.5, 1.5, 40, 30)
-    assert (step.response_mean_s, step.response_max_s) == (2.0, 3.0)
-    assert step.responses == ((quick.worker, 1.0, 2.0), (slow.worker, 1.0, 4.0))

@@ -19,8 +19,7 @@ from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data.records import Group, Trajectory
 from data.tasks import Problem
-from job.node import Node
-from job.probe import Probe
+from job.node import Start
 from records.batches import batch_path, weights_sha256, write_batch
 from records.run_directory import Progress, RunDirectory
 from records.time_ledger import TrainerClock
@@ -75,11 +74,16 @@ def make_trajectory(step, group_id, member):
     )  # fmt: skip
 
 
+def make_node(config, clock, placement=None, **of_leader):
+    """The only rank's node, of a model that is there."""
+    return Start(config, Cluster(), placement, CPU, clock).make_node(config.model, **of_leader)
+
+
 def replay_to_end(recording, tmp_path, *options):
     """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
     config = choose_options(recording, [f"--runs-dir={tmp_path}", *options], evaluate=False)
     clock = TrainerClock()
-    node = Node(config, Cluster(), None, CPU, config.model, clock, Probe(config), run=RunDirectory(config))
+    node = make_node(config, clock, run=RunDirectory(config))
     train(recording, node, load(config, clock), Progress(config.steps), evaluate=False)
     node.run.close()
     lines = [json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()]
@@ -119,7 +123,7 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
         warmup=0,
     )  # fmt: skip
     clock = TrainerClock()
-    node = Node(config, Cluster(), None, CPU, model, clock, Probe(config), run=RunDirectory(config))
+    node = make_node(config, clock, run=RunDirectory(config))
     policy, groups = load(config, clock), make_groups(4)
     for step in (1, 2, 3):
         policy.train_step(batch.deal(make_groups(step), step, policy, Cluster()), step - 1)
@@ -143,7 +147,7 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
 
 def test_a_batch_that_cannot_be_kept_hides_no_reason(model, tmp_path):
     config = Config(model=model, steps=9, runs_dir=str(tmp_path), run_name="run")
-    node = Node(config, Cluster(), None, CPU, model, TrainerClock(), Probe(config), run=RunDirectory(config))
+    node = make_node(config, TrainerClock(), run=RunDirectory(config))
     (node.run.path / "failed_step_1").write_text("in the way")
     failed = pytest.raises(RuntimeError, match=r"loss nan .* could not be kept: .*failed_step_1")
     with failed, keep_what_fails(load(config), Cluster(), node.run.path, 1, make_groups(1)):
@@ -230,10 +234,7 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
     controller = Controller(config, workers, TicketSource(config, prompts), directory.record)
     try:
         controller.launch()
-        node = Node(
-            config, Cluster(), placement, CPU, model, controller.clock, Probe(config), run=directory,
-            controller=controller,
-        )  # fmt: skip
+        node = make_node(config, controller.clock, placement, run=directory, controller=controller)
         evaluated = evaluate_last(node, load(config))
     finally:
         controller.stop()

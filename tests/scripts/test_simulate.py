@@ -242,7 +242,7 @@ def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept
 def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypatch):
     monkeypatch.setattr(swarm, "CRASH_SHARE", 1.0)
     simulation, died_at = Simulation(swarm_case(steps=30, stay_s=60.0)), []
-    simulation.controller.journal._record = lambda event, **fields: died_at.append((event, simulation.clock.now))
+    simulation.controller.journal.record = lambda event, **fields: died_at.append((event, simulation.clock.now))
     ended_at, end = [], simulation.swarm._end
     simulation.swarm._end = lambda machine: (ended_at.append(simulation.clock.now), end(machine))
     simulation.run()
