@@ -145,6 +145,8 @@ class Config:
     # Records and studies
     eval_problems: int = 256
     """Held-out problems per evaluation, one sampled response each."""
+    eval_greedy: bool = False
+    """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
     record: bool = False
     """Keep every batch that is consumed in the run's directory, for scripts/replay.py to train on again."""
     keep_last: int = 0

@@ -170,7 +170,7 @@ class Controller:
         if not trajectory.is_evaluation:
             self.dispatcher.add(trajectory)
         elif ended := self.evaluations.add(trajectory):
-            self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy)
+            self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy())
             if deferred := self.announcements.take_deferred():
                 self._announce(deferred)
 

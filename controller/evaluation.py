@@ -1,10 +1,11 @@
 """Evaluations on held-out problems, each pinned to one policy version, while training samples go on."""
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.records import Ticket, Trajectory
+from data.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
 
 
 @dataclass
@@ -15,12 +16,14 @@ class Evaluation:
     waiting: set[int]
     """Tickets whose trajectories are to come."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    num_failed: int = 0
+    failed: list[int] = field(default_factory=list)
+    """group_id of those that failed."""
 
-    @property
-    def accuracy(self) -> float:
-        """Mean reward over all problems asked; a response that failed counts 0, so hanging the scorer never pays."""
-        rewards = [t.reward for t in self.trajectories] + [0.0] * self.num_failed
+    def accuracy(self, group_id: int = EVALUATION_GROUP) -> float:
+        """Mean reward over all problems asked, sampled or greedily; a response that failed counts 0, so hanging the
+        scorer never pays."""
+        rewards = [t.reward for t in self.trajectories if t.group_id == group_id]
+        rewards += [0.0] * self.failed.count(group_id)
         return float(np.mean(rewards)) if rewards else float("nan")
 
     def issue_again(self, old: Ticket, new: Ticket) -> None:
@@ -31,7 +34,7 @@ class Evaluation:
         """Take in a trajectory. Raises RuntimeError if any of its tokens is of another version."""
         self.waiting.remove(trajectory.ticket_id)
         if trajectory.finish_reason == "failed":
-            self.num_failed += 1
+            self.failed.append(trajectory.group_id)
             return
         versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
         if versions != {self.version}:
@@ -44,11 +47,13 @@ def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
     if not evaluations:
         return {}
     newest = evaluations[-1]
+    greedy = newest.accuracy(GREEDY_GROUP)
     return {
-        "eval/accuracy": newest.accuracy,
+        "eval/accuracy": newest.accuracy(),
+        **({} if math.isnan(greedy) else {"eval/greedy_accuracy": greedy}),
         "eval/policy_version": newest.version,
         "eval/problems": len(newest.trajectories),
-        "eval/failed": newest.num_failed,
+        "eval/failed": len(newest.failed),
     }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from config import Config
 from controller.state import IDS_PER_NODE, TicketState
 from controller.workers import Worker
-from data.records import EVALUATION_GROUP, Group, Partial, Ticket
+from data.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
 from data.tasks import Problem
 
 NUM_CHECKED_PROMPTS = 512
@@ -82,9 +82,10 @@ class TicketSource:
         return self._at.problems.pop(group_id)
 
     def for_evaluation(self, version: int) -> list[Ticket]:
-        """Make one ticket for each held-out problem, to be sampled at `version`."""
+        """Make one ticket for each held-out problem, or two with --eval-greedy, to be sampled at `version`."""
         return [
-            self._ticket(EVALUATION_GROUP, member, 1, problem, self._prompt_tokens(problem), version)
+            self._ticket(group_id, member, 1, problem, self._prompt_tokens(problem), version)
+            for group_id in (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
 
@@ -131,7 +132,7 @@ class TicketSource:
 
     def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
         # Evaluation problems have no group of their own; their version takes its place.
-        stream = [1, min_version, member, attempt] if group_id == EVALUATION_GROUP else [0, group_id, member, attempt]
+        stream = [1, min_version, member, attempt] if group_id < 0 else [0, group_id, member, attempt]
         return self._seed_of(*stream)
 
     def _seed_of(self, *stream: int) -> int:

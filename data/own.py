@@ -174,6 +174,24 @@ def are_as(texts: Iterable[str], expected: str) -> bool:
         return False
 
 
+def found_again(config: Config, expected: str, code: Path) -> dict[str, Any]:
+    """Options that find what the user brings to a run as it began with it: none if the files have this digest still,
+    and else those of their copies in `code`.
+
+    Raises ValueError, in one line, if these are not what the run began with either.
+    """
+    texts = texts_of(config)
+    if are_as(texts, expected):
+        return {}
+    copies = {text: moved(text, code) for text in texts}
+    if not are_as(copies.values(), expected):
+        raise ValueError(f"{code} is not what the run began with; put the files back, or begin a new run")
+    changed = ", ".join(str(file_of(text)) for text in texts)
+    print(f"{changed}: changed or gone; the run goes on with the copies in {code}", flush=True)
+    found = {name: copies[text] for name in ("algo", "task") if (text := getattr(config, name)) in copies}
+    return found | {"reward": tuple(copies.get(text, text) for text in config.reward)}
+
+
 def copy(texts: Iterable[str], folder: Path) -> None:
     """Copy the files that users bring into a folder, which is made."""
     for place, path in files(texts).items():

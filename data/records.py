@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "failed", "aborted"]
-EVALUATION_GROUP = -1
-"""group_id of evaluation tickets; they never enter the buffer."""
+EVALUATION_GROUP, GREEDY_GROUP = -1, -2
+"""group_id of evaluation tickets, sampled as in training or greedily; they never enter the buffer."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ticket:
     @property
     def is_evaluation(self) -> bool:
         """Whether it asks for a held-out problem."""
-        return self.group_id == EVALUATION_GROUP
+        return self.group_id in (EVALUATION_GROUP, GREEDY_GROUP)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Trajectory:
     @property
     def is_evaluation(self) -> bool:
         """Whether it answers a held-out problem."""
-        return self.group_id == EVALUATION_GROUP
+        return self.group_id in (EVALUATION_GROUP, GREEDY_GROUP)
 
     @property
     def num_generated(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from config import Config
-from data.records import FinishReason, Ticket, Trajectory, check_trajectory
+from data.records import GREEDY_GROUP, FinishReason, Ticket, Trajectory, check_trajectory
 from engine.completion import Completion
 from engine.environments import Environment
 from engine.score import Failed
@@ -34,8 +34,8 @@ class Episode:
         generate: Callable,
         wait_at_barrier: Callable | None = None,
     ):
-        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn, and given a prefix where the
-        ticket has one; `wait_at_barrier()` is awaited where --scheduling has a barrier."""
+        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn: greedy without a seed, and
+        with a prefix where the ticket has one. `wait_at_barrier()` is awaited where --scheduling has a barrier."""
         self.config, self.ticket, self.member, self.environment = config, ticket, member, environment
         self.request_id: str | None = None
         """The request that is being sampled now."""
@@ -109,7 +109,7 @@ class Episode:
         """One turn of the policy."""
         turn = len(self.turns)
         self.request_id = f"{self.ticket.ticket_id}.{turn}"
-        seed = self.ticket.seed + turn * _SEEDS_PER_TURN
+        seed = None if self.ticket.group_id == GREEDY_GROUP else self.ticket.seed + turn * _SEEDS_PER_TURN
         prefix = [] if self.ticket.prefix is None else [Completion.of(self.ticket.prefix)]  # of its only turn
         try:
             completion = await self._generate(self.request_id, tuple(self._tokens), seed, max_tokens, *prefix)

@@ -79,12 +79,12 @@ class LLMProxy:
         self,
         request_id: str,
         prompt_tokens: tuple[int, ...],
-        seed: int,
+        seed: int | None,
         max_tokens: int | None = None,
         prefix: Completion | None = None,
     ) -> Completion:
         """Sample one response, or what follows a `prefix` of it, through any updates: at most `max_tokens` tokens
-        (max_response_tokens) in all."""
+        (max_response_tokens) in all. Without a seed each is the likeliest."""
         if prefix is not None and prefix.finish_reason != "aborted":
             return prefix
         max_tokens = max_tokens or self.config.max_response_tokens
@@ -114,14 +114,14 @@ class LLMProxy:
             await self._resumed.wait()
 
     async def _sample_segment(
-        self, request: Request, request_id: str, prompt_tokens: tuple[int, ...], seed: int, max_tokens: int
+        self, request: Request, request_id: str, prompt_tokens: tuple[int, ...], seed: int | None, max_tokens: int
     ) -> Completion:
         """Sample the rest of a response, to its end or the next update."""
         prefix, attempt = request.tokens, len(request.segments)
-        request.engine_id = f"{request_id}-{attempt}-{self.version}"
+        request.engine_id, seed = f"{request_id}-{attempt}-{self.version}", None if seed is None else seed + attempt
         try:
             (segment,) = await self._sample(
-                request.engine_id, [*prompt_tokens, *prefix], seed + attempt, max_tokens - len(prefix), 1
+                request.engine_id, [*prompt_tokens, *prefix], seed, max_tokens - len(prefix), 1
             )
             self.sampled.resumed += len(segment.tokens) if prefix else 0
             return segment
@@ -143,7 +143,7 @@ class LLMProxy:
             del self.requests[request_id]
 
     async def _sample(
-        self, engine_id: str, prompt_tokens: list[int], seed: int, max_tokens: int, num_responses: int
+        self, engine_id: str, prompt_tokens: list[int], seed: int | None, max_tokens: int, num_responses: int
     ) -> list[Completion]:
         from vllm.inputs import tokens_input
 
@@ -161,7 +161,7 @@ class LLMProxy:
         self.sampled.new += sum(len(output.token_ids) for output in final[0].outputs)
         return [read_completion(one) for one in sorted(final[0].outputs, key=lambda one: one.index)]
 
-    def sampling_params(self, seed: int, max_tokens: int, num_responses: int):
+    def sampling_params(self, seed: int | None, max_tokens: int, num_responses: int):
         """vLLM's parameters of one request."""
         return vllm_setup.sampling_params(self.config, self.stop_token_ids, seed, max_tokens, num_responses)
 

@@ -101,13 +101,13 @@ def engine_options(spec: WorkerSpec) -> dict:
     }
 
 
-def sampling_params(config: Config, stop_token_ids: list[int], seed: int, max_tokens: int, num_responses: int):
-    """vLLM's parameters of a request for one or more responses."""
+def sampling_params(config: Config, stop_token_ids: list[int], seed: int | None, max_tokens: int, num_responses: int):
+    """vLLM's parameters of a request for one or more responses; without a seed it is greedy."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         n=num_responses,
-        temperature=config.temperature,
+        temperature=0.0 if seed is None else config.temperature,
         top_p=config.top_p,
         max_tokens=max_tokens,
         seed=seed,

@@ -1,7 +1,6 @@
 """What a user brings (FILE.py:NAME) is found and looked at before anything heavy starts."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from config import Config
@@ -66,23 +65,3 @@ def _check_loss(config: Config) -> None:
     chosen = choose_loss(config.algo, config.algo_args, loss)
     with own.blamed(config.algo, "--algo"):
         try_loss(chosen)
-
-
-def gone_on_with(made: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Options of a run that goes on by which its user's own files are found: where they were, if they are as they were,
-    and else their copies in the run's directory.
-
-    Raises ValueError, in one line, if neither is what the run began with.
-    """
-    config, code = Config.from_dict(made["config"]), run.absolute() / "code"
-    texts = own.texts_of(config)
-    if not texts or own.are_as(texts, made["own"]["digest"]):
-        return {}
-    moved = {text: own.moved(text, code) for text in texts}
-    if not own.are_as(moved.values(), made["own"]["digest"]):
-        raise ValueError(
-            f"--resume {run}: {code} is not what the run began with; put the files back, or begin a new run"
-        )
-    print(f"{', '.join(made['own']['files'])}: changed or gone; the run goes on with the copies in {code}", flush=True)
-    one = {name: moved.get(getattr(config, name), getattr(config, name)) for name in ("algo", "task")}
-    return one | {"reward": tuple(moved.get(text, text) for text in config.reward)}

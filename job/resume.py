@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config, flag
-from job.brought import gone_on_with
+from data.own import found_again
 from records.manifest import Checkpoint, newest_checkpoint
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from controller.state import ControllerState
 
 MAY_CHANGE = (
-    "steps", "lr", "save_every", "keep_last", "stop_after_s", "eval_every", "wandb", "num_rollout_workers",
-    "rollout_tp", "max_running_requests", "weight_sync", "colocate", "gpu_memory_utilization", "replicas",
-    "save_memory", "max_tokens_per_microbatch", "compile", "listen", "join_timeout_s", "swarm_args", "timeout_s",
-    "env_timeout_s", "data_path",
+    "steps", "lr", "save_every", "keep_last", "stop_after_s", "eval_every", "eval_greedy", "wandb",
+    "num_rollout_workers", "rollout_tp", "max_running_requests", "weight_sync", "colocate", "gpu_memory_utilization",
+    "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen", "join_timeout_s", "swarm_args",
+    "timeout_s", "env_timeout_s", "data_path",
 )  # fmt: skip
 """Options that a run may go on with changed: how long, what is kept, and where and by whom it is computed."""
 
@@ -40,7 +40,8 @@ def resumed_config(chosen: dict) -> Config:
     place = {"run_name": run.resolve().name, "runs_dir": str(run.parent)}
     made = recorded(run)
     begun = Config.from_dict(made["config"])
-    own = replace(begun, **place, resume=None, **gone_on_with(made, run))
+    brought = found_again(begun, made.get("own", {}).get("digest", ""), run.absolute() / "code")
+    own = replace(begun, **place, resume=None, **brought)
     given = {name: value for name, value in chosen.items() if name != "resume"}
     changed = {name: value for name, value in given.items() if value not in (getattr(own, name), getattr(begun, name))}
     for name, value in changed.items():

@@ -13,8 +13,6 @@ from datetime import datetime
 
 from scripts.runs import Run, rows
 
-EVALUATION_GROUP = -1
-"""group of the trajectories of an evaluation, as in data/records.py."""
 TRAJECTORY_FIELDS = (
     "ticket", "group", "member", "tokens", "min_version", "max_version", "reward", "finish_reason", "failure",
 )  # fmt: skip
@@ -136,7 +134,7 @@ def _evaluations(ended: list[dict], trajectories: list[dict]) -> Lane:
         lane.bars.append(Bar(0, start, end, "evaluation", f"evaluation v{version}", details))
         responses.clear()
 
-    of_evaluations = [event for event in trajectories if event["group"] == EVALUATION_GROUP]
+    of_evaluations = [event for event in trajectories if event["group"] < 0]
     for event in sorted([*of_evaluations, *ended], key=lambda event: event["time"]):
         if event["event"] == "trajectory":
             responses.append(event)

@@ -208,7 +208,7 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         assert evaluation is not None and s.controller.buffer.published_version == 0, "publishing waits, nothing else"
         s.controller.finish_evaluations()
         (done,) = s.controller.evaluations.take_ended()
-        assert done.version == 0 and len(done.trajectories) == 6 and done.accuracy == 1.0
+        assert done.version == 0 and len(done.trajectories) == 6 and done.accuracy() == 1.0
         assert s.controller.buffer.published_version == 1
 
 
@@ -228,7 +228,7 @@ def test_a_failed_evaluation_response_is_counted_and_scored_as_0(tmp_path):
         s.publish(0, evaluate=True)
         s.controller.finish_evaluations()
         (done,) = s.controller.evaluations.take_ended()
-    assert (done.accuracy, done.num_failed) == (2 / 3, 1)
+    assert (done.accuracy(), done.failed) == (2 / 3, [-1])
 
 
 def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from config import Config
 from controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
-from data.records import EVALUATION_GROUP, Group
+from data.records import EVALUATION_GROUP, GREEDY_GROUP, Group
 from data.tasks import Problem
 
 
@@ -62,6 +62,13 @@ def test_evaluations_at_different_versions_draw_differently_and_never_enter_a_gr
     first, second = source.for_evaluation(0), source.for_evaluation(10)
     assert {t.group_id for t in first + second} == {EVALUATION_GROUP}
     assert not {t.seed for t in first} & {t.seed for t in second}
+
+
+def test_an_evaluation_may_ask_each_problem_twice_the_second_time_greedily():
+    once, twice = make_source().for_evaluation(3), make_source(eval_greedy=True).for_evaluation(3)
+    assert [t.group_id for t in twice] == [EVALUATION_GROUP] * len(once) + [GREEDY_GROUP] * len(once)
+    assert [t.prompt_tokens for t in twice] == 2 * [t.prompt_tokens for t in once]
+    assert all(t.is_evaluation for t in twice) and len({t.ticket_id for t in twice}) == len(twice)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts():

@@ -47,6 +47,14 @@ def test_the_same_seed_draws_the_same_response_and_another_seed_another(pair):
     assert first.tokens == again.tokens != other.tokens
 
 
+def test_without_a_seed_each_token_is_the_likeliest(pair):
+    tokens = pair.generate("greedy", seed=None).tokens
+    for n in range(min(3, len(tokens))):
+        before = (*PROMPT, *tokens[:n])
+        assert tokens[n] == max(range(VOCAB), key=lambda token: pair.trainer_logprobs(before, [token], raw=True)[0])
+    assert pair.generate("sampled-1", seed=1).tokens != tokens
+
+
 def test_a_prefix_computed_under_other_weights_is_never_reused(pair):
     for name, version in (("before", 2), ("after", 3)):
         pair.perturb()

@@ -53,15 +53,21 @@ def test_training_stats_get_their_names_in_the_log():
 
 def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
     assert evaluation_metrics([]) == {}
-    ended = Evaluation(3, set(), [make_trajectory(-1, 0)], num_failed=1)
+    ended = Evaluation(3, set(), [make_trajectory(-1, 0)], [-1])
     assert evaluation_metrics([Evaluation(1, set()), ended])["eval/policy_version"] == 3
 
 
 def test_accuracy_is_over_all_problems_asked_and_a_failed_response_counts_0():
     right, wrong = (dataclasses.replace(make_trajectory(-1, i), reward=1.0 - i) for i in (0, 1))
-    metrics = evaluation_metrics([Evaluation(3, set(), [right, wrong, right], num_failed=1)])
+    metrics = evaluation_metrics([Evaluation(3, set(), [right, wrong, right], [-1])])
     assert (metrics["eval/accuracy"], metrics["eval/problems"], metrics["eval/failed"]) == (0.5, 3, 1)
-    assert Evaluation(3, set(), [], num_failed=2).accuracy == 0.0
+    assert Evaluation(3, set(), [], [-1, -1]).accuracy() == 0.0 and "eval/greedy_accuracy" not in metrics
+
+
+def test_greedy_answers_have_an_accuracy_of_their_own():
+    sampled, greedy = (dataclasses.replace(make_trajectory(-1 - i, 0), reward=float(i)) for i in (0, 1))
+    metrics = evaluation_metrics([Evaluation(3, set(), [sampled, greedy, greedy, greedy], [-2])])
+    assert (metrics["eval/accuracy"], metrics["eval/greedy_accuracy"]) == (0.0, 0.75)
 
 
 def test_tokens_per_second_are_those_of_this_step():
