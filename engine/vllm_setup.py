@@ -143,7 +143,7 @@ def output_so_far(state):
 
 def token_versions(output) -> np.ndarray:
     """Version that sampled each token of a CompletionOutput, [R] int32."""
-    versions = np.empty(len(output.token_ids), dtype=np.int32)
-    for span in output.weight_versions:  # they cover all tokens
+    versions = np.full(len(output.token_ids), -1, dtype=np.int32)
+    for span in output.weight_versions:  # they cover all tokens; check_trajectory would find one that is left out
         versions[span.start : span.end] = int(span.version)
     return versions
