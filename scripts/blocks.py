@@ -141,6 +141,26 @@ def environments() -> str:
     return lines(markdown(["task", "before", "after"], rows))
 
 
+def smollm2() -> str:
+    """When the small language model had learnt one-digit sums, by seed."""
+    rows = []
+    for run in map(load, sorted((RESULTS / "smollm2").glob("s*"))):
+        reward, up = run.metrics["reward/mean"], run.events["worker_ready"]["time"].iloc[0]
+        evaluated = run.events["evaluation"]
+        learnt = evaluated[evaluated["accuracy"] >= 0.9].iloc[0]
+        last = f"{reward[:5].mean():.2f}", f"{reward[-5:].mean():.2f}", f"{evaluated['accuracy'].iloc[-1]:.2f}"
+        rows.append([run.info["config"]["seed"], f"{learnt['time'] - up:.0f} s", learnt["version"], *last])
+    heading = [
+        "seed",
+        "0.9 held out, after the engine was up",
+        "steps",
+        "reward, first five",
+        "last five",
+        "held out, last",
+    ]
+    return lines(markdown(heading, rows))
+
+
 def machines(part: str) -> str:
     """What was measured of machines that join: a part of results/swarm, medians alone."""
     page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
