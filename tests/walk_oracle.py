@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from config import MAX_RESUMES
 from controller.tickets import TicketSource
-from data.records import EVALUATION_GROUP
+from data.records import EVALUATION_GROUP, GREEDY_GROUP
 
 
 @dataclass
@@ -89,7 +89,9 @@ class Oracle:
         self.is_resuming = False
         self.announced, self.announced_trainer_version = version, trainer_version
         if evaluate and self.num_eval_problems:
-            self.evaluating, self.evaluated_version = set(range(self.num_eval_problems)), version
+            groups = (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
+            self.evaluating = {(group_id, member) for group_id in groups for member in range(self.num_eval_problems)}
+            self.evaluated_version = version
             self.num_evaluations += 1
 
     def issue(self, group_id, tickets):
@@ -111,7 +113,7 @@ class Oracle:
             self.problem_of[ticket.ticket_id] = int(ticket.answer)
             if ticket.prefix is not None:
                 self.prefixes[ticket.ticket_id] = ticket.prefix.policy_versions.tolist()
-            if ticket.group_id == EVALUATION_GROUP:
+            if ticket.is_evaluation:
                 assert version == ticket.min_version == self.evaluated_version
                 continue
             group = self.groups[ticket.group_id]
@@ -142,7 +144,7 @@ class Oracle:
 
     def late(self, trajectory):
         """A trajectory comes back whose ticket was issued again."""
-        if trajectory.group_id != EVALUATION_GROUP:
+        if not trajectory.is_evaluation:
             self.tokens["generated"] += trajectory.num_generated
             self.tokens["late"] += trajectory.num_generated
 
@@ -156,8 +158,8 @@ class Oracle:
         if trajectory.num_generated:
             versions = trajectory.policy_versions[trajectory.loss_mask]
             assert versions.min() >= 0 and versions.max() <= self.announced, "a token from weights not yet published"
-        if trajectory.group_id == EVALUATION_GROUP:
-            self.evaluating.remove(trajectory.member)
+        if trajectory.is_evaluation:
+            self.evaluating.remove((trajectory.group_id, trajectory.member))
             if trajectory.finish_reason != "failed":
                 assert set(versions.tolist()) == {self.evaluated_version}
             return
@@ -274,7 +276,8 @@ class Oracle:
         self.check_ledger(ledger)
         assert not self.evaluating and len(evaluations) == self.num_evaluations
         for evaluation in evaluations:
-            assert len(evaluation.trajectories) + evaluation.num_failed == self.num_eval_problems
+            asked = self.num_eval_problems * (1 + self.config.eval_greedy)
+            assert len(evaluation.trajectories) + len(evaluation.failed) == asked
         assert sorted(self.problems) == list(range(len(self.problems)))
         where = Counter(self.problems.values())
         assert where == +Counter(

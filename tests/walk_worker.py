@@ -30,7 +30,7 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.records import EVALUATION_GROUP, Partial, Trajectory
+from data.records import Partial, Trajectory
 
 
 @dataclass
@@ -147,7 +147,7 @@ class WalkProcess:
         """How far its responses are, also in the middle of an update."""
         self.is_asked, partials, lost = False, [], {}
         for ticket_id, episodes in self.episodes.items():
-            if episodes[0].ticket.group_id == EVALUATION_GROUP:
+            if episodes[0].ticket.is_evaluation:
                 continue
             if self.config.is_multi_turn or len(episodes) > 1:
                 lost[ticket_id] = sum(len(episode.versions) for episode in episodes)
@@ -217,7 +217,7 @@ class WalkProcess:
 
     def _start(self, ticket):
         assert self.version >= ticket.min_version, "a ticket came before its weights"
-        evaluates = ticket.group_id == EVALUATION_GROUP
+        evaluates = ticket.is_evaluation
         turns = 1 + self.rng.randrange(3) if self.config.is_multi_turn and not evaluates else 1
         members = range(ticket.member, ticket.member + ticket.num_members)
         self.episodes[ticket.ticket_id] = [Episode(ticket, member, turns) for member in members]
@@ -229,7 +229,7 @@ class WalkProcess:
 
     def _wait_or_go(self, episodes, is_barrier, state):
         ticket = episodes[0].ticket
-        waits = is_barrier and ticket.group_id != EVALUATION_GROUP
+        waits = is_barrier and not ticket.is_evaluation
         for episode in episodes:
             episode.state, episode.waits_for = ("barrier", state) if waits else (state, "")
         if waits:

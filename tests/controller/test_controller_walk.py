@@ -57,6 +57,7 @@ def draw_options(rng):
         "eval_every": rng.choice([0, 1, 2, 3]),
         "listen": rng.choice([None, None, "here:1"]),
         "swarm_args": (f"refresh_lag={rng.choice([0, 0, 1, 2, 4])}",),
+        "eval_greedy": rng.random() < 0.3,
     }
 
 
