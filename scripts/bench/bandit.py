@@ -11,7 +11,8 @@ the advantage is the reward minus that policy's own mean reward (a group's mean,
 of one arm's gradient are sums over all V^T arms, weighted by their probability: nothing is sampled, so the only error
 is between the random starts. T = 1 is the textbook bandit, where a token's ratio is the arm's; with T > 1 a token's
 ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The row
-`arm_ratio` is no loss of ours: importance weights of whole arms, never clipped, unbiased at every lag.
+`arm_ratio` is no loss of ours: importance weights of whole arms, never clipped, unbiased at every lag. A loss that
+couples all tokens of an update has no gradient of one arm, and is left out.
 """
 
 import argparse
@@ -37,7 +38,8 @@ MEASURES = {
 """What is measured of a loss's negative gradient g: its formula, and how it is shown."""
 SHOWN_LAGS = (0, 1, 2, 4, 8, 16)
 REFERENCE = "arm_ratio"
-ROWS = (*LOSSES, REFERENCE)
+ROWS = (*(algo for algo, loss in LOSSES.items() if not hasattr(loss, "needs_update")), REFERENCE)
+"""What is measured: every loss that gives an arm the same gradient whatever the others are."""
 
 
 def all_arms(num_tokens: int, num_choices: int) -> tuple[Tensor, Tensor]:
