@@ -437,13 +437,14 @@ class Plan:
         The step has two unknowns: the rate, and the tail, which the fastest engine decides. For each tail the best rate
         is sought, if a lower one is enough, and as long as the best of all so far could beat what was found.
         """
-        tails, found, before = [tail_s(self.job, [engine]) for _, engine in self.options], [], None
+        tails, found, sought = [tail_s(self.job, [engine]) for _, engine in self.options], [], set()
         for tail in sorted(set(tails), reverse=True):
             rate = self.rate if limit_s or not found else max(plan.rate for plan in found)
             way = replace(self, tail_s=tail, rate=rate)
             best = min((plan.value(limit_s) for plan in found), default=math.inf)
-            enough, before = before, limit_s and way.least_rate(limit_s)
-            if (before is None or before != enough) and way.bound(limit_s) * (1 + GAP) < best:
+            wanted = way.least_rate(limit_s) if limit_s else None
+            if wanted not in sought and way.bound(limit_s) * (1 + GAP) < best:
+                sought |= {wanted} - {None}
                 fast = {option for option, its in zip(self.options, tails, strict=True) if its <= tail}
                 found += filter(None, way._ways(limit_s, fast).values())
         return min(found, key=lambda plan: plan.value(limit_s), default=None)
@@ -480,10 +481,8 @@ class Plan:
         """The plan with so many of these engines, to which all requests go in equal numbers, as far as they fit."""
         most = {(site, engine.tp): engine.requests for site, engine in self.options}
         left, waiting, sampling = self.job.requests, sum(count for _, _, count in chosen), []
-        for (site, engine, count), room in sorted(
-            (((site, e, count), most[site, e.tp]) for site, e, count in chosen), key=lambda pair: pair[1]
-        ):
-            requests = min(room, left / waiting)
+        for site, engine, count in sorted(chosen, key=lambda choice: most[choice[0], choice[1].tp]):
+            requests = min(most[site, engine.tp], left / waiting)
             left, waiting = left - count * requests, waiting - count
             sampling.append((site, make_engine(self.job, engine.pool, engine.tp, requests), count))
         rate, tail = sum(e.rate * count for _, e, count in sampling), tail_s(self.job, [e for _, e, _ in sampling])
