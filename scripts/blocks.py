@@ -151,17 +151,8 @@ def smollm2() -> str:
         after_s = able["time"] - run.events["worker_ready"]["time"].iloc[0]
         last = f"{reward[:5].mean():.2f}", f"{reward[-5:].mean():.2f}", f"{evaluated['accuracy'].iloc[-1]:.2f}"
         rows.append([f"`{level}`", run.info["config"]["seed"], wanted, f"{after_s:.0f} s", able["version"], *last])
-    heading = (
-        "task",
-        "seed",
-        "held out, wanted",
-        "there after",
-        "steps",
-        "reward, first five",
-        "last five",
-        "held out, last",
-    )
-    return lines(markdown(list(heading), rows))
+    heading = ["task", "seed", "held out", "first after", "steps", "reward, first five", "last five", "held out, last"]
+    return lines(markdown(heading, rows))
 
 
 def machines(part: str) -> str:
