@@ -87,7 +87,5 @@ def test_the_records_of_the_repository_give_their_page(tmp_path):
     assert "µs | 5 | 203 [189–228] | – | – | – | – | – |" in text
     assert "| overlap α=1 | 5 | 249 [" in text
     lines = parts.summary(read(harness.ROOT / "results/parts/parts.jsonl"))
-    assert (
-        len(lines) == 2 + 15
-        and "| trainer long | train_step | plain step | 0.878 [0.740–0.909] | ≥ 0.9 | no |" in lines
-    )
+    assert len(lines) == 2 + 16
+    assert "| trainer long | train_step | plain step | 0.878 [0.740–0.909] | ≥ 0.9 | no |" in lines
