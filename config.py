@@ -70,8 +70,8 @@ class Config:
     """Seed of prompts, sampling and initialisation."""
     eval_every: int = 10
     """Steps between evaluations on held-out problems; 0 turns them off."""
-    save_every: int = 0
-    """Steps between checkpoints; 0 saves only the last step, and that in which the run is stopped."""
+    save_every: int | None = 0
+    """Steps between checkpoints; 0 saves only the last step, and that in which the run is stopped, None only that."""
     resume: str | None = None
     """Directory of a run, runs/NAME, that goes on from its newest whole checkpoint, with its own options."""
     run_name: str | None = None
@@ -216,7 +216,7 @@ class Config:
     @property
     def is_multi_turn(self) -> bool:
         """Whether the task is an environment that may take more than one step."""
-        return self.task in MULTI_TURN_TASKS or self.task.startswith("environment:")
+        return is_environment(self.task)
 
     def dtype_on(self, device: str) -> str:
         """Name of the dtype that models compute in on a device of this type, `cpu` or `cuda`."""
@@ -452,6 +452,11 @@ def read_value(text: str, kind: Any) -> Any:
         if math.isfinite(value := kind(text)):
             return value
     raise ValueError(f"must be {'a finite number' if kind is float else 'a whole number'}")
+
+
+def is_environment(task: str) -> bool:
+    """Whether a task, as `Config.task` has it, is an environment that may take more than one step."""
+    return task in MULTI_TURN_TASKS or task.startswith("environment:")
 
 
 def flag(name: str) -> str:

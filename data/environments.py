@@ -5,13 +5,19 @@ alone. Any text may be given to `step`, whatever the action space says: the spac
 environment says is short, because every observation stays in the context.
 """
 
+import functools
+import inspect
 import re
 import string
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from gymnasium.spaces import Text
 
+from config import read_arguments
 from data import own
 
 _CHARSET = string.ascii_letters + string.digits + string.punctuation + " \n"
@@ -134,13 +140,24 @@ ENVIRONMENTS: dict[str, type[TextEnvironment]] = {
 }
 
 
-def make_environment(name: str) -> gymnasium.Env:
-    """A new environment of that name, or of `environment:FILE.py:CLASS`.
+def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[], gymnasium.Env]:
+    """What makes environments of that name, or of `environment:FILE.py:CLASS`, with `--task-args`.
+
+    Raises ValueError for an unknown name, and for an argument that the class does not take.
+    """
+    make = own.load(name, "--task", ENVIRONMENTS)
+    parameters = inspect.signature(make, eval_str=True).parameters.values()
+    arguments = read_arguments("task-args", task_args, f"--task {own.typed(name)}", parameters)
+    return functools.partial(make_environment, name, arguments)
+
+
+def make_environment(name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> gymnasium.Env:
+    """A new environment; `arguments` are those of its class.
 
     Raises ValueError for an unknown name, and for a class of the user's own that cannot be made.
     """
     make = own.load(name, "--task", ENVIRONMENTS)
     if name in ENVIRONMENTS:
-        return make()
+        return make(**arguments)
     with own.blamed(name):
-        return make()
+        return make(**arguments)

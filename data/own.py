@@ -40,6 +40,11 @@ def title(text: str) -> str:
     return f"{Path(found['file']).stem}-{found['name']}" if found else text.replace(":", "-")
 
 
+def typed(text: str) -> str:
+    """A task as it is given on the command line."""
+    return text.removeprefix("environment:")
+
+
 def moved(text: str, folder: str | Path) -> str:
     """The same FILE.py:NAME in another folder."""
     start, end = re.fullmatch(OWN, text).span("file")
@@ -78,7 +83,7 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = 
 def _module(text: str, file: Path, option: str) -> ModuleType:
     """The module of a user's file, imported once in a process."""
     if not file.is_file():
-        raise ValueError(f"{option} {text}: there is no file {file}; give FILE.py:NAME")
+        raise ValueError(f"{option} {typed(text)}: there is no file {file}; give FILE.py:NAME")
     if not file.stem.isidentifier():
         raise ValueError(f"{option} {file}: {file.stem} cannot be a module's name; use letters, digits and _ alone")
     if _place_of(sys.modules.get(file.stem)) == file:
@@ -110,7 +115,7 @@ def blamed(text: str, option: str = "--task") -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
-        raise ValueError(f"{option} {text}: {where(error, text)}") from error
+        raise ValueError(f"{option} {typed(text)}: {where(error, text)}") from error
 
 
 def where(error: BaseException, text: str) -> str:

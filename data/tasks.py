@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, ClassVar, Protocol
 
-from config import MULTI_TURN_TASKS, read_arguments
+from config import is_environment, read_arguments
 from data import own, tables
 from data.conversation import Conversation
 
@@ -69,13 +69,17 @@ def load_task(name: str, seed: int, data_path: str | None = None, task_args: Ite
     if not own.is_own(name):
         return make()
     with own.blamed(name):
-        return make() if name.startswith("environment:") else OwnTask(name, make())
+        return make() if is_environment(name) else OwnTask(name, make())
 
 
 def prepare_task(
     name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
 ) -> Callable[[], Task]:
     """What makes the task, and reads its data. Raises ValueError for a name or an argument that is none."""
+    if is_environment(name):
+        from data.environments import prepare_environment
+
+        return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
     make = _maker_of(name)
     parameters = inspect.signature(make, eval_str=True).parameters
     taken = [parameter for parameter in parameters.values() if parameter.name not in ("seed", "data_path")]
@@ -107,10 +111,10 @@ def score_of(name: str) -> Callable[[str, str], Any]:
 def _maker_of(name: str) -> Callable[..., Task]:
     """What makes a task from its seed and arguments: its class, with the name of one of its kind where it has many."""
     kind, _, which = name.partition(":")
-    if kind in (of_many := {"reasoning_gym": ReasoningGym, "sums": Sums}):
-        return functools.partial(of_many[kind], which)
-    if name in MULTI_TURN_TASKS or kind == "environment":
-        return functools.partial(EnvironmentTask, name)
+    if kind == "reasoning_gym":
+        return ReasoningGym.named(which)
+    if kind == "sums":
+        return functools.partial(Sums, which)
     make = own.load(name, "--task", {"addition": Addition, "gsm8k": Gsm8k, "jsonl": Jsonl})
     if not isinstance(make, type):
         raise ValueError(f"--task {name} is a {type(make).__name__}; give a class with train_problem and eval_problems")
@@ -257,7 +261,9 @@ class Jsonl(_Rows):
 class ReasoningGym(_Asked):
     """One procedural dataset of the reasoning-gym library (arXiv 2505.24760), at its default difficulty."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    @classmethod
+    def named(cls, name: str) -> Callable[..., "ReasoningGym"]:
+        """What makes the dataset of that name from a seed. Raises ValueError if there is none."""
         from reasoning_gym.factory import DATASETS
 
         names = sorted(set(DATASETS) - {"composite"})
@@ -266,6 +272,9 @@ class ReasoningGym(_Asked):
             near = f"close to it: {', '.join(close)}"
             hint = near if close else f"it has {len(names)}, such as {names[0]} and {names[-1]}"
             raise ValueError(f"reasoning_gym has no dataset {name!r}; {hint}")
+        return functools.partial(cls, name)
+
+    def __init__(self, name: str, seed: int) -> None:
         self._name = name
         self._seed = seed
         self._chunk = functools.lru_cache(maxsize=4)(functools.partial(_gym_chunk, name))
@@ -345,11 +354,10 @@ class EnvironmentTask(_Drawn):
     hidden (guess_number, whose every game begins alike) the splits can only differ in their seeds.
     """
 
-    def __init__(self, name: str, seed: int) -> None:
-        from data.environments import make_environment
-
+    def __init__(self, name: str, seed: int, make: Callable[[], Any]) -> None:
+        """`make()` gives a new environment of that name."""
         super().__init__(seed)
-        self._environment, self._name = make_environment(name), name
+        self._environment, self._name = make(), name
         self._seed_shows = getattr(self._environment, "seed_shows", False)
         self._conversation = functools.lru_cache(maxsize=1)(Conversation)
 
@@ -365,7 +373,9 @@ class EnvironmentTask(_Drawn):
         with own.blamed(self._name):
             observation, _ = self._environment.reset(seed=problem.environment_seed)
         if not isinstance(observation, str):
-            raise ValueError(f"--task {self._name}: reset gives {type(observation).__name__} to observe; give a str")
+            raise ValueError(
+                f"--task {own.typed(self._name)}: reset gives {type(observation).__name__} to observe; give a str"
+            )
         return observation
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:

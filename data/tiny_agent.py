@@ -14,7 +14,7 @@ import gymnasium
 from data import conversation, environments
 from data.conversation import Conversation
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber, make_environment
-from data.tasks import EnvironmentTask, Problem
+from data.tasks import Problem, load_task
 from data.tiny_model import EOS, PAD, SEED, Distribution, Game, TinyModel, word_tokenizer
 
 ASSISTANT = "<assistant>"
@@ -63,7 +63,7 @@ class TinyAgent(TinyModel):
 
     def __init__(self, environment: str) -> None:
         self.environment, self.name = environment, f"tiny-{environment}"
-        self.task = EnvironmentTask(environment, SEED)
+        self.task = load_task(environment, SEED)
 
     @functools.cached_property
     def talk(self) -> Conversation:

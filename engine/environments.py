@@ -18,7 +18,7 @@ import numpy as np
 
 from cluster.placement import WorkerSpec, available_cores
 from data.conversation import Conversation
-from data.environments import make_environment
+from data.environments import prepare_environment
 from data.records import Ticket
 from engine.reward_pool import Rewards
 from engine.score import Failed, brief, one_line
@@ -173,7 +173,7 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     """The environments of a worker's task; those of one turn start processes that score."""
     config = spec.config
     if config.is_multi_turn:
-        pool = EnvironmentPool(functools.partial(make_environment, config.task), tokenizer, config.env_timeout_s)
+        pool = EnvironmentPool(prepare_environment(config.task, config.task_args), tokenizer, config.env_timeout_s)
         return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
     title, num_processes = f"rewards {spec.placement.worker}", max(4, min(16, available_cores() // 2))
     rewards = Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title)

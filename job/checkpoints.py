@@ -86,13 +86,14 @@ class Checkpoints:
             print(f"{name}: saves and ends after this step; a second signal ends the run at once", flush=True)
 
     def save_if_due(self, step: int, publisher: Publisher) -> None:
-        """Save every `save_every`-th step, the last, and the one after which the run is to stop; collective.
+        """Save every `save_every`-th step and the last, or neither, and the one after which the run stops; collective.
 
         Raises Interrupted when it stops, and OSError if the checkpoint before this one could not be written.
         """
         config, now = self.node.config, time.monotonic()
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
-        mine = [is_due(step, config.save_every, config.steps), self._asked_by, self._is_out_of_time()]
+        wanted = config.save_every is not None and is_due(step, config.save_every, config.steps)
+        mine = [wanted, self._asked_by, self._is_out_of_time()]
         due, number, is_late = self.node.cluster.max_over_ranks([int(wish) for wish in mine])
         if due or number or is_late:
             self.node.clock.enter("save")

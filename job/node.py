@@ -227,9 +227,12 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
     """The node's own share of the prompts; on the first also the held-out ones."""
     task = load_task(config.task, config.seed, config.data_path, config.task_args)
     check_rows(config, task)
+    held_out = task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else []
+    if 0 < len(held_out) < config.eval_problems:
+        print(f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}")
     prompts = PromptSource(
         train_problem=task.train_problem,
-        eval_problems=task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else [],
+        eval_problems=held_out,
         encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
     )
     return TicketSource(config, prompts, cluster.node, cluster.num_nodes)

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,8 @@ def how_to_go_on(run: Path | None) -> str:
     saved = list(checkpoints_in(run / "checkpoints")) if run else []
     if saved:
         launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
-        return f"go on from step {step_of(saved[-1])}: {launcher} train_async.py --resume {shlex.quote(str(run))}"
+        how = f"{shlex.quote(str(Path(sys.executable).with_name(launcher)))} train_async.py"
+        return f"go on from step {step_of(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
     metrics = run and run / "metrics.jsonl"
     if not (metrics and metrics.exists() and metrics.stat().st_size):
         return "nothing is saved, as no step had ended"

@@ -213,13 +213,19 @@ def paired(records: list[dict], measured: str = "level") -> list[str]:
         cells = [f"`{name}`", column, f"{pairs['start'].min() if measured != 'area' else 0} … {pairs['end'].min()}"]
         cells += [signed(values[seed]) if seed in values else MISSING for seed in seeds]
         ends = " … ".join(map(signed, interval(values.tolist()))) if len(values) > 1 else MISSING
-        lines.append([*cells, f"**{signed(values.mean())}**", ends])
+        lines.append([*cells, f"**{signed(values.mean())}**" if len(values) > 1 else signed(values.mean()), ends])
         sign = "below zero" if (values < 0).all() else "above zero" if (values > 0).all() else "not all of one sign"
-        shown.setdefault(column, {}).setdefault(sign, []).append(f"`{name}`")
+        if len(values) > 1:  # one pair shows nothing
+            shown.setdefault(column, {}).setdefault(sign, []).append(f"`{name}`")
     signs = []
     for column, of_sign in shown.items():
         signs.append(f"- {column}: " + "; ".join(f"{sign} {', '.join(names)}" for sign, names in of_sign.items()))
-    return [f"**{MEASURES[measured]}.**", "", *markdown(heading, lines), "", "The seeds of a loss are", "", *signs]
+    return [
+        f"**{MEASURES[measured]}.**",
+        "",
+        *markdown(heading, lines),
+        *(["", "The seeds of a loss are", "", *signs] if signs else []),
+    ]
 
 
 def interval(values: list[float]) -> tuple[float, float]:

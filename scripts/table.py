@@ -11,6 +11,7 @@ import statistics
 import sys
 
 from config import nearest
+from data.own import typed
 from scripts.lines import markdown
 from scripts.runs import Run, load, names, summarise
 
@@ -31,22 +32,27 @@ def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
         known = dict.fromkeys(name for run in runs for name in run.info["config"])
         if option not in known:
             raise ValueError(f"--by {option}: run.json has no such option{nearest(option, known)}")
-    groups: dict[tuple, list[dict]] = {}
+    groups: dict[tuple, list[Run]] = {}
     for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
         values = [run.info["config"].get(option) for option in options]
         order = tuple(map(sort_key, values)) if by else (index,)
         label = tuple(map(show, values)) if by else (name, *map(show, values))
-        summary = summarise(run.metrics)
-        summary["wanted"] = max(summary["steps"], run.info["config"].get("steps", 0))
-        groups.setdefault((order, label), []).append(summary)
-    is_cut = any(one["steps"] < one["wanted"] for chosen in groups.values() for one in chosen)
-    head = [*["run"] * (not by), *(f"`{option}`" for option in options), *["n"] * bool(by), *["steps made"] * is_cut]
-    lines = []
-    for (_, label), chosen in sorted(groups.items()):
-        cells = [spread([one[key] for one in chosen], template) for key, (_, template) in COLUMNS.items()]
-        made = ", ".join(dict.fromkeys(f"{one['steps']} of {one['wanted']}" for one in chosen))
-        lines.append([*label, *[str(len(chosen))] * bool(by), *[made] * is_cut, *cells])
-    return markdown([*head, *(heading for heading, _ in COLUMNS.values())], lines)
+        groups.setdefault((order, label), []).append(run)
+    lines, made, is_cut, others = [], [], False, dict[str, None]()
+    for (_, label), alike in sorted(groups.items(), key=lambda group: group[0]):
+        summaries = [summarise(run.metrics) for run in alike]
+        cells = [spread([one[key] for one in summaries], template) for key, (_, template) in COLUMNS.items()]
+        steps = [(one["steps"], run.info["config"].get("steps", 0)) for one, run in zip(summaries, alike, strict=True)]
+        made.append(", ".join(dict.fromkeys(f"{done} of {max(done, wanted)}" for done, wanted in steps)))
+        is_cut |= any(done < wanted for done, wanted in steps)
+        lines.append([*label, *[str(len(alike))] * bool(by), *cells])
+        others |= dict.fromkeys(f"`{option}`" for option in differing_options(alike) if option != "seed")
+    head = [*["run"] * (not by), *(f"`{option}`" for option in options), *["n"] * bool(by)]
+    if is_cut:
+        lines = [[*line[: len(head)], text, *line[len(head) :]] for line, text in zip(lines, made, strict=True)]
+        head.append("steps made")
+    rows = markdown([*head, *(heading for heading, _ in COLUMNS.values())], lines)
+    return [*rows, *(["", f"Runs of one row also differ in {', '.join(others)}."] if others else [])]
 
 
 def differing_options(runs: list[Run]) -> list[str]:
@@ -60,6 +66,8 @@ def show(value) -> str:
     """An option's value as the command line has it."""
     if isinstance(value, list | tuple):
         return " ".join(map(show, value)) or "none"
+    if isinstance(value, str):
+        return typed(value)
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
     return text.lower() if value is None or isinstance(value, bool) else text
 

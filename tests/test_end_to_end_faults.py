@@ -3,8 +3,10 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, start_job
@@ -101,7 +103,8 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
     assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
     if num_steps:
         assert newest_checkpoint(job.run_path).step == job.num_steps(), "in the loop the step ends and is saved"
-        how = f"which is saved; go on from step {job.num_steps()}: torchrun train_async.py --resume {job.run_path}"
+        torchrun = Path(sys.executable).with_name("torchrun")
+        how = f"which is saved; go on from step {job.num_steps()}: {torchrun} train_async.py --resume {job.run_path}"
         assert how in job.output()
     else:
         assert f"stopped by {number.name}; nothing is saved, as no step had ended" in job.output()

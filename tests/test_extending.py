@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_page_has_all_its_recipes():
-    assert len(FILES) == 4 and len(DIFFS) == 4
+    assert len(FILES) == 5 and len(DIFFS) == 4
 
 
 def test_the_loss_is_a_loss(folder):
@@ -43,6 +44,17 @@ def test_the_loss_is_a_loss(folder):
     per_token, stats = loss(LossInputs(values, zeros, zeros, zeros + 1, zeros, zeros.long()), cap=3.0)
     per_token.sum().backward()
     assert values.grad.isfinite().all() and set(stats) == {"ratio", "weight"}
+
+
+def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):
+    loss = own.load(f"{folder}/my_update_loss.py:loss", "--algo")
+    assert loss.needs_update
+    logprobs, zeros = torch.tensor([-1.0, -2.0, -0.5]), torch.zeros(3)
+    whole = LossInputs(logprobs, zeros - 1, zeros, zeros + 1, zeros, zeros.long())
+    parts = [LossInputs(*(getattr(whole, f.name)[i : i + 1] for f in fields(whole)[:-1]), whole) for i in range(3)]
+    weights = torch.cat([loss(part)[1]["weight"] for part in parts])
+    assert torch.equal(weights, loss(replace(whole, update=whole))[1]["weight"])
+    assert float(weights.mean()) == pytest.approx(1.0)
 
 
 def test_the_rewards_score_a_row(folder):

@@ -13,7 +13,8 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
-from config import MULTI_TURN_TASKS
+from config import MULTI_TURN_TASKS, is_environment, nearest
+from data.own import typed
 
 TINY_MODELS = Path(__file__).resolve().parent.parent / ".cache"
 """Where tiny models are kept: beside the code that makes them, wherever a run is started from."""
@@ -42,8 +43,8 @@ def resolve_model(model: str, task: str) -> str:
         from data.tiny_agent import TinyAgent
 
         return str(TinyAgent(task).path(TINY_MODELS))
-    if model == "tiny" and (task == "gsm8k" or task.startswith(("reasoning_gym:", "environment:"))):
-        raise ValueError(f"--model tiny: there is no tiny model for --task {task}; give --model: {_ALLOWED[5:]}")
+    if model == "tiny" and (task == "gsm8k" or task.startswith("reasoning_gym:") or is_environment(task)):
+        raise ValueError(f"--model tiny: there is no tiny model for --task {typed(task)}; give --model: {_ALLOWED[5:]}")
     if model == "tiny":
         from data.tiny import TinyAdder
 
@@ -162,9 +163,8 @@ def _snapshot(model: str) -> str:
         return snapshot_download(model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
     except OSError as error:  # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"--model {model}: no such folder, not cached, and the hub says: {reason}; {_ALLOWED}"
-        ) from None
+        what = f"no such folder, not cached, and the hub says: {reason}; {_ALLOWED}, tiny or smollm2"
+        raise ValueError(f"--model {model}: {what}{nearest(model, ('tiny', 'smollm2'))}") from None
 
 
 def _check_folder(model: str, folder: str) -> None:

@@ -11,7 +11,7 @@ from own_files import ENVIRONMENT, TASK, write_own
 from test_tasks import chat_tokenizer, write_jsonl
 
 from data import own
-from data.environments import make_environment
+from data.environments import make_environment, prepare_environment
 from data.tasks import Problem, load_task, score_of
 from data.tiny import build_tokenizer
 
@@ -211,6 +211,16 @@ def test_an_environment_of_ones_own_asks_and_rewards(tmp_path):
     assert environment.step(observation)[1] == 1.0
     seeds = {problem.environment_seed for problem in task.eval_problems(200)}
     assert seeds.isdisjoint(task.train_problem(i).environment_seed for i in range(1000))
+
+
+def test_the_class_of_an_environment_takes_arguments_and_refuses_others(tmp_path):
+    turns = "class Echo(gymnasium.Env):\n    def __init__(self, turns: int = 3):\n        self.most = turns\n"
+    text = f"{write_own(tmp_path, ENVIRONMENT.replace('class Echo(gymnasium.Env):', turns))}:Echo"
+    task = load_task(f"environment:{text}", 0, None, ("turns=5",))
+    assert task._environment.most == prepare_environment(f"environment:{text}", ("turns=7",))().most - 2 == 5
+    said = refusal(load_task, f"environment:{text}", 0, None, ("turn=5",))
+    assert said == f"--task-args turn=5: --task {text} takes turns; did you mean turns?"
+    assert refusal(load_task, "frozen_lake", 0, None, ("a=1",)) == "--task-args a=1: --task frozen_lake takes none"
 
 
 @pytest.mark.parametrize(

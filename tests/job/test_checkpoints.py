@@ -100,6 +100,18 @@ def train(policy, steps) -> None:
 # What is saved
 
 
+def test_a_run_that_saves_nothing_at_its_end_still_saves_where_it_is_stopped(saved):
+    checkpoints = saved(save_every=None, steps=5)
+    for step in (4, 5):
+        checkpoints.save_if_due(step, PUBLISHER)
+    checkpoints.writer.wait()
+    assert not folder_of(checkpoints).exists()
+    checkpoints._ask(signal.SIGTERM, None)
+    with pytest.raises(Interrupted, match="after step 3, which is saved"):
+        checkpoints.save_if_due(3, PUBLISHER)
+    assert names(folder_of(checkpoints)) == ["step_3"]
+
+
 def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
     checkpoints = saved(save_every=2, steps=5)
     policy, node = checkpoints.policy, checkpoints.node

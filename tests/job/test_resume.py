@@ -30,6 +30,7 @@ from records.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROOT = Path(__file__).parents[2]
+PYTHON = Path(sys.executable).with_name("python")
 OTHER = {
     "task": "gsm8k", "algo": "tis", "on_update": "resume", "stale_policy": "drop", "scheduling": "batch", "lr": "0.5",
     "advantage": "rloo", "proximal": "loglinear", "loss_aggregation": "constant", "kl_estimator": "k1", "top_p": "0.5",
@@ -265,9 +266,9 @@ def test_a_run_that_was_stopped_says_what_to_type_or_why_nothing_is_saved(tmp_pa
     for step in (4, 12):
         (run / "checkpoints" / f"step_{step}" / PART).mkdir(parents=True)
     (run / "checkpoints" / "step_20").mkdir()  # weights alone
-    assert how_to_go_on(run) == f"go on from step 12: python train_async.py --resume '{run}'"
+    assert how_to_go_on(run) == f"go on from step 12: {PYTHON} train_async.py --resume '{run}'"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert ": torchrun train_async.py --resume" in how_to_go_on(run)
+    assert f": {PYTHON.with_name('torchrun')} train_async.py --resume" in how_to_go_on(run)
 
 
 STOPPED = """
@@ -293,5 +294,5 @@ def test_the_last_line_of_a_run_that_is_stopped_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-c", STOPPED, str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    said = f"error: stopped by SIGINT; go on from step 4: python train_async.py --resume {tmp_path}"
+    said = f"error: stopped by SIGINT; go on from step 4: {PYTHON} train_async.py --resume {tmp_path}"
     assert ended.stderr.splitlines()[-1] == said and ended.returncode == 128 + signal.SIGINT

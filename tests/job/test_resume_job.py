@@ -102,7 +102,8 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(60) == 128 + signal.SIGTERM
     num_steps = job.num_steps()
-    go_on_by = f"go on from step {num_steps}: python train_async.py --resume {job.run_path}"
+    python = Path(sys.executable).with_name("python")
+    go_on_by = f"go on from step {num_steps}: {python} train_async.py --resume {job.run_path}"
     assert f"error: stopped by SIGTERM after step {num_steps}, which is saved; {go_on_by}\n" in job.output()
     assert newest_checkpoint(job.run_path).step == num_steps
     job = go_on(job)

@@ -122,6 +122,11 @@ def test_the_table_of_pairs_has_every_seed_the_mean_its_interval_and_what_all_se
     assert mixed[-1].endswith("not all of one sign `grpo`")
 
 
+def test_one_pair_is_neither_set_in_bold_nor_said_to_show_a_sign():
+    lines = grids.paired(make_pairs()[:2], "level")
+    assert lines[-1] == "| `grpo` | `publish_delay` 4 | 40 … 75 | −0.019 | −0.019 | – |"
+
+
 def test_the_interval_is_students():
     assert grids.interval([1.0, 2.0, 3.0]) == pytest.approx((-0.484, 4.484), abs=1e-3)
 

@@ -52,6 +52,11 @@ def test_without_an_option_each_run_has_a_row_with_the_options_in_which_they_dif
     assert last.startswith("| c | grpo | 2 | clip_high=0.3 | 0.250 | 1.000 |")
 
 
+def test_a_row_of_unlike_runs_says_in_what_else_they_differ(runs):
+    assert table(runs, ["share_prefix"])[-1] == "Runs of one row also differ in `algo`, `async_ratio`, `algo_args`."
+    assert table(runs, ["algo"])[-1].startswith("| tis |")
+
+
 @pytest.mark.parametrize(
     ("by", "labels"),
     [

@@ -91,5 +91,12 @@ def test_tiny_is_the_tiny_model_of_the_task():
 
 @pytest.mark.parametrize("task", ["gsm8k", "reasoning_gym:chain_sum", "environment:/a/lake.py:Lake"])
 def test_where_there_is_no_tiny_model_one_line_says_so(task):
-    with pytest.raises(ValueError, match=rf"^--model tiny: there is no tiny model for --task {task}; give --model"):
+    given = task.removeprefix("environment:")
+    with pytest.raises(ValueError, match=rf"^--model tiny: there is no tiny model for --task {given}; give --model"):
         resolve_model("tiny", task)
+
+
+def test_a_name_that_is_nearly_one_made_here_is_said_to_be(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^--model tiney: .*tiny or smollm2; did you mean tiny\?$"):
+        resolve_model("tiney", "addition")
