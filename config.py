@@ -133,9 +133,10 @@ class Config:
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
     share_prefix: bool = False
     """Read a group's prompt once in the trainer: G·(P + R) tokens become P + G·R; never the gradient."""
-    save_memory: tuple[Literal["activations", "optimizer"], ...] = ()
+    save_memory: tuple[Literal["auto", "activations", "optimizer"], ...] = ("auto",)
     """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
-    float32 weights, gradients and AdamW state in host memory, 16 bytes per parameter; never the gradient."""
+    float32 weights, gradients and AdamW state in host memory, 16 bytes per parameter; never the gradient. `auto` takes
+    on GPUs what the memory plan needs, smaller micro-batches first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
     or amx. GPUs compute in bfloat16. Trained weights, AdamW and log-probs from the logits on are float32 anyway."""
@@ -349,6 +350,8 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     of_one = f"{one}, which leaves nothing to compare: every advantage would be 0; --advantage reinforce is possible"
     yield alone and config.advantage != "reinforce", f"--advantage {config.advantage}", of_one
     yield alone and config.share_prefix, "--share-prefix", f"{one}, which leaves nothing to share"
+    chosen = [way for way in config.save_memory if way != "auto"]
+    yield bool(chosen) and chosen != [*config.save_memory], "--save-memory auto", f"--save-memory {' '.join(chosen)}"
     yield alone and config.drop_zero_variance, "--drop-zero-variance", f"{one}: every group would be dropped, for ever"
     yield (
         config.lora_rank > 0 and config.compile,

@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from cluster.fingerprint import check_same, fingerprint
 from cluster.leaders import Leaders
 from config import Config
 
@@ -128,30 +128,33 @@ def form_cluster(peers: list[Peer], rank: int, store: dist.Store, backend: str, 
     return dataclasses.replace(cluster, node_group=node_groups[node], leaders=leaders)
 
 
-def join(config: Config, device_type: str) -> Cluster:
+def join(
+    config: Config, device_type: str, fingerprint: Callable[[Config], dict], check_same: Callable[[dict], None]
+) -> Cluster:
     """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
 
-    Without torchrun this is the only one. Raises ValueError, on every one, if nodes differ in code, options or kind of
-    device, and RuntimeError if ranks are missing.
+    Without torchrun this is the only one. `check_same` compares the fingerprints of all nodes, and with them the kind
+    of device. Raises ValueError, on every one, if it does, and RuntimeError if ranks are missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ:
         return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, _describe(config, device_type))
+    mine = _describe(lambda: fingerprint(config) | {"device": device_type})
+    peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, mine)
     check_same({f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint})
     return form_cluster(peers, rank, store, backend, timeout)
 
 
-def _describe(config: Config, device_type: str) -> Peer:
+def _describe(fingerprint: Callable[[], dict]) -> Peer:
     """What the others must know of this rank."""
     rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
     return Peer(
         int(os.environ.get("GROUP_RANK", rank // num_local)),
         socket.gethostname(),
-        fingerprint(config) | {"device": device_type} if leads else None,
+        fingerprint() if leads else None,
     )
 
 

@@ -5,7 +5,8 @@ an estimate, of the tensors that transformers' decoder layers save for the backw
 workspaces are what such processes usually take. `MARGIN` is for all that.
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from cluster.gpus import Gpu
 from cluster.shape import ModelShape
@@ -20,6 +21,8 @@ GRAPH_BYTES = GIB
 """CUDA graphs of an engine."""
 ENGINE_STEP_TOKENS = 8192
 """Tokens that an engine computes in one step at most, vLLM's default."""
+ERROR = 0.25
+"""How far, relative, what is computed of a step may exceed a GPU before the run is refused."""
 SPARE = 0.05
 """Share of the GPU that an engine gets beyond what it needs, where that much is left: its overheads are estimates."""
 USED_BYTES_WORTH_MENTION = GIB
@@ -73,7 +76,7 @@ def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_we
         elif config.kl_coef > 0:
             items.append(Item("reference model", 4 * shape.num_parameters / num_shards, f"{share} × 4 B"))
     if stages_weights:
-        items.append(Item("staging buffers", 4 * shape.num_parameters, f"2 × {million} parameters × 2 B"))
+        items.append(Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B"))
     return items
 
 
@@ -115,6 +118,28 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
         Item("attention mask", 3 * tokens * config.max_sequence_tokens, "3 B × tokens × longest sequence"),
         Item("logits", (copies + 4) * rows * shape.vocab_size, f"{rows} × {shape.vocab_size} × {copies + 4} B"),
     ]
+
+
+def ways_to_fit(config: Config) -> list[Config]:
+    """The options, where --save-memory is auto with all that saves memory, the least costly first.
+
+    Those are smaller micro-batches; weights staged in host memory, where --weight-sync is auto, too; recomputation; and
+    the optimizer in host memory.
+    """
+    if "auto" not in config.save_memory:
+        return [config]
+    savings = ((), ("activations",), ("activations", "optimizer"))
+    syncs = dict.fromkeys((config.weight_sync, "shm" if config.weight_sync == "auto" else config.weight_sync))
+    return [
+        replace(config, save_memory=save, weight_sync=sync, max_tokens_per_microbatch=tokens)
+        for save, sync, tokens in itertools.product(savings, syncs, budgets(config))
+    ]
+
+
+def budgets(config: Config) -> list[int]:
+    """Micro-batches to try, tokens: the given one, its halves, and one whole sequence."""
+    most, least = config.max_tokens_per_microbatch, config.max_sequence_tokens
+    return [*(most >> i for i in range(32) if most >> i > least), least]
 
 
 def microbatch_tokens(config: Config, num_ranks: int) -> int:
@@ -162,20 +187,28 @@ def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:
 
 
 def plan_shared(
-    config: Config, shape: ModelShape, gpu: Gpu, stages: bool = True, num_ranks: int = 1, num_shards: int = 1
+    config: Config,
+    shape: ModelShape,
+    gpu: Gpu,
+    stages: bool = True,
+    num_ranks: int = 1,
+    num_shards: int = 1,
+    is_strict: bool = False,
 ) -> tuple[float, str]:
     """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU; a step's
     groups are shared by `num_ranks`, of as many nodes, and the model by `num_shards` of them.
 
-    The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
-    Returns its share of the GPU's memory, and the arithmetic as text. Raises ValueError, with the arithmetic, if that
-    does not fit, unless gpu_memory_utilization overrides it.
+    The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence, or
+    with `is_strict` for a quarter of them, as responses are rarely as long as they may be. Returns its share of the
+    GPU's memory, and the arithmetic as text. Raises ValueError, with the arithmetic, if that does not fit, unless
+    gpu_memory_utilization overrides it.
     """
     resident = resident_items(config, shape, num_shards, stages)
     step = step_items(config, shape, num_ranks, num_shards)
     engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
     room = available_bytes(gpu) - total(resident) - (0 if sleeps else total(step))
-    kv = _kv_cache(config, shape, room - total(engine))
+    least = -(-config.max_running_requests // 4) if is_strict else 1
+    kv = _kv_cache(config, shape, room - total(engine), least)
     needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine, "KV cache": [kv]}
     lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
     short = total([*engine, kv]) - room
@@ -192,19 +225,22 @@ def plan_shared(
     return _rounded(given / gpu.total_bytes), "\n".join(lines)
 
 
-def _kv_cache(config: Config, shape: ModelShape, room: float) -> Item:
-    """For all running requests at full length, or for as many as there is room for; at least for one."""
+def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Item:
+    """For all running requests at full length, or for as many as there is room for; at least for so many."""
     one = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
-    sequences = max(1, min(config.max_running_requests, int(room // one)))
+    sequences = max(least, min(config.max_running_requests, int(room // one)))
     how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
     return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
 
 
-def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, num_ranks: int, stages: bool, num_shards: int) -> str:
+def check_trainer(
+    config: Config, shape: ModelShape, gpu: Gpu, num_ranks: int, stages: bool, num_shards: int, is_strict: bool = False
+) -> str:
     """Check a trainer rank that has a GPU of its own; return the arithmetic.
 
     A step's groups are shared by `num_ranks`, the model by `num_shards` of them: fewer with replicas. Raises ValueError
-    if the trainer's state does not fit. Activations are an estimate, so for them there is only a warning.
+    if the trainer's state does not fit, or a step by more than ERROR: activations are an estimate, so for less there is
+    only a warning. With `is_strict` there is no such leave.
     """
     resident = resident_items(config, shape, num_shards, stages)
     step = step_items(config, shape, num_ranks, num_shards)
@@ -213,9 +249,10 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, num_ranks: int, s
         f"  trainer rank 0, always: {_listed(resident)}",
         f"  trainer rank 0, in a step: {_listed(step)}",
     ]
-    if (short := total(resident) - available_bytes(gpu)) > 0:
+    needed, error = total([*resident, *step]), 0.0 if is_strict else ERROR
+    if (short := max(total(resident), needed / (1 + error)) - available_bytes(gpu)) > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
-    if total(resident) + total(step) > available_bytes(gpu):
+    if needed > available_bytes(gpu):
         lines.append(f"  warning: a step may not fit; {_ways_out(config)}")
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ weights reach them by `shm`, as they come to its host memory.
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -200,27 +201,47 @@ def _threads(num_cores: int, num_processes: int) -> int:
 
 
 def plan_memory(
-    config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], num_ranks: int, num_shards: int
+    config: Config,
+    placement: Placement,
+    shape: ModelShape,
+    gpus: list[Gpu],
+    num_ranks: int,
+    num_shards: int,
+    is_strict: bool = False,
 ) -> tuple[Placement, str]:
     """Check that the model fits this node's GPUs; give an engine that shares one its part.
 
-    Args: the trainer ranks among which a step's groups are shared, and over how many of them the model is sharded.
-    Returns the placement with that part, and the arithmetic as text. Raises ValueError, with the arithmetic, for what
-    cannot fit.
+    Args: the trainer ranks among which a step's groups are shared, over how many of them the model is sharded, and
+    whether estimates must hold as well (memory.py). Returns the placement with that part, and the arithmetic as text.
+    Raises ValueError, with the arithmetic, for what cannot fit.
     """
+    if config.weight_sync == "shm" and placement.workers:
+        placement = replace(placement, transport="shm")
     texts, stages = [], placement.transport in ("ipc", "nccl")
     if placement.workers:
         check_tp(shape, config.rollout_tp)
         worker = placement.workers[0]
         if worker.shared_with_rank is not None:
             gpu = _fullest(gpus, [worker.gpu])
-            utilization, text = plan_shared(config, shape, gpu, stages, num_ranks, num_shards)
+            utilization, text = plan_shared(config, shape, gpu, stages, num_ranks, num_shards, is_strict)
             return replace(placement, workers=(replace(worker, gpu_memory_utilization=utilization),)), text
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
         texts.append(check_engine(config, shape, engine))
     trainer = _fullest(gpus, placement.trainer_gpus)
-    texts.insert(0, check_trainer(config, shape, trainer, num_ranks, stages, num_shards))
+    texts.insert(0, check_trainer(config, shape, trainer, num_ranks, stages, num_shards, is_strict))
     return placement, "\n".join(texts)
+
+
+def first_that_fits(ways: list[Config], *placed) -> int:
+    """Index of the first of these options that fit, estimates included, or of the last.
+
+    `placed` are the other arguments of plan_memory.
+    """
+    for index, way in enumerate(ways):
+        with suppress(ValueError):
+            plan_memory(way, *placed, is_strict=True)
+            return index
+    return len(ways) - 1
 
 
 def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:

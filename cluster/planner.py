@@ -26,8 +26,11 @@ only a few splits differ: all get a bound, and are solved, by MILP, as long as t
 
 import itertools
 import math
+import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -36,6 +39,7 @@ from cluster import memory
 from cluster.advisor import least_step_s, most_step_s
 from cluster.cluster import check_shares
 from cluster.gpus import Gpu
+from cluster.placement import Placement
 from cluster.shape import ModelShape
 from config import Config
 
@@ -48,6 +52,7 @@ TPS = (1, 2, 4, 8)
 SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
 FINE = 32
 """Which part of the number of engines lies between two numbers that are tried beside the best."""
+SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
 GAP = 1e-4
 """How far from the best a MILP's answer may be, relative."""
 
@@ -65,6 +70,8 @@ class Pool:
     hbm_gb_per_s: float
     memory_gib: float
     gb_per_s: float
+    called: str = ""
+    """What the driver calls the GPU."""
     mfu: float = 0.4
     hbm_efficiency: float = 0.7
     host_s: float = 0.003
@@ -118,6 +125,13 @@ class Lengths:
         context = prompt + (r**2).mean() / (2 * r.mean())
         longest = r @ np.diff((np.arange(len(r) + 1) / len(r)) ** num)
         return cls(prompt, float(r.mean()), float(((prompt + r) ** 2).mean()), float(context), float(longest))
+
+    @classmethod
+    def lognormal(cls, prompt: float, median: float, sigma: float, config: Config) -> "Lengths":
+        """Of responses whose lengths follow that law, cut at the longest allowed."""
+        normals = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
+        responses = np.clip(median * np.exp(sigma * normals), 1, config.max_response_tokens)
+        return cls.of(prompt, responses, config.groups_per_step * config.group_size)
 
 
 @dataclass(frozen=True)
@@ -188,6 +202,12 @@ class Training:
         return [*resident, *memory.step_items(config, job.shape, self.ranks, self.shards)]
 
 
+def read_sheets() -> dict[str, dict]:
+    """Numbers of every data sheet, and the driver's name, by that of the GPU."""
+    sheets = tomllib.loads(SHEETS.read_text(encoding="utf-8"))
+    return {gpu: {name: value for name, value in of.items() if name != "source"} for gpu, of in sheets.items()}
+
+
 def compute_s(job: Job, t: Training) -> float:
     """Seconds that the GPUs that train compute for a step (F/(ranks·C))."""
     config, shape, lengths = job.config, job.shape, job.lengths
@@ -223,14 +243,10 @@ def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> I
     ranks, room = machines * gpus, memory.available_bytes(pool.device)
     for shards, savings in itertools.product((n for n in range(1, ranks + 1) if not ranks % n), SAVINGS):
         if not shards % gpus or not gpus % shards:
-            ways = (Training(pool, machines, gpus, shards, savings, tokens, stages) for tokens in budgets(job.config))
+            ways = (
+                Training(pool, machines, gpus, shards, savings, tokens, stages) for tokens in memory.budgets(job.config)
+            )
             yield from itertools.islice((t for t in ways if memory.total(t.items(job)) <= room), 1)
-
-
-def budgets(config: Config) -> list[int]:
-    """Micro-batches to try, tokens: the given one, its halves, and one whole sequence."""
-    most, least = config.max_tokens_per_microbatch, config.max_sequence_tokens
-    return [*(most >> i for i in range(32) if most >> i > least), least]
 
 
 # Sampling
@@ -549,7 +565,7 @@ def _can_share(config: Config, machines: int) -> bool:
 def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
     """Trainer and engine on one GPU, all others idle."""
     for colocate in {job.config.colocate, "sleep" if job.config.async_ratio == 0 else "share"}:
-        for savings, tokens in itertools.product(SAVINGS, budgets(job.config)):
+        for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
             t = Training(pool, 1, 1, 1, savings, tokens, True)
             config = replace(t.config(job), colocate=colocate)
             try:
@@ -589,12 +605,34 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int
     return plans if limit_s else [p.solved(p.step_s * (1 + GAP)) or p for p in plans]
 
 
+def of_placement(job: Job, cluster: Cluster, placement: Placement, num_shards: int) -> Plan:
+    """What a step takes if all machines, of one kind, have this placement of `placement.py`."""
+    (pool,), config, weights = cluster.pools, job.config, 2 * job.shape.num_parameters
+    ranks, worker = len(placement.trainer_gpus), placement.workers[0]
+    options = (config.save_memory, config.max_tokens_per_microbatch)
+    training = Training(pool, pool.count, ranks, num_shards, *options, placement.transport != "shm")
+    # By ipc the engine copies what it reads, by shm both ends do.
+    update_s = {
+        "nccl": weights / (pool.gb_per_s * 1e9),
+        "ipc": 2 * weights / pool.hbm_bytes_per_s,
+        "shm": 2 * weights / HOST_BYTES_PER_S,
+    }[placement.transport]
+    is_shared = worker.shared_with_rank is not None
+    room = worker.gpu_memory_utilization * pool.device.total_bytes if is_shared else None
+    engine, colocate = largest_engine(job, pool, config.rollout_tp, room), config.colocate if is_shared else None
+    site, count = Site(pool, pool.count, pool.gpus - ranks, True), len(placement.workers) * pool.count
+    seconds = training_s(job, cluster, training)
+    return Plan(job, training, seconds, update_s, 0.0, ((site, engine),), colocate=colocate).sampled_by(
+        [(site, engine, count)]
+    )
+
+
 def _refusal(job: Job, cluster: Cluster) -> str:
     """Why nothing fits: the least that a rank of each pool's largest trainer needs, and a GPU of its largest engine."""
     texts, tps = [], [tp for tp in TPS if memory.can_split(job.shape, tp)]
     for pool in cluster.pools:
         ranks, tp = pool.count * pool.gpus, max(tp for tp in tps if tp <= pool.gpus)
-        t = Training(pool, pool.count, pool.gpus, ranks, SAVINGS[-1], budgets(job.config)[-1], False)
+        t = Training(pool, pool.count, pool.gpus, ranks, SAVINGS[-1], memory.budgets(job.config)[-1], False)
         engine = memory.engine_items(job.config, job.shape, tp)
         texts.append(f"{pool.name} has {memory.available_bytes(pool.device) / memory.GIB:.1f} GiB")
         for who, items in {f"one of {ranks} trainer ranks": t.items(job), f"a GPU of a tp {tp} engine": engine}.items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, ClassVar, Protocol
 
-from config import is_environment, read_arguments
+from config import Config, is_environment, read_arguments
 from data import own, tables
 from data.conversation import Conversation
 
@@ -88,6 +88,26 @@ def prepare_task(
         raise ValueError(f"--task {name} needs --data-path, a file or folder of rows")
     arguments |= {k: value for k, value in (("seed", seed), ("data_path", data_path)) if k in parameters}
     return functools.partial(make, **arguments)
+
+
+def check_rows(config: Config, task: Task) -> None:
+    """Say how rows are scored without --reward. Raises ValueError, in one line, if they cannot be."""
+    if config.task == "jsonl" and not config.reward:
+        task.score(task.train_problem(0).answer, "")
+        print("no --reward: a response is right if it is the column `answer` of its row", flush=True)
+
+
+def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
+    """Token ids of a prompt. Raises ValueError if the tokenizer does not know its words, as a tiny model's may not."""
+    try:
+        return task.encode_prompt(problem, tokenizer)
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises nothing more special
+            raise
+        raise ValueError(
+            f"--model {config.model}: its tokenizer cannot encode {str(problem.prompt)[:60]!r} of --task {config.task} "
+            f"({error}){'; there is no tiny model for this task' * (config.model == 'tiny')}; give another --model"
+        ) from None
 
 
 def score_of(name: str) -> Callable[[str, str], Any]:

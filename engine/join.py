@@ -28,7 +28,6 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
 from cluster.memory import check_tp
 from cluster.placement import WorkerSpec, available_cores, place
@@ -38,6 +37,7 @@ from cluster.worker_process import WorkerProcess
 from config import Config
 from data import own
 from data.messages import Abort, Connect, Fetch, Fetched, Finished, Probed, Ready, Stop, Tickets, Update, Updated
+from records.fingerprint import code_digest
 from weights.puller import Puller
 from weights.shm import ShmTransport
 from weights.transport import Staged

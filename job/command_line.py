@@ -1,4 +1,5 @@
-"""The command line of a run, made from the fields of Config: their titles, texts, types and defaults.
+"""The command line of a run, made from the fields of Config: their titles, texts, types and defaults. What a user
+brings (FILE.py:NAME) is found and looked at here, before anything heavy starts.
 
 argparse and not tyro, which cannot group the options of a flat dataclass in its help, and answers a mistake by a box.
 """
@@ -6,6 +7,7 @@ argparse and not tyro, which cannot group the options of a flat dataclass in its
 import argparse
 import inspect
 import itertools
+import os
 import re
 import sys
 import types
@@ -16,9 +18,13 @@ from pathlib import Path
 
 from config import Config, flag, nearest
 from data import own
-from job.brought import check, resolved
+from data.tasks import prepare_task
+from engine.score import load_score
 
 _FIELD = re.compile(r'^    # (.+)$|^    (\w+): .+\n    """([^"]+)"""$', re.MULTILINE)
+_DRY_RUN = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+_DRY_RUN.add_argument("--dry-run", action="store_true", help="print placement, memory and a predicted step, and end")
+_DRY_RUN.add_argument("--gpus", metavar="8xH100", help="GPUs to plan for; unset takes those of this machine")
 _KINDS = {int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -27,10 +33,18 @@ def parse_config(args: list[str] | None = None) -> Config:
 
     Exits with status 2 and one line that says what was got, what is allowed and what to change.
     """
+    dry, args = _DRY_RUN.parse_known_args(args)
     try:
         config = read_options(args).checked()
         check(config)
-        return config
+        if not vars(dry):
+            return config
+        if "dry_run" not in dry:
+            raise ValueError(f"--gpus {dry.gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES")
+        from job.dry_run import dry_run  # and with it what only a plan needs
+
+        print(*(dry_run(config, vars(dry).get("gpus")) if os.environ.get("LOCAL_RANK", "0") == "0" else ()), sep="\n")
+        raise SystemExit(0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -49,7 +63,7 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     given, unknown = _make_parser(default or Config()).parse_known_args(args)
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = [f"--{flag(field)}" for _, field, _ in option_texts() if field] + ["--like"]
+        known = [f"--{flag(field)}" for _, field, _ in option_texts() if field] + ["--like", "--dry-run", "--gpus"]
         raise ValueError(f"{name} is no option{nearest(name, known)}; --help lists all")
     chosen = resolved({name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
     like = chosen.pop("like", None)
@@ -62,6 +76,44 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     if default or like:
         return replace(options_like(Path(like)) if like else default, **chosen)
     return with_lengths(Config(**chosen), chosen)
+
+
+def resolved(options: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    """Options with absolute paths, so that all processes mean one file, and `environment:` before a class of
+    gymnasium's. Raises ValueError, in one line, for a task that does not load."""
+    found = dict(options)
+    for name in options.keys() & {"algo", "task"}:
+        found[name] = own.resolved(options[name])
+    if "reward" in options:
+        found["reward"] = tuple(map(own.resolved, options["reward"]))
+    task = found.get("task", "")
+    if own.is_own(task) and not task.startswith("environment:"):
+        kind, gymnasium = own.load(task), sys.modules.get("gymnasium")
+        if gymnasium and isinstance(kind, type) and issubclass(kind, gymnasium.Env):
+            found["task"] = f"environment:{task}"
+    return found
+
+
+def check(config: Config) -> None:
+    """Raise ValueError, in one line, for an option of a loss or a task that it does not take, and for something of the
+    user's own that does not load or is not what it must be."""
+    _check_loss(config)
+    prepare_task(config.task, config.seed, config.data_path, config.task_args)
+    if not config.is_multi_turn:
+        load_score(config.task, config.reward)
+    own.files(own.texts_of(config))
+
+
+def _check_loss(config: Config) -> None:
+    from algos import LOSSES, choose_loss
+    from algos.own_loss import check_signature, try_loss
+
+    loss = own.load(config.algo, "--algo", LOSSES)
+    with own.blamed(config.algo, "--algo"):
+        check_signature(loss)
+    chosen = choose_loss(config.algo, config.algo_args, loss)
+    with own.blamed(config.algo, "--algo"):
+        try_loss(chosen)
 
 
 def with_lengths(config: Config, given: Collection[str]) -> Config:
@@ -86,7 +138,8 @@ def _value_of(option: str, args: list[str]) -> str | None:
 
 
 def _make_parser(default: Config) -> argparse.ArgumentParser:
-    parser = _Parser(usage="%(prog)s [options]", description=Config.__doc__, allow_abbrev=False)
+    about = {"description": Config.__doc__, "parents": [_DRY_RUN]}
+    parser = _Parser(usage="%(prog)s [options]", allow_abbrev=False, **about)
     group, types_of = parser, typing.get_type_hints(Config)
     for title, name, text in option_texts():
         if title:

@@ -19,8 +19,9 @@ from setproctitle import setproctitle
 from algos import LOSSES, hyperparameters
 from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
+from cluster.memory import ways_to_fit
 from cluster.node_watch import NodeWatch
-from cluster.placement import Placement, available_cores, place, plan_memory
+from cluster.placement import Placement, available_cores, first_that_fits, place, plan_memory
 from cluster.processes import Interrupted, exit_with_parent, ignore_signals, keep_freed_memory
 from cluster.shape import read_shape
 from config import Config
@@ -30,11 +31,11 @@ from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data import own
 from data.records import Group
-from data.tasks import load_task
-from job.brought import check_rows, encode
+from data.tasks import check_rows, encode, load_task
 from job.probe import Probe
 from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
+from records.fingerprint import check_same, fingerprint
 from records.manifest import Checkpoint, how_to_go_on
 from records.run_directory import RunDirectory
 from records.standstill import dump_stacks, end_what_is_stopped, write_stacks_to
@@ -127,7 +128,7 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     keep_freed_memory()
     clock, on_end = TrainerClock(), ExitStack()
     on_end.callback(end_watch)
-    cluster = join(config, "cuda" if visible_gpus() else "cpu")
+    cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
     if dist.is_initialized():
         on_end.callback(dist.destroy_process_group)
     resumed = find_checkpoint(config, cluster)
@@ -137,9 +138,10 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
         start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
         node = (lead or start_rollout)(start) if cluster.is_leader else None
-        model_path, stacks = cluster.broadcast_on_node(node and (node.model_path, node.run.path / "stacks.txt"))
+        of_node = node and (node.config, node.model_path, node.run.path / "stacks.txt")
+        config, model_path, stacks = cluster.broadcast_on_node(of_node)
         write_stacks_to(stacks)
-        yield node or start.make_node(model_path)
+        yield node or replace(start, config=config).make_node(model_path)
         watch.finish()
     except Exception as error:
         ignore_signals()
@@ -168,9 +170,9 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 def start_rollout(start: Start) -> Node:
     """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
-    cluster, config = start.cluster, start.config
-    model_path = resolve_model(config.model, config.task)
-    start = replace(start, placement=_fit_memory(start, model_path))
+    cluster, model_path = start.cluster, resolve_model(start.config.model, start.config.task)
+    start = _fit_memory(start, model_path)
+    config = start.config
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
     # What is wrong with options and data is said before anything is written or started.
@@ -197,16 +199,18 @@ def start_rollout(start: Start) -> Node:
     return start.make_node(model_path, tokenizer=load_tokenizer(model_path), **of_leader)
 
 
-def _fit_memory(start: Start, model_path: str) -> Placement:
-    """The placement, on GPUs with the share of an engine that shares one; prints the arithmetic."""
+def _fit_memory(start: Start, model_path: str) -> Start:
+    """With what the memory of GPUs needs, an engine's share of one and what `--save-memory auto` saves: the same on all
+    nodes. Prints the arithmetic; collective on leaders."""
     config, cluster, gpus = start.config, start.cluster, visible_gpus()
     if not gpus:
-        return start.placement
+        return start
     num_ranks, num_shards = len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas
-    shape = read_shape(model_path)
-    placement, arithmetic = plan_memory(config, start.placement, shape, gpus, num_ranks, num_shards)
+    placed, ways = (start.placement, read_shape(model_path), gpus, num_ranks, num_shards), ways_to_fit(config)
+    config = ways[max(cluster.gather(first_that_fits(ways, *placed)))]
+    placement, arithmetic = plan_memory(config, *placed)
     print(arithmetic, flush=True)
-    return placement
+    return replace(start, config=config, placement=placement)
 
 
 def _open_records(start: Start, model_path: str) -> RunDirectory:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.fingerprint import code_digest
 from cluster.gpus import visible_gpus
 from cluster.shape import read_shape
 from config import Config
@@ -29,6 +28,7 @@ from data import own
 from data.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
 from data.records import Ticket, Trajectory
 from job.trust import mistake_in
+from records.fingerprint import code_digest
 from records.run_directory import RunDirectory
 from weights.hub import Hub, make_key
 from weights.models import model_files

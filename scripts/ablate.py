@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from config import Config, flag
-from job.brought import check
-from job.command_line import read_options
+from job.command_line import check, read_options
 from scripts.grids import RECORDED, key, loss, read_records, record_of, report
 from scripts.runs import load
 from scripts.table import show

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import tomllib
 from pathlib import Path
-from statistics import NormalDist
 
 from cluster import planner
 from cluster.planner import Cluster, Job, Lengths, Pool
@@ -12,16 +11,8 @@ from cluster.shape import read_shape
 from config import Config, nearest
 from scripts.runs import Run
 
-SHEETS = Path(planner.__file__).with_name("gpu_sheets.toml")
 ASSUMED_LINK = 1.25
 """GB/s between machines where nothing is said: Ethernet of 10 Gbit/s."""
-QUANTILES = 2000
-
-
-def read_sheets() -> dict[str, dict]:
-    """Numbers of every data sheet, by the name of the GPU."""
-    sheets = tomllib.loads(SHEETS.read_text(encoding="utf-8"))
-    return {gpu: {n: v for n, v in of.items() if n not in ("source", "called")} for gpu, of in sheets.items()}
 
 
 def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
@@ -30,7 +21,7 @@ def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
         file = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    sheets, pools, links = read_sheets(), [], file.get("links", {})
+    sheets, pools, links = planner.read_sheets(), [], file.get("links", {})
     if not isinstance(file.get("machines"), list):
         raise ValueError(f"{path} lists no [[machines]]; give gpu, gpus, count and price_per_hour of each kind")
     for machines in file["machines"]:
@@ -79,8 +70,8 @@ def lengths_of(run: Run, config: Config, prompt_tokens: float | None) -> Lengths
 
 def with_rates(cluster: Cluster, run: Run) -> tuple[Cluster, str]:
     """The cluster with mfu and hbm_efficiency of the run's GPUs as the run has measured them, and what was done."""
-    gpus, sheets = run.info["hardware"]["gpus"], tomllib.loads(SHEETS.read_text(encoding="utf-8"))
-    measured = [pool for pool in cluster.pools if sheets[pool.gpu]["called"] in gpus]
+    gpus = run.info["hardware"]["gpus"]
+    measured = [pool for pool in cluster.pools if pool.called in gpus]
     where = ", ".join(dict.fromkeys(gpus)) or "a CPU"
     if run.info["config"].get("listen"):
         where, measured = "machines that joined it, too", []
@@ -106,14 +97,11 @@ def with_rates(cluster: Cluster, run: Run) -> tuple[Cluster, str]:
 
 def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -> Lengths:
     """Lengths by a law, or, where none is given, lognormal around a quarter of the limit."""
-    prompt, longest = prompt_tokens or config.max_prompt_tokens, config.max_response_tokens
-    name, _, numbers = (law or f"lognormal:{longest / 4:g},0.8").partition(":")
+    name, _, numbers = (law or f"lognormal:{config.max_response_tokens / 4:g},0.8").partition(":")
     try:
         median, sigma = map(float, numbers.split(","))
     except ValueError:
         median = sigma = -1.0
     if name != "lognormal" or not 0 < median < math.inf or not 0 <= sigma < 10:
         raise ValueError(f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}")
-    normals = (NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES))
-    responses = (min(longest, max(1.0, median * math.exp(sigma * z))) for z in normals)
-    return Lengths.of(prompt, responses, config.groups_per_step * config.group_size)
+    return Lengths.lognormal(prompt_tokens or config.max_prompt_tokens, median, sigma, config)

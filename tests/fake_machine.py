@@ -14,7 +14,6 @@ import torch
 import zmq
 from fake_worker import run_fake_worker, trajectory
 
-from cluster.fingerprint import code_digest
 from cluster.placement import Placement, WorkerPlacement
 from config import Config
 from controller.controller import Controller
@@ -35,6 +34,7 @@ from data.messages import (
 )
 from data.tasks import Problem
 from job.swarm import Swarm
+from records.fingerprint import code_digest
 from weights.hub import make_key
 from weights.puller import Puller
 from weights.shm import ShmTransport

@@ -16,6 +16,7 @@ from cluster.cluster import Peer, form_cluster, join
 from cluster.node_watch import NodeWatch
 from config import Config
 from data.records import Group, Trajectory
+from records.fingerprint import check_same, fingerprint
 from trainer import batch
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -67,9 +68,9 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
     same = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     for name, value in (same | {"RANK": rank, "GROUP_RANK": rank, "MASTER_PORT": ports[0]}).items():
         os.environ[name] = str(value)
-    notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu")]
+    notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu", fingerprint, check_same)]
     os.environ["MASTER_PORT"] = str(ports[1])
-    cluster = join(Config(num_rollout_workers=rank + 1), "cpu")
+    cluster = join(Config(num_rollout_workers=rank + 1), "cpu", fingerprint, check_same)
 
     def dump() -> str:
         open(os.path.join(folder, "stacks"), "a").close()

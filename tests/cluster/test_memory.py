@@ -51,7 +51,8 @@ def gpu(gib: float, used_gib: float = 0.0) -> Gpu:
         ("1.7b", 80, LESS, True),
         ("4b", 80, LESS, False),
         ("4b", 80, LEAST, True),
-        ("8b", 80, LEAST, False),
+        ("8b", 80, LEAST, True),
+        ("8b", 64, LEAST, False),
         ("8b", 80, LEAST | ASLEEP, True),
         ("1.7b", 141, {}, True),
         ("4b", 141, {}, False),
@@ -78,12 +79,12 @@ def test_trainer_and_engine_together_stay_below_the_whole(size):
 
 
 def test_the_weights_are_counted_as_the_formulas_of_their_bytes():
-    """float32 weight and two moments; a float32 gradient; two bfloat16 staging buffers that ranks do not divide."""
+    """float32 weight and two moments; a float32 gradient; a bfloat16 staging buffer that ranks do not divide."""
     parameters = shape("1.7b").num_parameters
     by_name = {item.what: item.num_bytes for item in resident_items(Config(kl_coef=0.1), shape("1.7b"), 4, True)}
     assert by_name["weights and AdamW"] == 12 * parameters / 4
     assert by_name["reference model"] == 4 * parameters / 4
-    assert by_name["staging buffers"] == 4 * parameters
+    assert by_name["staging buffer"] == 2 * parameters
     gradients = {item.what: item.num_bytes for item in step_items(Config(), shape("1.7b"), 4, 4)}["gradients"]
     assert gradients == 4 * parameters / 4
     offloaded = resident_items(Config(save_memory=("optimizer",), kl_coef=0.1), shape("1.7b"), 4, False)
@@ -135,16 +136,21 @@ def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_l
 def test_host_memory_takes_the_staging_buffers_where_the_gpu_has_no_room():
     config = Config(**LONG, **LEAST)
     with pytest.raises(ValueError, match="--weight-sync shm"):
-        plan_shared(config, shape("8b"), gpu(76))
-    assert "staging" not in plan_shared(config, shape("8b"), gpu(76), stages=False)[1]
+        plan_shared(config, shape("8b"), gpu(64))
+    assert "staging" not in plan_shared(config, shape("8b"), gpu(64), stages=False)[1]
 
 
 def test_more_ranks_make_a_model_fit_and_a_step_that_may_not_is_only_warned_of():
     config = Config(**LONG)
     with pytest.raises(ValueError, match="AdamW"):
         check_trainer(config, shape("8b"), gpu(80), num_ranks=1, stages=True, num_shards=1)
-    text = check_trainer(config, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4)
+    with pytest.raises(ValueError, match=r"activations 1[23]\d\."):
+        check_trainer(config, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4)
+    smaller = dataclasses.replace(config, max_tokens_per_microbatch=4096)
+    text = check_trainer(smaller, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4)
     assert "warning: a step may not fit" in text
+    with pytest.raises(ValueError, match="the model does not fit"):
+        check_trainer(smaller, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4, is_strict=True)
     config = Config(**LONG, **LESS)
     assert "warning" not in check_trainer(config, shape("8b"), gpu(80), num_ranks=8, stages=True, num_shards=8)
 

@@ -1,7 +1,11 @@
+import re
+from dataclasses import replace
+
 import pytest
 from test_memory import gpu, shape
 
-from cluster.placement import place, plan_memory
+from cluster.memory import ways_to_fit
+from cluster.placement import first_that_fits, place, plan_memory
 from config import Config
 
 
@@ -151,7 +155,45 @@ def test_a_run_without_workers_of_its_own_trains_on_all_gpus_and_its_weights_are
     placed = place(config, 4, 16, 4)
     assert devices(placed) == ((0, 1, 2, 3), [], "pull") and placed.trainer_threads == 4
     assert placed.table().startswith("placement (no rollout worker here: machines that join sample):\n  trainer rank 0")
-    _, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(24)] * 4, 4, 4)
+    _, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(80)] * 4, 4, 4)
     assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic
     with pytest.raises(ValueError, match="9 trainer ranks on 8 visible GPUs"):
         place(config, 8, 64, 9)
+
+
+def chosen(gib: float, num_gpus: int, ranks: int, size: str = "8b", **options) -> Config:
+    """The options with what memory needs."""
+    config = Config(max_prompt_tokens=512, max_response_tokens=2048, **options)
+    ways, placed = ways_to_fit(config), place(config, num_gpus, 64, ranks)
+    return ways[first_that_fits(ways, placed, shape(size), [gpu(gib)] * num_gpus, ranks, ranks)]
+
+
+@pytest.mark.parametrize(
+    ("gib", "num_gpus", "ranks", "size", "save_memory", "tokens"),
+    [
+        (141, 8, 4, "0.6b", (), 16384),
+        (141, 8, 4, "8b", (), 8192),
+        (79.6, 8, 4, "8b", (), 2560),
+        (79.6, 8, 1, "8b", ("activations", "optimizer"), 16384),
+        (40, 8, 4, "4b", ("activations",), 8192),
+    ],
+)
+def test_memory_is_saved_as_far_as_it_must_be_by_smaller_passes_first(gib, num_gpus, ranks, size, save_memory, tokens):
+    config = chosen(gib, num_gpus, ranks, size)
+    assert (config.save_memory, config.max_tokens_per_microbatch) == (save_memory, tokens)
+
+
+def test_what_is_asked_for_by_name_is_not_chosen():
+    asked = chosen(79.6, 8, 4, save_memory=())
+    assert (asked.save_memory, asked.max_tokens_per_microbatch, asked.weight_sync) == ((), 16384, "auto")
+    assert chosen(79.6, 8, 4, weight_sync="nccl").weight_sync == "nccl"
+
+
+def test_an_engine_that_shares_a_gpu_is_left_room_for_a_quarter_of_its_requests_where_that_can_be():
+    config = chosen(80, 1, 1, "1.7b")
+    placed = place(config, 1, 16, 1)
+    _, text = plan_memory(config, placed, shape("1.7b"), [gpu(80)], 1, 1)
+    held = int(re.search(r"(\d+) of 256 sequences", text)[1])
+    assert config.save_memory == () and held >= 64
+    _, text = plan_memory(replace(config, max_tokens_per_microbatch=8192), placed, shape("1.7b"), [gpu(80)], 1, 1)
+    assert int(re.search(r"(\d+) of 256 sequences", text)[1]) < 64

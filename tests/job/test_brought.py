@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from own_files import ENVIRONMENT, LOSS, TASK, write_own
 
-from cluster.fingerprint import check_same, fingerprint
 from config import Config
 from data import own
 from job.command_line import parse_config, read_options
+from records.fingerprint import check_same, fingerprint
 from records.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]

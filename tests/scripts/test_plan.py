@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import memory
+from cluster import memory, planner
 from cluster.cluster import check_shares
 from cluster.placement import place, plan_memory
 from cluster.planner import Job, Pool, Training, compute_s, make_engine
@@ -22,7 +22,7 @@ from records.metrics import RolloutReport, rollout_metrics, time_metrics
 from records.run_directory import RunDirectory
 from scripts import plan as script
 from scripts.plan import main, options_of
-from scripts.plan_inputs import SHEETS, lengths_of, read_cluster, read_lengths, with_rates
+from scripts.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
 from scripts.qwen3_shapes import qwen3_config
 from scripts.runs import load
 
@@ -315,7 +315,7 @@ def test_the_options_of_a_config_make_it_again():
 
 
 def test_every_data_sheet_is_whole_and_has_a_source():
-    for name, sheet in tomllib.loads(SHEETS.read_text()).items():
+    for name, sheet in tomllib.loads(planner.SHEETS.read_text()).items():
         assert set(sheet) == {"called", "tflops", "hbm_gb_per_s", "memory_gib", "gb_per_s", "source"}, name
         numbers = {key: value for key, value in sheet.items() if key not in ("called", "source")}
         assert all(value > 0 for value in numbers.values()) and len(sheet["source"]) > 10

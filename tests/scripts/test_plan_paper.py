@@ -15,7 +15,7 @@ from cluster import planner
 from cluster.planner import Cluster, Job, Plan, Pool
 from cluster.shape import ModelShape, read_shape
 from config import Config
-from scripts.plan_inputs import read_lengths, read_sheets
+from scripts.plan_inputs import read_lengths
 
 REPEATS = 5
 
@@ -39,7 +39,7 @@ def jobs(tmp_path_factory):
 
 def cluster_of(machines: dict[str, int], constants: dict[str, dict], rates: dict[str, dict]) -> Cluster:
     """Machines of 8, with other constants than those of the sheets, and measured rates."""
-    sheets, pools = read_sheets(), []
+    sheets, pools = planner.read_sheets(), []
     for kind, count in machines.items():
         numbers = {"price_per_hour": 1.0} | sheets[kind] | constants.get(kind, {}) | rates.get(kind, {})
         pools.append(Pool(kind, kind, count, 8, **numbers))

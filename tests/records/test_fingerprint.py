@@ -1,7 +1,7 @@
 import pytest
 
-from cluster.fingerprint import check_same, fingerprint
 from config import Config
+from records.fingerprint import check_same, fingerprint
 
 
 def folder_with(path, **files):

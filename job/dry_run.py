@@ -1,0 +1,85 @@
+"""What a run would do on GPUs that are not here: `train_async.py --model NAME --dry-run --gpus 8xH100`.
+
+It places the processes and plans their memory as a run does, and predicts a step by the planner's arithmetic, which
+docs/planner.md explains. Nothing is started, and of the model its config.json is enough.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cluster import planner
+from cluster.cluster import check_shares
+from cluster.gpus import visible_gpus
+from cluster.memory import ways_to_fit
+from cluster.placement import available_cores, first_that_fits, place, plan_memory
+from cluster.planner import Cluster, Job, Lengths, Pool
+from cluster.shape import read_shape
+from config import Config, nearest
+from weights.models import resolve_model
+
+BETWEEN_MACHINES = 25.0
+"""GB/s one way that is taken for the link between two machines: InfiniBand of 200 Gbit/s."""
+WORTH_A_CHANGE = 1.1
+"""A split of the GPUs is recommended where it is predicted to be faster by this factor."""
+
+
+def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
+    """Lines that say what the run would do on `gpus`, as in 8xH100 or 2x8xH100, or on those of this machine.
+
+    torchrun's --nproc-per-node is the number of trainer ranks on each machine; without torchrun the best is taken.
+    Raises ValueError, in one line, for GPUs that are not known, and for a model that does not fit.
+    """
+    pool = read_pool(gpus)
+    is_made_here = config.model in ("tiny", "smollm2")
+    shape = read_shape(resolve_model(config.model, config.task) if is_made_here else config.model)
+    job = Job(config, shape, Lengths.lognormal(config.max_prompt_tokens, config.max_response_tokens / 4, 0.8, config))
+    cluster = Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
+    best = planner.plan(job, cluster)[0]
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", best.training.gpus))
+    placed = place(config, pool.gpus, available_cores(), per_machine)
+    num_ranks = per_machine * pool.count
+    check_shares(config, pool.count, num_ranks)
+    ways, num_shards = ways_to_fit(config), num_ranks // config.replicas
+    fits = (placed, shape, [pool.device] * pool.gpus, num_ranks, num_shards)
+    config = ways[first_that_fits(ways, *fits)]
+    placement, arithmetic = plan_memory(config, *fits)
+    yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
+    yield placement.table()
+    yield arithmetic
+    saved = f"--save-memory {' '.join(config.save_memory)}".strip()
+    tokens = f"--max-tokens-per-microbatch {config.max_tokens_per_microbatch}"
+    yield f"so: {saved} {tokens}, weights by {placement.transport}"
+    if not placement.workers:
+        return
+    now = planner.of_placement(replace(job, config=config), cluster, placement, num_shards)
+    yield (
+        f"step: about {now.step_s:.1f} s; training {now.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
+        f"{now.update_s:.1f} s, {'one after the other' if now.alpha == 0 else f'which overlap at α = {now.alpha:g}'}"
+    )
+    yield (
+        f"predicted with mfu {pool.mfu:g}, {pool.hbm_efficiency:.0%} of memory's bandwidth, prompts of "
+        f"{job.lengths.prompt:.0f} tokens and responses of {job.lengths.response:.0f} on average; nothing was measured"
+    )
+    if now.step_s > WORTH_A_CHANGE * best.step_s:
+        t, sampling = best.training, sum(e.tp * count for _, e, count in best.engines) // pool.count
+        yield f"faster: --nproc-per-node {t.gpus}, {sampling} GPUs a machine to sample: about {best.step_s:.1f} s"
+
+
+def read_pool(text: str | None) -> Pool:
+    """The machines that a text such as 8xH100 or 2x8xH100 means, or this one. Raises ValueError if none are known."""
+    sheets = planner.read_sheets()
+    if text is None:
+        kinds = [gpu for here in visible_gpus() for gpu, of in sheets.items() if of["called"] == here.name]
+        if not kinds:
+            raise ValueError("--dry-run: no GPU is here whose data sheet is known; give --gpus, as in 8xH100")
+        text = f"{len(kinds)}x{kinds[0]}"
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
+    if not found or "0" in found.groups():
+        raise ValueError(f"--gpus {text}: give NUMBERxKIND or MACHINESxNUMBERxKIND, as in 8xH100 or 2x8xH100")
+    machines, gpus, kind = found.groups()
+    named = [name for name in sheets if name == kind] or [name for name in sheets if name.startswith(f"{kind} ")]
+    if not named:
+        raise ValueError(f"--gpus {text}: {kind!r} is none of {', '.join(sheets)}{nearest(kind, sheets)}")
+    return Pool(named[0], named[0], int(machines or 1), int(gpus), 0.0, **sheets[named[0]])
