@@ -59,7 +59,7 @@ from weights.models import resolve_model
 
 PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
-TIMEOUT_S = 900.0
+TIMEOUT_S = 1200.0
 POLL_S = 2.0
 STEPS = {"natural": 64, "short": 32, "long": 16, "smollm2": 30}
 SYNCHRONOUS_STEPS = {**STEPS, "long": 6}
