@@ -3,26 +3,24 @@
 Model, task, prompts, reward, batch (32 groups of 8), token limits, optimizer (AdamW, 1e-3 after 5 steps of warm-up,
 clipped at norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in work.py: on `natural` the
 policy ends its responses, and learning is real; on `short` and `long` lengths are forced, by the same law, and only
-speed is measured. `smollm2` is the small language model's job in README.md, 8 groups of 8 at 4e-5: engine and trainer
-compute in bfloat16, with float32 weights (ours by FSDP, TRL by autocast); ours computes a group's prompt once. Runs of
-an arm have the seeds 0, 1, 2. TRL comes into a folder of its own on top of .venv, so that torch, transformers and vLLM
-are the same ones.
+speed is measured. `smollm2` is the job of the small language model, 8 groups of 8 at 4e-5, in bfloat16 with float32
+weights (ours by FSDP, TRL by autocast); ours trains a group's prompt once. An arm's runs have the seeds 0, 1, 2. TRL
+comes into a folder of its own on top of .venv, so that torch, transformers and vLLM are the same ones.
 
-Where learning is real no run evaluates. Weights are kept every few steps, by the same code, and scored afterwards: 256
-responses, or a few less, as many to each of the same held-out problems, sampled at temperature 1 in the engine's dtype.
+Nobody evaluates while learning: weights are kept every few steps, and scored afterwards by some 250 responses to the
+same held-out problems, at temperature 1.
 
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
-checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache; it
-is on policy and needs no log-probs. `colocate` is vLLM in the trainer's process with our engine options, without the
-importance correction, which would cost a forward pass to correct by 1e-6, in bfloat16 by 1e-2. `async` is TRL's
-asynchronous trainer and a vLLM server with our engine options, its default staleness of 4, and a whole batch in each
-step. Where TRL cannot run without a GPU, it gets the fastest that we have (peers_cpu.py): weights through shared
-memory, torch's attention, vLLM's reload. One thread and two are tried; what is compared is the best arm of each.
+checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache; it is on policy
+and needs no log-probs. `colocate` is vLLM in the trainer's process with our engine options, without the importance
+correction, which would cost a forward pass to correct by 1e-6, in bfloat16 by 1e-2. `async` is TRL's asynchronous
+trainer and a vLLM server with our engine options, its default staleness of 4, and a whole batch in each step. Where TRL
+cannot run without a GPU, it gets the fastest that we have (peers_cpu.py): weights through shared memory, torch's
+attention, vLLM's reload. One thread and two are tried; what is compared is the best arm of each.
 
-Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the
-steps to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to
-an accuracy is from the start of the process to the weights that have it, infinite for a run without such weights; also
-from the time when the engine was up (ours: has told the controller; TRL: training begins).
+Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the steps
+to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to an
+accuracy is from the start of the process, or from when the engine was up (TRL: training begins); infinite if not met.
 
 The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time per sample that
 it takes. The records also have generation and training alone, whose code is in the history at their commit.
@@ -130,8 +128,7 @@ def measure(way: Way, work: Work, peers: Path, tiny: bool, seeds: Iterator[int],
     looks = run([sys.executable, str(script), json.dumps(options)], environment(way, peers), out / "log")
     up, *lines = read(out / "steps.jsonl")
     found = {"work": work.name, "steps": steps, "seed": seed, "peer": PINS[0], **steady_state(lines)}
-    found["up_s"] = up["time"] - started_at
-    found["start_s"] = lines[0]["time"] - started_at
+    found |= {"up_s": up["time"] - started_at, "start_s": lines[0]["time"] - started_at}
     found["cores_busy"] = cores_busy(looks, lines[len(lines) // 4]["time"], lines[-1]["time"])
     found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
     found |= {"cores": len(os.sched_getaffinity(0)), "peak_memory_gb": max(memory for *_, memory in looks) / 1e9}
@@ -209,8 +206,7 @@ def steady_state(lines: list[dict]) -> dict[str, float]:
 
 def accuracy_curve(out: Path, work: Work, model_path: str, started_at: float) -> list[tuple[int, float, float]]:
     """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept; deletes these."""
-    options = {"dtype": work.config().dtype_on("cpu"), "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(model_path, **options)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=work.config().dtype_on("cpu"))
     curve = []
     for weights in [*out.glob("snapshots/step_*/*.safetensors"), *out.glob("run/checkpoints/step_*/*.safetensors")]:
         model.load_state_dict(load_file(weights), strict=False)
@@ -227,11 +223,10 @@ def accuracy(model, work: Work, tokenizer) -> float:
     problems = task.eval_problems(EVAL_RESPONSES)
     problems *= EVAL_RESPONSES // len(problems)
     prompts = {"input_ids": [task.encode_prompt(problem, tokenizer) for problem in problems]}
-    inputs = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
+    asked, seen = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").values()
     torch.manual_seed(0)
-    limits = {"max_new_tokens": work.max_response_tokens, "top_k": 0, "do_sample": True}
-    written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **limits)
-    texts = tokenizer.batch_decode(written[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    said = model.generate(asked, attention_mask=seen, max_new_tokens=work.max_response_tokens, do_sample=True, top_k=0)
+    texts = tokenizer.batch_decode(said[:, asked.shape[1] :], skip_special_tokens=True)
     return statistics.fmean(task.score(p.answer, text) for p, text in zip(problems, texts, strict=True))
 
 
@@ -244,14 +239,14 @@ def seconds_to(curve: list[tuple[int, float, float]], wanted: float) -> float | 
 
 LEARNING = [work for work in WORKS.values() if work.keep_every]
 COLUMNS = (
-    Column("samples_per_s", "samples/s", ".0f"),
+    Column("samples_per_s", "samples/s", ".1f"),
     Column("tokens_per_s", "tokens/s", ".0f"),
     Column("tokens_per_sample", "tokens per sample", ".1f"),
     Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
     Column("cores_busy", "cores busy"),
     Column("limit", "limit of the machine, samples/s", ".0f"),
     Column("to_accuracy_s", f"s to held-out {', '.join(f'{w.wanted_accuracy:g} ({w.name})' for w in LEARNING)}", ".0f"),
-    Column("learning_s", "of these with the engine up", ".0f"),
+    Column("learning_s", "s with the engine up", ".0f"),
     Column("start_s", "s to the end of step 1", ".0f"),
     Column("peak_memory_gb", "peak memory, GB", ".1f"),
 )
@@ -261,9 +256,9 @@ def arms_of(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
     """Work -> arm -> its records, with the limit of the machine, and an infinite time to what was not reached."""
     limits = [1e3 * r["cores"] / r["cpu_ms_per_sample"] if r.get("cpu_ms_per_sample") else None for r in records]
     times = [(r["to_accuracy_s"] or math.inf) if "curve" in r else None for r in records]
-    learning = [s and s - r["up_s"] if "up_s" in r else None for r, s in zip(records, times, strict=True)]
-    columns = zip(records, limits, times, learning, strict=True)
-    more = [{**r, "limit": most, "to_accuracy_s": s, "learning_s": up} for r, most, s, up in columns]
+    ups = [s and s - r["up_s"] if "up_s" in r else None for r, s in zip(records, times, strict=True)]
+    found = zip(records, limits, times, ups, strict=True)
+    more = [{**r, "limit": most, "to_accuracy_s": s, "learning_s": up} for r, most, s, up in found]
     return {work: rounds(of_work, "arm") for work, of_work in rounds(more, "work").items()}
 
 

@@ -8,11 +8,12 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 
 import torch
 from datasets import Dataset
@@ -57,11 +58,11 @@ class Recorder(TrainerCallback):
             file.write(json.dumps(line) + "\n")
 
 
+@dataclass
 class Start(TrainerCallback):
     """Writes when the engine was up, as step 0. The last callback: one of TRL's own waits for the server."""
 
-    def __init__(self, recorder: Recorder):
-        self.recorder = recorder
+    recorder: Recorder
 
     def on_train_begin(self, *_, **__) -> None:
         self.recorder.write(ended(0, time.time()))
@@ -95,14 +96,13 @@ def problems(config: Config, conversational: bool) -> Dataset:
 def common_options(config: Config) -> dict:
     """What all three modes share: the batch, the optimizer and dtypes as ours, and nothing that only costs time."""
     return {
-        "output_dir": config.runs_dir, "max_steps": config.steps, "seed": config.seed,
+        "output_dir": config.runs_dir, "max_steps": config.steps, "seed": config.seed, "disable_tqdm": True,
         "per_device_train_batch_size": config.groups_per_step * config.group_size, "gradient_accumulation_steps": 1,
         "num_generations": config.group_size, "max_completion_length": config.max_response_tokens, "temperature": 1.0,
         "learning_rate": config.lr, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": config.warmup,
         "weight_decay": config.weight_decay, "max_grad_norm": config.max_grad_norm, "epsilon": 0.2,
         "bf16": config.dtype_on("cpu") == "bfloat16", "gradient_checkpointing": False, "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
+        "dataloader_pin_memory": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1,
     }  # fmt: skip
 
 
@@ -115,8 +115,7 @@ def synchronous_trainer(mode: str, work: Work, config: Config, recorder: Recorde
     options = common_options(config)
     if mode == "colocate":
         peers_cpu.use_our_engine_options(config.dtype_on("cpu"))
-        longest = config.max_sequence_tokens
-        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": longest}
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": config.max_sequence_tokens}
         options |= {"vllm_importance_sampling_correction": False}  # see the top of peers.py
     arguments = GRPOConfig(**options, beta=0.0, loss_type="dapo", shuffle_dataset=False)
     rows = problems(config, conversational=False)
@@ -139,15 +138,9 @@ def asynchronous_trainer(work: Work, config: Config, recorder: Recorder, url: st
         peers_cpu.force_async()
     transfer = peers_cpu.ShmWeightTransfer(url)
     options = {"vllm_server_base_url": url, "token_budget": -1, "max_staleness": 4, "weight_sync_steps": 1}
-    trainer = AsyncGRPOTrainer(
-        config.model,
-        task_reward,
-        args=AsyncGRPOConfig(**common_options(config), **options),
-        train_dataset=problems(config, conversational=True),
-        processing_class=plain_tokenizer(config.model),
-        callbacks=[recorder],
-        weight_transfer=transfer,
-    )
+    arguments, rows = AsyncGRPOConfig(**common_options(config), **options), problems(config, conversational=True)
+    parts = {"processing_class": plain_tokenizer(config.model), "weight_transfer": transfer, "callbacks": [recorder]}
+    trainer = AsyncGRPOTrainer(config.model, task_reward, args=arguments, train_dataset=rows, **parts)
     transfer.named_parameters = trainer.model.named_parameters
     return trainer
 
@@ -174,7 +167,7 @@ def varlen_attention(
         behind = (lengths_k - lengths_q)[segments, None, None]
         seen = torch.arange(columns.shape[1]) <= torch.arange(rows.shape[1])[:, None] + behind
         padded = (t.transpose(1, 2) for t in (query[rows], key[columns], value[columns]))
-        attended = scaled_dot_product_attention(*padded, attn_mask=seen[:, None], scale=softmax_scale)
+        attended = scaled_dot_product_attention(*padded, attn_mask=seen[:, None], scale=softmax_scale, enable_gqa=True)
         valid = torch.arange(rows.shape[1]) < lengths_q[segments, None]
         computed.append(attended.transpose(1, 2)[valid])
         positions.append(rows[valid])
@@ -207,31 +200,20 @@ def server(config: Config, out: Path) -> Iterator[str]:
         "--worker-extension-cls", "engine.extension.EngineExtension",
     ]  # fmt: skip
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # with the endpoints that load weights
-    with open(out / "server.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
+    with open(out / "server.log", "w") as log, Popen(command, stdout=log, stderr=log, env=environment) as process:
         try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
 
 
 def main(mode: str, work: str, steps: int, out: str, snapshot_every: int = 0, **options) -> None:
-    """Train, and write steps.jsonl and snapshots into the folder `out`. `mode`: generate, colocate or async.
-
-    `options` are Config's; `model` is a folder.
-    """
-    chosen = WORKS[work]
-    config = chosen.config(steps=steps, runs_dir=out, **options)
+    """Train, and write steps.jsonl and snapshots into the folder `out`. `mode`: generate, colocate or async."""
+    config = WORKS[work].config(steps=steps, runs_dir=out, **options)
     recorder = Recorder(Path(out), snapshot_every, config.groups_per_step * config.group_size)
     with server(config, Path(out)) if mode == "async" else contextlib.nullcontext() as url:
-        if url:
-            trainer = asynchronous_trainer(chosen, config, recorder, url)
-        else:
-            trainer = synchronous_trainer(mode, chosen, config, recorder)
+        made = (WORKS[work], config, recorder)
+        trainer = asynchronous_trainer(*made, url) if url else synchronous_trainer(mode, *made)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Start(recorder))
         trainer.train()

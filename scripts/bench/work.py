@@ -46,10 +46,10 @@ class Work:
     """Of a lognormal law, cut at max_response_tokens; None lets the policy end its responses."""
     sigma: float = 0.0
     """Of ln(tokens)."""
-    options: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict, hash=False)
     """Of Config, beside its sizes."""
     keep_every: int = 0
-    """Steps from one version of the weights that is kept, and scored after the run, to the next; 0 if none is."""
+    """Steps between versions of the weights that are kept, and scored after the run; 0 if none is."""
     wanted_accuracy: float = 0.0
     """Of the weights that are kept, on held-out problems."""
 
@@ -66,8 +66,7 @@ class Work:
     def config(self, **options) -> Config:
         """The options of train_async.py that do this work, with `options` changed."""
         sizes = {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_prompt_tokens": MAX_PROMPT_TOKENS}
-        sizes |= {"max_response_tokens": self.max_response_tokens}
-        return Config(**{**sizes, **self.options, **options}).checked()
+        return Config(**{**sizes, "max_response_tokens": self.max_response_tokens, **self.options, **options}).checked()
 
 
 NATURAL = Work("natural", max_response_tokens=48, keep_every=4, wanted_accuracy=0.8)

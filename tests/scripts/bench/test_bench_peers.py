@@ -193,7 +193,7 @@ def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
     assert len(lines) == 4, "the best of each"
     ours, peer = cells(lines, "ours α=2"), cells(lines, "TRL b")
     assert (ours["÷ TRL"], ours["target"], ours["reached"]) == ("3.00 [3.00–3.00]", "≥ 2", "yes")
-    assert peer["÷ TRL"] == "–" and peer["samples/s"] == "60 [60–60]"
+    assert peer["÷ TRL"] == "–" and peer["samples/s"] == "60.0 [60.0–60.0]"
     assert ours["limit of the machine, samples/s"] == "200 [200–200]"
     lines = peers.summary([*records, run_of("TRL c", samples_per_s=100.0)])
     assert cells(lines, "ours α=2")["÷ TRL"] == "1.80 [1.80–1.80]" and cells(lines, "ours α=2")["reached"] == "no"
@@ -208,9 +208,9 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
     records += [run_of("ours α=1", cores_busy=1.5), run_of("ours α=1")]
     _, natural, long = (text.splitlines() for text in peers.report(records))
     found = cells(natural, "TRL a")
-    assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11 [10–12]")
+    assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11.0 [10.0–12.0]")
     assert found[TO_ACCURACY] == "70 [50–inf]" and found["CPU ms per sample"] == "–"
-    assert found["of these with the engine up"] == "40 [40–40], n = 1", "older records do not say when it was up"
+    assert found["s with the engine up"] == "40 [40–40], n = 1", "older records do not say when it was up"
     found = cells(long, "ours α=1")
     assert (found["cores busy"], found[TO_ACCURACY]) == ("1.50 [1.50–1.50], n = 1", "–")
 
