@@ -48,7 +48,7 @@ class Recorder(TrainerCallback):
             os.utime(folder / "model.safetensors", (self._ended_at, self._ended_at))
 
     def on_log(self, arguments, state, control, logs=None, **_) -> None:
-        """Write the step's line; the summary at the end has no lengths."""
+        """Write the step's line."""
         if (tokens := trained_tokens(logs, self.samples)) is not None:
             self.write(ended(state.global_step, self._ended_at, tokens, self.samples))
 
@@ -69,7 +69,9 @@ class Start(TrainerCallback):
 
 
 def trained_tokens(logs: dict, samples: int) -> float | None:
-    """Response tokens of one step in TRL's log."""
+    """Response tokens of one step in TRL's log; the summary at the end, which may repeat the last step, has none."""
+    if "train_runtime" in logs:
+        return None
     if "batch/trained_tokens_per_step" in logs:
         return logs["batch/trained_tokens_per_step"]
     mean = logs.get("completions/mean_length")
