@@ -1,22 +1,26 @@
 """Ours against TRL on the same work, on the CPU: `python scripts/bench/peers.py`.
 
-Model, task, reward, batch (32 groups of 8), token limits, optimizer (AdamW, 1e-3 after 5 steps of warm-up, clipped at
-norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in work.py: on `natural` the policy
-ends its responses, learning is real, and weights are kept every few steps and scored afterwards, on the same 256
-held-out problems for all; on `short` and `long` lengths are forced, by the same law, and only speed is measured. TRL
+Model, task, prompts, reward, batch (32 groups of 8), token limits, optimizer (AdamW, 1e-3 after 5 steps of warm-up,
+clipped at norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in work.py: on `natural` the
+policy ends its responses, and learning is real; on `short` and `long` lengths are forced, by the same law, and only
+speed is measured. `smollm2` is the job of the small language model, 8 groups of 8 at 4e-5, in bfloat16 with float32
+weights (ours by FSDP, TRL by autocast); ours trains a group's prompt once. An arm's runs have the seeds 0, 1, 2. TRL
 comes into a folder of its own on top of .venv, so that torch, transformers and vLLM are the same ones.
 
-Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
-checkpointing, bfloat16, saving, prompt shuffling or reference model. `generate` is transformers' with its cache; it
-is on policy and needs no log-probs. `colocate` is vLLM in the trainer's process with our engine options, without the
-importance correction, which would cost a forward pass to correct by 1e-6. `async` is TRL's asynchronous trainer and a
-vLLM server with our engine options, its default staleness of 4, and 256 samples in each step. Where TRL cannot run
-without a GPU, it gets the fastest that we have (peers_cpu.py): weights through shared memory, torch's attention,
-vLLM's reload. One thread and two are tried; what is compared is the best arm of each.
+Nobody evaluates while learning: weights are kept every few steps, and scored afterwards by some 250 responses to the
+same held-out problems, at temperature 1.
 
-Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the
-steps to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to
-an accuracy is from the start of the process to the weights that have it, infinite for a run without such weights.
+Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
+checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache; it is on policy
+and needs no log-probs. `colocate` is vLLM in the trainer's process with our engine options, without the importance
+correction, which would cost a forward pass to correct by 1e-6 (on `smollm2` by more). `async` is TRL's asynchronous
+trainer and a vLLM server with our engine options, its default staleness of 4, and a whole batch in each step. Where TRL
+cannot run without a GPU, it gets the fastest that we have (peers_cpu.py): weights through shared memory, torch's
+attention, vLLM's reload. One thread and two are tried; what is compared is the best arm of each.
+
+Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the steps
+to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to an
+accuracy is from the start of the process, or from when the engine was up (TRL: training begins); infinite if not met.
 
 The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time per sample that
 it takes. The records also have generation and training alone, whose code is in the history at their commit.
@@ -25,6 +29,7 @@ it takes. The records also have generation and training alone, whose code is in 
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -41,28 +46,25 @@ import numpy as np
 import psutil
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.processes import kill_session
 from data.tasks import load_task
-from data.tiny import TinyAdder
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, table
-from scripts.bench.work import MODEL_TASK, WORKS
+from scripts.bench.work import WORKS, Work
 from scripts.lines import markdown, read
 from weights.models import resolve_model
 
 PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
-TIMEOUT_S = 900.0
+TIMEOUT_S = 1200.0
 POLL_S = 2.0
-STEPS = {"natural": 64, "short": 32, "long": 16}
-SYNCHRONOUS_STEPS = {"natural": 64, "short": 32, "long": 6}
+STEPS = {"natural": 64, "short": 32, "long": 16, "smollm2": 30}
+SYNCHRONOUS_STEPS = {**STEPS, "long": 6}
 """Of TRL's synchronous modes, which take up to ten times as long, and begin every step with nothing in store."""
-SNAPSHOT_EVERY = 4
 TINY_STEPS = 5
-EVAL_PROBLEMS = 256
-WANTED_ACCURACY = 0.8
-TARGETS = {"natural": 2.0, "short": 1.0, "long": 2.0}
+EVAL_RESPONSES = 256
+TARGETS = {"natural": 2.0, "short": 1.0, "long": 2.0, "smollm2": 2.0}
 """Samples/s of our best arm, in multiples of the best arm of TRL."""
 
 
@@ -113,25 +115,26 @@ def install(folder: Path) -> None:
 # One measurement
 
 
-def measure(way: Way, work: str, peers: Path, tiny: bool, logs: Path) -> dict:
+def measure(way: Way, work: Work, peers: Path, tiny: bool, seeds: Iterator[int], logs: Path) -> dict:
     """Run from start to end, with TRL from the folder `peers`. Returns what its steps and its processes say."""
-    model_path, steps = resolve_model("tiny", MODEL_TASK), TINY_STEPS if tiny else way.steps(work)
-    out, learns = Path(tempfile.mkdtemp(prefix=f"{way.mode}-{work}-", dir=logs)), work == "natural"
-    options = {"work": work, "steps": steps, "out": str(out), **way.options}
-    options |= {"mode": way.mode, "model": model_path} if way.is_peer else {}
-    options |= {"snapshot_every": min(SNAPSHOT_EVERY, steps)} if learns else {}  # weights, to be scored afterwards
+    steps, config, seed = TINY_STEPS if tiny else way.steps(work.name), work.config(), next(seeds)
+    model = resolve_model(config.model, config.task)
+    out = Path(tempfile.mkdtemp(prefix=f"{way.mode}-{work.name}-", dir=logs))
+    options = {"work": work.name, "steps": steps, "out": str(out), "seed": seed, **way.options}
+    options |= {"mode": way.mode, "model": model} if way.is_peer else {}
+    options |= {"snapshot_every": min(work.keep_every, steps)} if work.keep_every else {}
     script = ROOT / "scripts" / "bench" / ("peers_trl.py" if way.is_peer else "peers_ours.py")
     started_at = time.time()
     looks = run([sys.executable, str(script), json.dumps(options)], environment(way, peers), out / "log")
-    lines = read(out / "steps.jsonl")
-    found = {"work": work, "steps": steps, "peer": PINS[0], **steady_state(lines)}
-    found["start_s"] = lines[0]["time"] - started_at
+    up, *lines = read(out / "steps.jsonl")
+    found = {"work": work.name, "steps": steps, "seed": seed, "peer": PINS[0], **steady_state(lines)}
+    found |= {"up_s": up["time"] - started_at, "start_s": lines[0]["time"] - started_at}
     found["cores_busy"] = cores_busy(looks, lines[len(lines) // 4]["time"], lines[-1]["time"])
     found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
     found |= {"cores": len(os.sched_getaffinity(0)), "peak_memory_gb": max(memory for *_, memory in looks) / 1e9}
-    if learns:
-        found["curve"] = accuracy_curve(out, model_path, started_at)
-        found["to_accuracy_s"] = seconds_to(found["curve"])
+    if work.keep_every:
+        found["curve"] = accuracy_curve(out, work, model, started_at)
+        found["to_accuracy_s"] = seconds_to(found["curve"], work.wanted_accuracy)
     return found
 
 
@@ -201,33 +204,49 @@ def steady_state(lines: list[dict]) -> dict[str, float]:
     return {"step_s": seconds / len(steady), **rates, "tokens_per_sample": tokens / samples}
 
 
-def accuracy_curve(out: Path, model_path: str, started_at: float) -> list[tuple[int, float, float]]:
-    """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept."""
-    problems = load_task(MODEL_TASK, 0).eval_problems(EVAL_PROBLEMS)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
+def accuracy_curve(out: Path, work: Work, model_path: str, started_at: float) -> list[tuple[int, float, float]]:
+    """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept; deletes these."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=work.config().dtype_on("cpu"))
     curve = []
     for weights in [*out.glob("snapshots/step_*/*.safetensors"), *out.glob("run/checkpoints/step_*/*.safetensors")]:
         model.load_state_dict(load_file(weights), strict=False)
         step, seconds = int(weights.parent.name.removeprefix("step_")), weights.stat().st_mtime - started_at
-        curve.append((step, seconds, TinyAdder().success_rate(model, problems)))
+        curve.append((step, seconds, accuracy(model, work, AutoTokenizer.from_pretrained(model_path))))
+        weights.unlink()  # half a gigabyte each
     return sorted(curve)
 
 
-def seconds_to(curve: list[tuple[int, float, float]], wanted: float = WANTED_ACCURACY) -> float | None:
+@torch.no_grad()
+def accuracy(model, work: Work, tokenizer) -> float:
+    """Share of right responses to held-out problems, as many to each, sampled at temperature 1 with a fixed seed."""
+    task = load_task(work.config().task, 0)
+    problems = task.eval_problems(EVAL_RESPONSES)
+    problems *= EVAL_RESPONSES // len(problems)
+    prompts = {"input_ids": [task.encode_prompt(problem, tokenizer) for problem in problems]}
+    asked, seen = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").values()
+    torch.manual_seed(0)
+    said = model.generate(asked, attention_mask=seen, max_new_tokens=work.max_response_tokens, do_sample=True, top_k=0)
+    texts = tokenizer.batch_decode(said[:, asked.shape[1] :], skip_special_tokens=True)
+    return statistics.fmean(task.score(p.answer, text) for p, text in zip(problems, texts, strict=True))
+
+
+def seconds_to(curve: list[tuple[int, float, float]], wanted: float) -> float | None:
     """Seconds to the first weights whose accuracy is at least `wanted`, or None if none has it."""
     return next((seconds for _, seconds, accuracy in curve if accuracy >= wanted), None)
 
 
 # Tables
 
+LEARNING = [work for work in WORKS.values() if work.keep_every]
 COLUMNS = (
-    Column("samples_per_s", "samples/s", ".0f"),
+    Column("samples_per_s", "samples/s", ".1f"),
     Column("tokens_per_s", "tokens/s", ".0f"),
     Column("tokens_per_sample", "tokens per sample", ".1f"),
     Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
     Column("cores_busy", "cores busy"),
     Column("limit", "limit of the machine, samples/s", ".0f"),
-    Column("to_accuracy_s", f"s to held-out {WANTED_ACCURACY:g}", ".0f"),
+    Column("to_accuracy_s", f"s to held-out {', '.join(f'{w.wanted_accuracy:g} ({w.name})' for w in LEARNING)}", ".0f"),
+    Column("learning_s", "s with the engine up", ".0f"),
     Column("start_s", "s to the end of step 1", ".0f"),
     Column("peak_memory_gb", "peak memory, GB", ".1f"),
 )
@@ -237,7 +256,9 @@ def arms_of(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
     """Work -> arm -> its records, with the limit of the machine, and an infinite time to what was not reached."""
     limits = [1e3 * r["cores"] / r["cpu_ms_per_sample"] if r.get("cpu_ms_per_sample") else None for r in records]
     times = [(r["to_accuracy_s"] or math.inf) if "curve" in r else None for r in records]
-    more = [{**r, "limit": most, "to_accuracy_s": s} for r, most, s in zip(records, limits, times, strict=True)]
+    ups = [s and s - r["up_s"] if "up_s" in r else None for r, s in zip(records, times, strict=True)]
+    found = zip(records, limits, times, ups, strict=True)
+    more = [{**r, "limit": most, "to_accuracy_s": s, "learning_s": up} for r, most, s, up in found]
     return {work: rounds(of_work, "arm") for work, of_work in rounds(more, "work").items()}
 
 
@@ -253,10 +274,10 @@ def best(arms: dict[str, list[dict]], prefix: str) -> str | None:
 
 def summary(records: list[dict]) -> list[str]:
     """Markdown rows: on each work our best arm and TRL's best, ours over TRL's, and the machine's limit for both."""
-    speed, *_, limit, to_accuracy, _, _ = COLUMNS
+    speed, *_, limit, to_accuracy, learning, _, _ = COLUMNS
     rows, columns = [], ()
     for work, arms in arms_of(records).items():
-        columns = speed, Column("over_peer", "÷ TRL", better=1, target=TARGETS[work]), limit, to_accuracy
+        columns = speed, Column("over_peer", "÷ TRL", better=1, target=TARGETS[work]), limit, to_accuracy, learning
         ours, peer = best(arms, "ours"), best(arms, "TRL")
         if ours and peer:
             arms[ours] = [{**r, "over_peer": r["samples_per_s"] / rate(arms[peer])} for r in arms[ours]]
@@ -285,11 +306,11 @@ def cases(given: argparse.Namespace) -> list[Case]:
     if any(WAYS[name].is_peer for name in names):
         install(peers)
 
-    def arm(name: str, work: str) -> Arm:
-        run_once = functools.partial(measure, WAYS[name], work, peers, given.size == "tiny")
+    def arm(name: str, work: Work) -> Arm:
+        run_once = functools.partial(measure, WAYS[name], work, peers, given.size == "tiny", itertools.count())
         return Arm(name, lambda logs: contextlib.nullcontext(functools.partial(run_once, logs)))
 
-    return [Case(work, [arm(name, work) for name in names], warm_up=0) for work in WORKS]
+    return [Case(work.name, [arm(name, work) for name in names], warm_up=0) for work in WORKS.values()]
 
 
 BENCH = Bench(

@@ -81,12 +81,9 @@ def sync_colocated_weights(generation: VLLMGeneration) -> None:
     generation.llm.reset_prefix_cache()
 
 
-def use_our_engine_options() -> None:
-    """Give the colocated engine the options of ours that TRL leaves at vLLM's defaults, and a reload that works.
-
-    By default vLLM would sample in bfloat16 what is trained in float32.
-    """
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+def use_our_engine_options(dtype: str) -> None:
+    """Give the colocated engine our options where TRL leaves vLLM's, and a reload that works. `dtype`: of sampling."""
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=dtype, enforce_eager=True)
     VLLMGeneration.sync_weights = sync_colocated_weights
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 

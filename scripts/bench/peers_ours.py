@@ -10,19 +10,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from config import Config
-from scripts.bench.work import SAMPLES_PER_STEP, WORKS, run_work_worker
+from scripts.bench.work import WORKS, run_work_worker
 from scripts.lines import read, read_events
 
 
 def train(config: Config) -> list[dict]:
-    """The whole job, with responses of the work's lengths. Returns its steps."""
+    """The whole job, with responses of the work's lengths. Returns its start and its steps."""
     import train_async
     from trainer.policy import Policy
 
     # Weights and nothing else, as is done for TRL: a whole checkpoint would cost ours alone.
     Policy.save = lambda policy, path: save_weights(policy.named_full_parameters(), Path(path))
     train_async.train(config, run_work_worker)
-    return steps_of(Path(config.runs_dir, config.run_name))
+    return steps_of(Path(config.runs_dir, config.run_name), config.groups_per_step * config.group_size)
 
 
 def save_weights(named: Iterable[tuple], folder: Path) -> None:
@@ -33,15 +33,18 @@ def save_weights(named: Iterable[tuple], folder: Path) -> None:
     save_file({name: weight.detach().clone() for name, weight in named}, folder / "model.safetensors")
 
 
-def steps_of(run: Path) -> list[dict]:
-    """Each step of a run: when it ended, Unix time, and what was trained in it."""
-    ends = {e["step"]: e["spans"][-1][2] for e in read_events(run / "events.jsonl") if e["event"] == "step"}
-    return [ended(m["step"], ends[m["step"]], m["tokens/trained"]) for m in read(run / "metrics.jsonl")]
+def steps_of(run: Path, samples: int) -> list[dict]:
+    """When the first engine was up, as step 0, and each step of a run: when it ended and what was trained in it."""
+    events = list(read_events(run / "events.jsonl"))
+    up = next(e["time"] for e in events if e["event"] == "worker_ready")
+    ends = {e["step"]: e["spans"][-1][2] for e in events if e["event"] == "step"}
+    steps = [ended(m["step"], ends[m["step"]], m["tokens/trained"], samples) for m in read(run / "metrics.jsonl")]
+    return [ended(0, up), *steps]
 
 
-def ended(step: int, at: float, tokens: float) -> dict:
-    """A line of steps.jsonl."""
-    return {"step": step, "time": at, "samples": SAMPLES_PER_STEP, "tokens": tokens}
+def ended(step: int, at: float, tokens: float = 0.0, samples: int = 0) -> dict:
+    """A line of steps.jsonl; `at` is Unix time."""
+    return {"step": step, "time": at, "samples": samples, "tokens": tokens}
 
 
 def main(work: str, steps: int, out: str, snapshot_every: int = 0, **options) -> None:

@@ -8,11 +8,12 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 
 import torch
 from datasets import Dataset
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
+from config import Config
 from data.tasks import load_task, score_of
 from scripts.bench.peers_ours import ended, save_weights
-from scripts.bench.work import GROUP_SIZE, MAX_PROMPT_TOKENS, MODEL_TASK, SAMPLES_PER_STEP, WORKS, Work
+from scripts.bench.work import WORKS, Work
 
 NUM_PROBLEMS = 4096
 SEGMENTS_AT_ONCE = 64
@@ -32,10 +34,10 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 
 class Recorder(TrainerCallback):
-    """Writes a line per optimizer step, and the weights every `snapshot_every` steps."""
+    """Writes a line per optimizer step of `samples`, and the weights every `snapshot_every` steps."""
 
-    def __init__(self, out: Path, snapshot_every: int):
-        self.out, self.snapshot_every, self._ended_at = out, snapshot_every, 0.0
+    def __init__(self, out: Path, snapshot_every: int, samples: int):
+        self.out, self.snapshot_every, self.samples, self._ended_at = out, snapshot_every, samples, 0.0
 
     def on_step_end(self, arguments, state, control, model=None, **_) -> None:
         """Stamp the step, before weights are published."""
@@ -46,61 +48,80 @@ class Recorder(TrainerCallback):
             os.utime(folder / "model.safetensors", (self._ended_at, self._ended_at))
 
     def on_log(self, arguments, state, control, logs=None, **_) -> None:
-        """Write the step's line; the summary at the end has no lengths."""
-        if (tokens := trained_tokens(logs)) is not None:
-            with open(self.out / "steps.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(ended(state.global_step, self._ended_at, tokens)) + "\n")
+        """Write the step's line."""
+        if (tokens := trained_tokens(logs, self.samples)) is not None:
+            self.write(ended(state.global_step, self._ended_at, tokens, self.samples))
+
+    def write(self, line: dict) -> None:
+        """Append a line to steps.jsonl."""
+        with open(self.out / "steps.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
-def trained_tokens(logs: dict) -> float | None:
-    """Response tokens of one step in TRL's log."""
+@dataclass
+class Start(TrainerCallback):
+    """Writes when the engine was up, as step 0. The last callback: one of TRL's own waits for the server."""
+
+    recorder: Recorder
+
+    def on_train_begin(self, *_, **__) -> None:
+        self.recorder.write(ended(0, time.time()))
+
+
+def trained_tokens(logs: dict, samples: int) -> float | None:
+    """Response tokens of one step in TRL's log; the summary at the end, which may repeat the last step, has none."""
+    if "train_runtime" in logs:
+        return None
     if "batch/trained_tokens_per_step" in logs:
         return logs["batch/trained_tokens_per_step"]
     mean = logs.get("completions/mean_length")
-    return None if mean is None else mean * SAMPLES_PER_STEP
+    return None if mean is None else mean * samples
 
 
-def addition_reward(completions: list, answer: list[str], **_) -> list[float]:
+def task_reward(completions: list, answer: list[str], task: list[str], **_) -> list[float]:
     """Reward of each completion, a text or a conversation of one message, by the task's own score."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [score_of(MODEL_TASK)(right, text) for right, text in zip(answer, texts, strict=True)]
+    return [score_of(name)(right, text) for name, right, text in zip(task, answer, texts, strict=True)]
 
 
-def problems(conversational: bool) -> Dataset:
-    """The task's own training problems, in their order."""
-    task = load_task(MODEL_TASK, seed=0)
+def problems(config: Config, conversational: bool) -> Dataset:
+    """The task's own training problems, in their order, as texts that have the tokens of our prompts."""
+    task = load_task(config.task, config.seed)
+    tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
     rows = [task.train_problem(index) for index in range(NUM_PROBLEMS)]
-    prompts = [[{"role": "user", "content": row.prompt}] if conversational else row.prompt for row in rows]
-    return Dataset.from_dict({"prompt": prompts, "answer": [row.answer for row in rows]})
+    texts = [tokenizer.decode(task.encode_prompt(row, tokenizer)) for row in rows]
+    prompts = [[{"role": "user", "content": text}] for text in texts] if conversational else texts
+    answers = [row.answer for row in rows]
+    return Dataset.from_dict({"prompt": prompts, "answer": answers, "task": [config.task] * NUM_PROBLEMS})
 
 
-def common_options(work: Work, steps: int, out: str) -> dict:
-    """What all three modes share: the batch, the optimizer as ours, float32, and nothing that only costs time."""
+def common_options(config: Config) -> dict:
+    """What all three modes share: the batch, the optimizer and dtypes as ours, and nothing that only costs time."""
     return {
-        "output_dir": out, "max_steps": steps,
-        "per_device_train_batch_size": SAMPLES_PER_STEP, "gradient_accumulation_steps": 1,
-        "num_generations": GROUP_SIZE, "max_completion_length": work.max_response_tokens, "temperature": 1.0,
-        "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5,
-        "weight_decay": 0.0, "max_grad_norm": 1.0, "epsilon": 0.2,
-        "bf16": False, "gradient_checkpointing": False, "use_cpu": True, "dataloader_pin_memory": False,
-        "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
+        "output_dir": config.runs_dir, "max_steps": config.steps, "seed": config.seed, "disable_tqdm": True,
+        "per_device_train_batch_size": config.groups_per_step * config.group_size, "gradient_accumulation_steps": 1,
+        "num_generations": config.group_size, "max_completion_length": config.max_response_tokens, "temperature": 1.0,
+        "learning_rate": config.lr, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": config.warmup,
+        "weight_decay": config.weight_decay, "max_grad_norm": config.max_grad_norm, "epsilon": 0.2,
+        "bf16": config.dtype_on("cpu") == "bfloat16", "gradient_checkpointing": False, "use_cpu": True,
+        "dataloader_pin_memory": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1,
     }  # fmt: skip
 
 
-def synchronous_trainer(mode: str, work: Work, model: str, options: dict, recorder: Recorder):
+def synchronous_trainer(mode: str, work: Work, config: Config, recorder: Recorder):
     """GRPOTrainer, sampling by transformers' generate or by vLLM in the same process."""
     from trl import GRPOConfig, GRPOTrainer
 
     from scripts.bench import peers_cpu
 
+    options = common_options(config)
     if mode == "colocate":
-        peers_cpu.use_our_engine_options()
-        longest = MAX_PROMPT_TOKENS + work.max_response_tokens
-        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": longest}
-        options |= {"vllm_importance_sampling_correction": False}  # engine and trainer differ by 1e-6 nats here
+        peers_cpu.use_our_engine_options(config.dtype_on("cpu"))
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": config.max_sequence_tokens}
+        options |= {"vllm_importance_sampling_correction": False}  # see the top of peers.py
     arguments = GRPOConfig(**options, beta=0.0, loss_type="dapo", shuffle_dataset=False)
-    rows = problems(conversational=False)
-    trainer = GRPOTrainer(model, addition_reward, args=arguments, train_dataset=rows, callbacks=[recorder])
+    rows = problems(config, conversational=False)
+    trainer = GRPOTrainer(config.model, task_reward, args=arguments, train_dataset=rows, callbacks=[recorder])
     if work.forced and mode == "colocate":
         peers_cpu.force_colocated(trainer.vllm_generation.llm, work)
     elif work.forced:
@@ -108,7 +129,7 @@ def synchronous_trainer(mode: str, work: Work, model: str, options: dict, record
     return trainer
 
 
-def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Recorder, url: str):
+def asynchronous_trainer(work: Work, config: Config, recorder: Recorder, url: str):
     """The asynchronous trainer, sampling by a vLLM server."""
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -118,16 +139,10 @@ def asynchronous_trainer(work: Work, model: str, options: dict, recorder: Record
     if work.forced:
         peers_cpu.force_async()
     transfer = peers_cpu.ShmWeightTransfer(url)
-    options |= {"vllm_server_base_url": url, "token_budget": -1, "max_staleness": 4, "weight_sync_steps": 1}
-    trainer = AsyncGRPOTrainer(
-        model,
-        addition_reward,
-        args=AsyncGRPOConfig(**options),
-        train_dataset=problems(conversational=True),
-        processing_class=plain_tokenizer(model),
-        callbacks=[recorder],
-        weight_transfer=transfer,
-    )
+    options = {"vllm_server_base_url": url, "token_budget": -1, "max_staleness": 4, "weight_sync_steps": 1}
+    arguments, rows = AsyncGRPOConfig(**common_options(config), **options), problems(config, conversational=True)
+    parts = {"processing_class": plain_tokenizer(config.model), "weight_transfer": transfer, "callbacks": [recorder]}
+    trainer = AsyncGRPOTrainer(config.model, task_reward, args=arguments, train_dataset=rows, **parts)
     transfer.named_parameters = trainer.model.named_parameters
     return trainer
 
@@ -154,7 +169,7 @@ def varlen_attention(
         behind = (lengths_k - lengths_q)[segments, None, None]
         seen = torch.arange(columns.shape[1]) <= torch.arange(rows.shape[1])[:, None] + behind
         padded = (t.transpose(1, 2) for t in (query[rows], key[columns], value[columns]))
-        attended = scaled_dot_product_attention(*padded, attn_mask=seen[:, None], scale=softmax_scale)
+        attended = scaled_dot_product_attention(*padded, attn_mask=seen[:, None], scale=softmax_scale, enable_gqa=True)
         valid = torch.arange(rows.shape[1]) < lengths_q[segments, None]
         computed.append(attended.transpose(1, 2)[valid])
         positions.append(rows[valid])
@@ -168,17 +183,18 @@ def _rows(starts: Tensor, lengths: Tensor, segments: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def server(work: Work, model: str, out: Path) -> Iterator[str]:
+def server(config: Config, out: Path) -> Iterator[str]:
     """A vLLM server with the engine options of engine/vllm_setup.py; yields its address, and ends it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
         "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192",
+        "--dtype", config.dtype_on("cpu"), "--enforce-eager",
+        "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192",
         "--no-enable-prefix-caching",  # a prefix would outlive the weights it was computed with
-        "--max-model-len", str(MAX_PROMPT_TOKENS + work.max_response_tokens), "--max-num-seqs", "128",
+        "--max-model-len", str(config.max_sequence_tokens), "--max-num-seqs", "128",
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
         "--kv-cache-memory-bytes", str(1 << 30), "--disable-log-stats", "--disable-uvicorn-access-log",
         "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
@@ -186,28 +202,22 @@ def server(work: Work, model: str, out: Path) -> Iterator[str]:
         "--worker-extension-cls", "engine.extension.EngineExtension",
     ]  # fmt: skip
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # with the endpoints that load weights
-    with open(out / "server.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
+    with open(out / "server.log", "w") as log, Popen(command, stdout=log, stderr=log, env=environment) as process:
         try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
 
 
-def main(mode: str, work: str, model: str, steps: int, out: str, snapshot_every: int = 0) -> None:
+def main(mode: str, work: str, steps: int, out: str, snapshot_every: int = 0, **options) -> None:
     """Train, and write steps.jsonl and snapshots into the folder `out`. `mode`: generate, colocate or async."""
-    chosen, recorder = WORKS[work], Recorder(Path(out), snapshot_every)
-    options = common_options(chosen, steps, out)
-    with server(chosen, model, Path(out)) if mode == "async" else contextlib.nullcontext() as url:
-        if url:
-            trainer = asynchronous_trainer(chosen, model, options, recorder, url)
-        else:
-            trainer = synchronous_trainer(mode, chosen, model, options, recorder)
+    config = WORKS[work].config(steps=steps, runs_dir=out, **options)
+    recorder = Recorder(Path(out), snapshot_every, config.groups_per_step * config.group_size)
+    with server(config, Path(out)) if mode == "async" else contextlib.nullcontext() as url:
+        made = (WORKS[work], config, recorder)
+        trainer = asynchronous_trainer(*made, url) if url else synchronous_trainer(mode, *made)
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Start(recorder))
         trainer.train()
 
 

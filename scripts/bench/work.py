@@ -1,8 +1,9 @@
 """The work of the benches: which responses are sampled, how long they are, and rewards and latencies of simulation.
 
-`natural` lets responses end as they end, on the addition task's own problems. All others force their lengths, so that
-whoever does the work samples and trains the same number of tokens: no end of sequence is sampled, and a response's only
-limit is its own number of tokens, drawn from a law by the seed of its request.
+`natural` lets responses end as they end, on the addition task's own problems, and so does `smollm2`, a real language
+model's job, the one of README.md. All others force their lengths, so that whoever does the work samples and trains the
+same number of tokens: no end of sequence is sampled, and a response's only limit is its own number of tokens, drawn
+from a law by the seed of its request.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from cluster.placement import WorkerSpec
@@ -24,7 +25,6 @@ from engine.score import Scored
 from rollout import RolloutWorker, run_worker, start_worker
 from scripts.latency import LatencyLaw, start_delayed
 
-MODEL_TASK = "addition"
 GROUPS, GROUP_SIZE = 32, 8
 SAMPLES_PER_STEP = GROUPS * GROUP_SIZE
 MAX_PROMPT_TOKENS = 40
@@ -46,6 +46,12 @@ class Work:
     """Of a lognormal law, cut at max_response_tokens; None lets the policy end its responses."""
     sigma: float = 0.0
     """Of ln(tokens)."""
+    options: dict = field(default_factory=dict, hash=False)
+    """Of Config, beside its sizes."""
+    keep_every: int = 0
+    """Steps between versions of the weights that are kept, and scored after the run; 0 if none is."""
+    wanted_accuracy: float = 0.0
+    """Of the weights that are kept, on held-out problems."""
 
     @property
     def forced(self) -> bool:
@@ -60,10 +66,12 @@ class Work:
     def config(self, **options) -> Config:
         """The options of train_async.py that do this work, with `options` changed."""
         sizes = {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_prompt_tokens": MAX_PROMPT_TOKENS}
-        return Config(**{**sizes, "max_response_tokens": self.max_response_tokens, **options}).checked()
+        return Config(**{**sizes, "max_response_tokens": self.max_response_tokens, **self.options, **options}).checked()
 
 
-NATURAL = Work("natural", max_response_tokens=48)
+NATURAL = Work("natural", max_response_tokens=48, keep_every=4, wanted_accuracy=0.8)
+SUMS = {"model": "smollm2", "task": "sums:one_digit", "dtype": "bfloat16", "groups_per_step": 8, "lr": 4e-5}
+SMOLLM2 = Work("smollm2", 20, options=SUMS | {"share_prefix": True}, keep_every=5, wanted_accuracy=0.9)
 SHORT = Work("short", max_response_tokens=4, median_tokens=4.0)
 LONG = Work("long", max_response_tokens=256, median_tokens=30.0, sigma=1.0)
 """Mean 47, so that the longest is 5 times the mean."""
@@ -71,7 +79,7 @@ TAIL = Work("tail", max_response_tokens=192, median_tokens=15.0, sigma=1.0)
 """Of the rollout bench: mean 24, an eighth of the longest (RollArt reports 5 to 9 in production)."""
 TURNS = Work("turns", max_response_tokens=64, median_tokens=4.0)
 """Of the rollout bench, for each turn of several: an action, so that the environment's latency is what counts."""
-WORKS = {work.name: work for work in (NATURAL, SHORT, LONG)}
+WORKS = {work.name: work for work in (NATURAL, SHORT, LONG, SMOLLM2)}
 
 
 def work_of(max_response_tokens: int) -> Work:

@@ -11,7 +11,9 @@ from data.tasks import load_task
 from data.tiny import TinyAdder, build_tokenizer
 from data.tiny_model import untrained_model
 from scripts.bench import harness, peers, peers_ours, peers_trl
+from scripts.bench.work import LONG, NATURAL, SHORT, SMOLLM2
 from scripts.lines import read
+from weights.models import resolve_model
 
 
 def run_of(arm, work="long", **measured):
@@ -53,12 +55,12 @@ def test_steady_state_begins_with_the_end_of_the_first_quarter():
 
 def test_time_to_an_accuracy_is_that_of_the_first_weights_which_have_it():
     curve = [(4, 10.0, 0.5), (8, 11.0, 0.81), (12, 12.0, 0.79), (16, 13.0, 0.9)]
-    assert peers.seconds_to(curve) == 11.0
+    assert peers.seconds_to(curve, 0.8) == 11.0
     assert peers.seconds_to(curve, 0.95) is None
 
 
 def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "EVAL_PROBLEMS", 8)
+    monkeypatch.setattr(peers, "EVAL_RESPONSES", 8)
     model = untrained_model(build_tokenizer())
     model.save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
@@ -67,7 +69,8 @@ def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkey
         weights = {name: p.detach() + 0.1 * seconds for name, p in model.named_parameters()}
         save_file(weights, tmp_path / folder / "model.safetensors")
         os.utime(tmp_path / folder / "model.safetensors", (1000 + seconds, 1000 + seconds))
-    curve = peers.accuracy_curve(tmp_path, str(tmp_path / "model"), started_at=1000.0)
+    curve = peers.accuracy_curve(tmp_path, NATURAL, str(tmp_path / "model"), started_at=1000.0)
+    assert not list(tmp_path.glob("**/step_*/*.safetensors")), "they are large"
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 3.0
@@ -84,25 +87,85 @@ def test_weights_are_kept_under_their_names(tmp_path):
 
 
 def test_steps_of_ours_are_read_from_its_run(tmp_path):
-    events = [{"event": "update"}, {"event": "step", "step": 1, "spans": [["wait", 5.0, 6.0], ["other", 6.0, 6.5]]}]
+    events = [
+        {"event": "worker_ready", "time": 4.5},
+        {"event": "worker_ready", "time": 5.5},
+        {"event": "step", "step": 1, "spans": [["wait", 5.0, 6.0], ["other", 6.0, 6.5]]},
+    ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "tokens/trained": 700}) + "\n")
-    assert peers_ours.steps_of(tmp_path) == [{"step": 1, "time": 6.5, "samples": 256, "tokens": 700}]
+    assert peers_ours.steps_of(tmp_path, samples=64) == [
+        {"step": 0, "time": 4.5, "samples": 0, "tokens": 0.0},
+        {"step": 1, "time": 6.5, "samples": 64, "tokens": 700},
+    ]
 
 
 def test_tokens_of_a_step_of_trl_are_read_from_its_log():
-    assert peers_trl.trained_tokens({"completions/mean_length": 2.5}) == 640
-    assert peers_trl.trained_tokens({"completions/mean_length": 3, "batch/trained_tokens_per_step": 7}) == 7
-    assert peers_trl.trained_tokens({"train_runtime": 3.0}) is None
+    assert peers_trl.trained_tokens({"completions/mean_length": 2.5}, samples=64) == 160
+    assert peers_trl.trained_tokens({"completions/mean_length": 3, "batch/trained_tokens_per_step": 7}, 64) == 7
+    summary = {"train_runtime": 3.0, "batch/trained_tokens_per_step": 7.5}
+    assert peers_trl.trained_tokens(summary, 64) is None, "a line of it would count the last step twice"
 
 
 def test_trl_is_asked_and_rewarded_as_the_task_says():
-    row, talk = peers_trl.problems(False)[0], peers_trl.problems(True)[0]
-    problem = load_task("addition", 0).train_problem(0)
-    assert row == {"prompt": problem.prompt, "answer": problem.answer}
+    config = NATURAL.config(model=resolve_model("tiny", "addition"), seed=3)
+    row, talk = peers_trl.problems(config, False)[0], peers_trl.problems(config, True)[0]
+    problem = load_task("addition", 3).train_problem(0)
+    assert row == {"prompt": problem.prompt, "answer": problem.answer, "task": "addition"}
     assert talk["prompt"] == [{"role": "user", "content": problem.prompt}]
     completions = [problem.answer, [{"role": "assistant", "content": "nothing"}]]
-    assert peers_trl.addition_reward(completions, [problem.answer] * 2) == [1.0, 0.0]
+    assert peers_trl.task_reward(completions, [problem.answer] * 2, ["addition"] * 2) == [1.0, 0.0]
+    assert peers_trl.task_reward(["It is 7."], ["7"], ["sums:one_digit"]) == [1.0]
+
+
+def test_trl_is_asked_in_the_tokens_of_our_prompts_where_there_is_a_chat_template(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "a ={% for message in messages %} b ={% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    row = peers_trl.problems(SMOLLM2.config(model=str(tmp_path)), False)[0]
+    task = load_task("sums:one_digit", 0)
+    asked = task.encode_prompt(task.train_problem(0), tokenizer)
+    assert tokenizer(row["prompt"])["input_ids"] == asked and len(asked) == 6
+    assert row["answer"] == task.train_problem(0).answer
+
+
+def test_the_small_language_models_job_is_the_same_for_trl():
+    config = SMOLLM2.config(seed=2, steps=30, runs_dir="here")
+    assert (config.model, config.task, config.share_prefix) == ("smollm2", "sums:one_digit", True)
+    told = peers_trl.common_options(config)
+    assert told["per_device_train_batch_size"] == 64 and told["num_generations"] == 8
+    assert (told["learning_rate"], told["bf16"], told["seed"]) == (4e-5, True, 2)
+    assert (told["max_completion_length"], told["max_steps"], told["output_dir"]) == (20, 30, "here")
+    of_tiny = peers_trl.common_options(NATURAL.config())
+    assert (of_tiny["learning_rate"], of_tiny["bf16"], of_tiny["per_device_train_batch_size"]) == (1e-3, False, 256)
+    assert {work.config().model for work in (NATURAL, SHORT, LONG)} == {"tiny"}
+
+
+def test_accuracy_is_the_share_of_right_responses_as_many_to_each_problem(monkeypatch):
+    class Says:
+        """A model that answers every second prompt right."""
+
+        def generate(self, prompts, attention_mask, **limits):
+            right = [p.answer for p in load_task("addition", 0).eval_problems(4)] * 3
+            texts = [text if i % 2 else "a0" for i, text in enumerate(right)]
+            written = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+            assert len(prompts) == 12 and (attention_mask[:, -1] == 1).all(), "padded on the left"
+            return torch.cat([prompts, written], dim=1)
+
+    tokenizer, task = build_tokenizer(), load_task("addition", 0)
+    problems = task.eval_problems(4)
+    few = type("Few", (), {"eval_problems": lambda _, n: list(problems), "encode_prompt": task.encode_prompt})
+    few.score = staticmethod(task.score)
+    monkeypatch.setattr(peers, "load_task", lambda *_: few())
+    monkeypatch.setattr(peers, "EVAL_RESPONSES", 14)
+    assert peers.accuracy(Says(), NATURAL, tokenizer) == 0.5
+
+
+def test_a_line_of_the_start_is_written_once_training_begins(tmp_path):
+    recorder = peers_trl.Recorder(tmp_path, snapshot_every=0, samples=64)
+    peers_trl.Start(recorder).on_train_begin(None, None, None)
+    (line,) = read(tmp_path / "steps.jsonl")
+    assert line["step"] == 0 and line["samples"] == 0 and abs(line["time"] - time.time()) < 10
 
 
 def test_the_template_of_a_conversation_is_the_text_as_it_is(tmp_path):
@@ -112,6 +175,9 @@ def test_the_template_of_a_conversation_is_the_text_as_it_is(tmp_path):
     messages = [{"role": "user", "content": prompt}]
     talk = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert talk == tokenizer.encode(prompt)
+
+
+TO_ACCURACY = "s to held-out 0.8 (natural), 0.9 (smollm2)"
 
 
 def cells(lines, name):
@@ -128,7 +194,7 @@ def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
     assert len(lines) == 4, "the best of each"
     ours, peer = cells(lines, "ours α=2"), cells(lines, "TRL b")
     assert (ours["÷ TRL"], ours["target"], ours["reached"]) == ("3.00 [3.00–3.00]", "≥ 2", "yes")
-    assert peer["÷ TRL"] == "–" and peer["samples/s"] == "60 [60–60]"
+    assert peer["÷ TRL"] == "–" and peer["samples/s"] == "60.0 [60.0–60.0]"
     assert ours["limit of the machine, samples/s"] == "200 [200–200]"
     lines = peers.summary([*records, run_of("TRL c", samples_per_s=100.0)])
     assert cells(lines, "ours α=2")["÷ TRL"] == "1.80 [1.80–1.80]" and cells(lines, "ours α=2")["reached"] == "no"
@@ -139,20 +205,21 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
     learns = {"work": "natural", "curve": [(4, 1.0, 0.5)]}
     records = [run_of("TRL a", samples_per_s=10.0, to_accuracy_s=50.0, **learns)]
     records += [run_of("TRL a", samples_per_s=12.0, to_accuracy_s=None, **learns)]
-    records += [run_of("TRL a", samples_per_s=11.0, to_accuracy_s=70.0, **learns)]
+    records += [run_of("TRL a", samples_per_s=11.0, to_accuracy_s=70.0, up_s=30.0, **learns)]
     records += [run_of("ours α=1", cores_busy=1.5), run_of("ours α=1")]
     _, natural, long = (text.splitlines() for text in peers.report(records))
     found = cells(natural, "TRL a")
-    assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11 [10–12]")
-    assert found["s to held-out 0.8"] == "70 [50–inf]" and found["CPU ms per sample"] == "–"
+    assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11.0 [10.0–12.0]")
+    assert found[TO_ACCURACY] == "70 [50–inf]" and found["CPU ms per sample"] == "–"
+    assert found["s with the engine up"] == "40 [40–40], n = 1", "older records do not say when it was up"
     found = cells(long, "ours α=1")
-    assert (found["cores busy"], found["s to held-out 0.8"]) == ("1.50 [1.50–1.50], n = 1", "–")
+    assert (found["cores busy"], found[TO_ACCURACY]) == ("1.50 [1.50–1.50], n = 1", "–")
 
 
 def test_the_committed_records_give_a_table_of_each_work():
     records = read(harness.ROOT / "results" / "peers" / "peers.jsonl")
     arms = peers.arms_of(records)
-    assert arms.keys() == peers.TARGETS.keys()
+    assert {"natural", "short", "long"} <= arms.keys() <= peers.TARGETS.keys()
     for work, of_work in arms.items():
         ours, peer = peers.best(of_work, "ours"), peers.best(of_work, "TRL")
         ratio = f"{peers.rate(of_work[ours]) / peers.rate(of_work[peer]):.2f} ["
@@ -210,8 +277,9 @@ def test_a_run_is_told_its_work_and_what_it_says_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "ROOT", tmp_path)
     monkeypatch.setattr(peers, "resolve_model", lambda *_: "no model")
     way = peers.Way(options={"num_rollout_workers": 3})
-    found = peers.measure(way, "short", tmp_path, True, tmp_path)
-    assert (found["work"], found["steps"], found["peer"]) == ("short", 5, "trl==1.16.0")
+    found = peers.measure(way, SHORT, tmp_path, True, iter([7]), tmp_path)
+    assert (found["work"], found["steps"], found["seed"], found["peer"]) == ("short", 5, 7, "trl==1.16.0")
+    assert found["start_s"] - found["up_s"] == pytest.approx(1.0), "the first line is the start"
     assert found["tokens_per_sample"] == 3.0 and found["samples_per_s"] == pytest.approx(256.0)
     assert "curve" not in found, "with forced lengths nothing is learned"
 
@@ -219,8 +287,9 @@ def test_a_run_is_told_its_work_and_what_it_says_is_kept(tmp_path, monkeypatch):
 STANDS_IN = """
 import json, pathlib, sys
 told = json.loads(sys.argv[1])
-assert "mode" not in told and told["work"] == "short"
-lines = [{"time": i, "samples": 256, "tokens": 256 * told["num_rollout_workers"]} for i in range(told["steps"])]
+assert "mode" not in told and told["work"] == "short" and told["seed"] == 7
+tokens = 256 * told["num_rollout_workers"]
+lines = [{"time": i, "samples": 256 * (i > 0), "tokens": tokens} for i in range(told["steps"] + 1)]
 pathlib.Path(told["out"], "steps.jsonl").write_text("\\n".join(map(json.dumps, lines)))
 """
 
