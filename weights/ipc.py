@@ -4,47 +4,46 @@ from collections.abc import Iterable
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout
+from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
 
 IPC_CHUNK_BYTES = 1 << 29
 
 
-class IpcTransport(TwoBuffers):
+class IpcTransport(Buffers):
     """Weights through the memory of the GPU that trainer and engine share, by vLLM's own CUDA IPC engine.
 
-    Two packed buffers stay allocated, and nothing goes through the host. They are sent in chunks, because vLLM's engine
+    One packed buffer stays allocated, and nothing goes through the host. It is sent in chunks, because vLLM's engine
     copies a whole chunk before it loads it. Each chunk is exported once and for all: every export wraps the buffer's
     memory once more, which would never be undone while the buffer lives. The readers that torch counts per export only
     say when memory may be freed, and this is not.
     """
 
     def __init__(self, specs: list[ParameterSpec]):
-        super().__init__()
+        super().__init__(num_buffers=1)
         self.specs = specs
         self._sizes = [spec.num_bytes for spec in specs]
-        self._chunks = chunks_of(self._sizes, IPC_CHUNK_BYTES)
-        self._buffers = [torch.empty(sum(self._sizes), dtype=torch.uint8, device="cuda") for _ in range(2)]
-        self._messages = [[self._message(index, chunk) for chunk in self._chunks] for index in range(2)]
+        self._buffer = torch.empty(sum(self._sizes), dtype=torch.uint8, device="cuda")
+        self._messages = [self._message(chunk) for chunk in chunks_of(self._sizes, IPC_CHUNK_BYTES)]
 
     def init_info(self, worker: int = 0) -> dict:
         """vLLM's engine needs to know only that parameters come packed."""
         return {"packed": True}
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
-        """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
+        """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
 
-        Raises RuntimeError if there is none.
+        Raises RuntimeError while it is read.
         """
         index = self.take_buffer()
         views = [
             (spec.name, part.view(spec.dtype).view(spec.shape))
-            for part, spec in zip(self._buffers[index].split(self._sizes), self.specs, strict=True)
+            for part, spec in zip(self._buffer.split(self._sizes), self.specs, strict=True)
         ]
         copy_parameters(parameters, views)
         torch.cuda.synchronize()  # the engine's stream knows nothing of ours
-        return Staged(index, self._messages[index])
+        return Staged(index, self._messages)
 
-    def _message(self, index: int, chunk: range) -> dict:
+    def _message(self, chunk: range) -> dict:
         import base64
         import pickle
 
@@ -52,7 +51,7 @@ class IpcTransport(TwoBuffers):
 
         start = sum(self._sizes[: chunk.start])
         sizes = [self._sizes[i] for i in chunk]
-        part = self._buffers[index][start : start + sum(sizes)]
+        part = self._buffer[start : start + sum(sizes)]
         _, handle = reduce_tensor(part)
         handles = {str(torch.cuda.get_device_properties(part.device).uuid): handle}
         return {

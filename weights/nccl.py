@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout, parameter_views, payload_bytes
+from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout, parameter_views, payload_bytes
 
 ADDRESS = "127.0.0.1"
 CHUNK_BYTES = 1 << 29
@@ -107,8 +107,8 @@ class _Sender:
             self._link.abort()
 
 
-class NcclTransport(TwoBuffers):
-    """Weights from rank 0's GPU to those of the workers: two staging buffers there, and a link to each worker."""
+class NcclTransport(Buffers):
+    """Weights from rank 0's GPU to those of the workers: a staging buffer there, and a link to each worker."""
 
     def __init__(
         self,
@@ -119,14 +119,13 @@ class NcclTransport(TwoBuffers):
         open_link: Callable[..., NcclLink] = NcclLink,
     ):
         """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
-        super().__init__()
+        super().__init__(num_buffers=1)
         if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
             import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
         self._timeout_s, self._open_link = timeout_s, open_link
-        size = payload_bytes(specs)
-        payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._views = [parameter_views(payload, specs) for payload in payloads]
+        self._payload = torch.empty(payload_bytes(specs), dtype=torch.uint8, device=device)
+        self._views = parameter_views(self._payload, specs)
         self._senders: dict[int, _Sender] = {}
 
     def init_info(self, worker: int = 0) -> dict:
@@ -146,19 +145,19 @@ class NcclTransport(TwoBuffers):
         }
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
-        """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
+        """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
 
-        This is all that the trainer waits for. Raises RuntimeError if no buffer is free.
+        This is all that the trainer waits for. Raises RuntimeError while the buffer is read.
         """
         index = self.take_buffer()
-        copy_parameters(parameters, self._views[index])
+        copy_parameters(parameters, self._views)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the sending threads have streams of their own
         return Staged(index, [layout(self.specs)])
 
     def send(self, worker: int, staged: Staged) -> None:
         """Send to a worker that is about to receive; returns at once."""
-        self._senders[worker].send(self._views[staged.buffer])
+        self._senders[worker].send(self._views)
 
     def drop(self, worker: int) -> None:
         """Give up the group of a worker that has died."""

@@ -39,9 +39,9 @@ class PullTransport(Transport):
         """How parameters lie in a snapshot."""
         return layout(self.specs)
 
-    def free_buffer(self) -> int | None:
+    def reserve(self) -> bool:
         """Weights may be staged at any time: each version has memory of its own."""
-        return 0
+        return True
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters`, in the order of the specs, into a snapshot; old ones that nobody reads go."""
@@ -135,9 +135,18 @@ class LocalAndPulled:
         """What a worker's engine, or machine, needs once."""
         return self._of(worker).init_info(worker)
 
-    def free_buffer(self) -> int | None:
+    @property
+    def keeps_announced(self) -> bool:
+        """Whether the announced weights stay for workers of this node; those of the swarm keep theirs."""
+        return self.local.keeps_announced
+
+    def reserve(self) -> bool:
         """Whether there is room to stage."""
-        return self.local.free_buffer()
+        return self.local.reserve()
+
+    def can_read(self, worker: int, staged: Staged) -> bool:
+        """Whether a worker may begin to read what was announced."""
+        return self._of(worker).can_read(worker, self._part(worker, staged))
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy weights to where each of the two has them, in one pass."""

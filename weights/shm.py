@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout, parameter_views, payload_bytes
+from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout, parameter_views, payload_bytes
 
 HEADER_BYTES = 4096  # one page, which begins with the version, int64
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked every CHECKSUM_INTERVAL versions
@@ -51,11 +51,11 @@ class SharedBuffer:
             )
 
 
-class ShmTransport(TwoBuffers):
+class ShmTransport(Buffers):
     """The trainer's end, which makes both buffers; weights/extension.py has the engine's."""
 
     def __init__(self, specs: list[ParameterSpec]):
-        super().__init__()
+        super().__init__(num_buffers=2)
         self.specs = specs
         size = HEADER_BYTES + payload_bytes(specs)
         self._paths, self._buffers = [], []

@@ -3,7 +3,7 @@ import torch
 
 from weights.ipc import chunks_of
 from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport
-from weights.transport import ParameterSpec, parameter_views, payload_bytes
+from weights.transport import Buffers, ParameterSpec, Staged, parameter_views, payload_bytes
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
@@ -46,11 +46,25 @@ def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read():
     second = transport.stage(1, parameters(1.0))
     assert second.buffer != first.buffer
     transport.announce(second)
-    assert transport.free_buffer() is None, "one is being read, the other is announced"
+    assert not transport.reserve(), "one is being read, the other is announced"
     with pytest.raises(RuntimeError, match="no weight buffer is free"):
         transport.stage(2, parameters(2.0))
     transport.release(0, first)
     assert transport.stage(2, parameters(2.0)).buffer == first.buffer
+
+
+def test_of_one_buffer_nobody_begins_to_read_what_is_being_written():
+    buffers = Buffers(1)
+    assert buffers.reserve() and buffers.reserve()
+    first = Staged(buffers.take_buffer(), [])
+    buffers.announce(first)
+    assert buffers.can_read(0, first) and not buffers.keeps_announced
+    buffers.acquire(0, first)
+    assert not buffers.reserve() and buffers.can_read(1, first), "another may read what is read"
+    buffers.release(0, first)
+    assert buffers.reserve() and not buffers.can_read(1, first)
+    buffers.announce(Staged(buffers.take_buffer(), []))
+    assert buffers.can_read(1, first)
 
 
 def test_another_order_or_number_of_parameters_is_refused():
