@@ -6,7 +6,34 @@ import torch
 
 from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
 
-IPC_CHUNK_BYTES = 1 << 29
+CHUNK_BYTES = 1 << 29
+"""After so many bytes a chunk ends, with the parameter that has them."""
+
+
+def chunks_of(sizes: list[int], num_bytes: int) -> list[range]:
+    """Cut a list into runs of neighbours where vLLM's receiving end cuts: after the item with which a run has more
+    than `num_bytes`."""
+    chunks, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        total += size
+        if total > num_bytes:
+            chunks.append(range(start, i + 1))
+            start, total = i + 1, 0
+    return chunks + [range(start, len(sizes))] * (start < len(sizes))
+
+
+class Packed:
+    """All parameters one after the other in one [bytes] uint8 tensor, without a gap, as vLLM's engines expect them."""
+
+    def __init__(self, specs: list[ParameterSpec], device: torch.device):
+        """Allocate it. Raises RuntimeError if a parameter would begin where none of its dtype may."""
+        sizes = [spec.num_bytes for spec in specs]
+        self.payload = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        parts = zip(specs, self.payload.split(sizes), strict=True)
+        self.parameters = [(spec.name, part.view(spec.dtype).view(spec.shape)) for spec, part in parts]
+        """Hugging Face name and view of each."""
+        self.chunks = chunks_of(sizes, CHUNK_BYTES)
+        self.chunk_payloads = self.payload.split([sum(sizes[i] for i in chunk) for chunk in self.chunks])
 
 
 class IpcTransport(Buffers):
@@ -21,9 +48,8 @@ class IpcTransport(Buffers):
     def __init__(self, specs: list[ParameterSpec]):
         super().__init__(num_buffers=1)
         self.specs = specs
-        self._sizes = [spec.num_bytes for spec in specs]
-        self._buffer = torch.empty(sum(self._sizes), dtype=torch.uint8, device="cuda")
-        self._messages = [self._message(chunk) for chunk in chunks_of(self._sizes, IPC_CHUNK_BYTES)]
+        self._packed = Packed(specs, torch.device("cuda"))
+        self._messages = list(map(self._message, self._packed.chunks, self._packed.chunk_payloads))
 
     def init_info(self, worker: int = 0) -> dict:
         """vLLM's engine needs to know only that parameters come packed."""
@@ -35,38 +61,21 @@ class IpcTransport(Buffers):
         Raises RuntimeError while it is read.
         """
         index = self.take_buffer()
-        views = [
-            (spec.name, part.view(spec.dtype).view(spec.shape))
-            for part, spec in zip(self._buffer.split(self._sizes), self.specs, strict=True)
-        ]
-        copy_parameters(parameters, views)
+        copy_parameters(parameters, self._packed.parameters)
         torch.cuda.synchronize()  # the engine's stream knows nothing of ours
         return Staged(index, self._messages)
 
-    def _message(self, chunk: range) -> dict:
+    def _message(self, chunk: range, payload: torch.Tensor) -> dict:
         import base64
         import pickle
 
         from torch.multiprocessing.reductions import reduce_tensor
 
-        start = sum(self._sizes[: chunk.start])
-        sizes = [self._sizes[i] for i in chunk]
-        part = self._buffer[start : start + sum(sizes)]
-        _, handle = reduce_tensor(part)
-        handles = {str(torch.cuda.get_device_properties(part.device).uuid): handle}
+        _, handle = reduce_tensor(payload)
+        handles = {str(torch.cuda.get_device_properties(payload.device).uuid): handle}
+        specs = self.specs[chunk.start : chunk.stop]
         return {
-            **layout([self.specs[i] for i in chunk]),
-            "tensor_sizes": sizes,
+            **layout(specs),
+            "tensor_sizes": [spec.num_bytes for spec in specs],
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }
-
-
-def chunks_of(sizes: list[int], max_bytes: int) -> list[range]:
-    """Cut a list into runs of neighbours with at most `max_bytes` together; a larger item is a run of its own."""
-    chunks, start, total = [], 0, 0
-    for i, size in enumerate(sizes):
-        if i > start and total + size > max_bytes:
-            chunks.append(range(start, i))
-            start, total = i, 0
-        total += size
-    return [*chunks, range(start, len(sizes))]

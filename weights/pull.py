@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from weights.delta import Snapshot, digest_of, encode_delta
+from weights.shm import parameter_views, payload_bytes
 from weights.snapshots import SnapshotWriter
-from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout, parameter_views, payload_bytes
+from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout
 
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""

@@ -8,12 +8,32 @@ from collections.abc import Iterable
 
 import torch
 
-from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout, parameter_views, payload_bytes
+from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
 
+ALIGNMENT = 64  # bytes, of each parameter
 HEADER_BYTES = 4096  # one page, which begins with the version, int64
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked every CHECKSUM_INTERVAL versions
 CHECKSUM_INTERVAL = 10
 NO_CHECKSUM = 0
+
+
+def slot_bytes(spec: ParameterSpec) -> int:
+    """Bytes from a parameter's start in a payload to the next one's, a multiple of ALIGNMENT."""
+    return -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def payload_bytes(specs: list[ParameterSpec]) -> int:
+    """Size of a payload, which has all parameters one after the other."""
+    return sum(map(slot_bytes, specs))
+
+
+def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[tuple[str, torch.Tensor]]:
+    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
+    slots = payload.split(list(map(slot_bytes, specs)))
+    return [
+        (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
+        for spec, slot in zip(specs, slots, strict=True)
+    ]
 
 
 class SharedBuffer:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-ALIGNMENT = 64
-
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -30,11 +28,6 @@ class ParameterSpec:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes from its start in a payload to the next parameter's, a multiple of ALIGNMENT."""
-        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def layout(specs: list[ParameterSpec]) -> dict[str, list]:
@@ -50,20 +43,6 @@ def specs_of(names: list[str], dtype_names: list[str], shapes: list[list[int]]) 
     """The parameters of a `layout`."""
     named = zip(names, dtype_names, shapes, strict=True)
     return [ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
-
-
-def payload_bytes(specs: list[ParameterSpec]) -> int:
-    """Size of a payload, which has all parameters one after the other."""
-    return sum(spec.slot_bytes for spec in specs)
-
-
-def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[tuple[str, torch.Tensor]]:
-    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
-    slots = payload.split([spec.slot_bytes for spec in specs])
-    return [
-        (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
-        for spec, slot in zip(specs, slots, strict=True)
-    ]
 
 
 @dataclass(frozen=True)

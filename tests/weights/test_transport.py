@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from weights.ipc import chunks_of
-from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport
-from weights.transport import Buffers, ParameterSpec, Staged, parameter_views, payload_bytes
+from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport, parameter_views, payload_bytes
+from weights.transport import Buffers, ParameterSpec, Staged
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
@@ -91,7 +91,13 @@ def test_parameters_are_aligned_and_do_not_overlap():
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [([3, 3, 3], [[0, 1], [2]]), ([9, 1, 1], [[0], [1, 2]]), ([1, 9], [[0], [1]]), ([6], [[0]])],
+    [
+        ([3, 3, 3], [[0, 1, 2]]),
+        ([9, 1, 1], [[0], [1, 2]]),
+        ([1, 9], [[0, 1]]),
+        ([6], [[0]]),
+        ([3, 3, 1, 6], [[0, 1, 2], [3]]),
+    ],
 )
-def test_chunks_are_neighbours_within_the_limit_and_cover_all(sizes, expected):
+def test_chunks_are_neighbours_that_end_with_what_goes_beyond_the_limit_and_cover_all(sizes, expected):
     assert [list(chunk) for chunk in chunks_of(sizes, 6)] == expected
