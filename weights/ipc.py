@@ -1,5 +1,6 @@
 """Weights without a copy between processes, where trainer and engine share a GPU."""
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -20,6 +21,16 @@ def chunks_of(sizes: list[int], num_bytes: int) -> list[range]:
             chunks.append(range(start, i + 1))
             start, total = i + 1, 0
     return chunks + [range(start, len(sizes))] * (start < len(sizes))
+
+
+def check_allocator() -> None:
+    """Raise ValueError if torch is told to allocate memory that a child process may not open, as an engine is one."""
+    told = (name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name))
+    if (name := next(told, None)) and "expandable_segments:true" in os.environ[name].lower().replace(" ", ""):
+        raise ValueError(
+            f"{name}={os.environ[name]}: an engine cannot open the trainer's expandable segments, as --weight-sync ipc "
+            "needs; take expandable_segments out of the variable, or use --weight-sync shm"
+        )
 
 
 class Packed:
@@ -45,10 +56,12 @@ class IpcTransport(Buffers):
     say when memory may be freed, and this is not.
     """
 
-    def __init__(self, specs: list[ParameterSpec]):
+    def __init__(self, specs: list[ParameterSpec], device: str = "cuda"):
+        """Allocate the buffer; raises ValueError where the engine could not open it."""
         super().__init__(num_buffers=1)
+        check_allocator()
         self.specs = specs
-        self._packed = Packed(specs, torch.device("cuda"))
+        self._packed = Packed(specs, torch.device(device))
         self._messages = list(map(self._message, self._packed.chunks, self._packed.chunk_payloads))
 
     def init_info(self, worker: int = 0) -> dict:
