@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -79,6 +81,43 @@ def test_a_reader_with_another_layout_is_refused():
     transport = ShmTransport(SPECS)
     with pytest.raises(RuntimeError, match="1 parameters need"):
         SharedBuffer(transport.init_info()["paths"][0], SPECS[:1])
+
+
+class Cuda:
+    """What CUDA's runtime is asked to lock; it refuses once it has been told to."""
+
+    def __init__(self, monkeypatch):
+        self.locked, self.refuses = [], False
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.locked.append((address, num_bytes))
+        return SimpleNamespace(value=801 if self.refuses else 0)
+
+
+def test_beside_a_gpu_both_ends_lock_whole_buffers_and_only_the_first_version_in_each_has_a_checksum(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr("weights.shm.CHECKSUM_EVERY_VERSION_BELOW", 0)
+    transport = ShmTransport(SPECS)
+    theirs = [SharedBuffer(path, SPECS, on_gpu=True) for path in transport.init_info()["paths"]]
+    buffers = [*transport._buffers, *theirs]
+    assert cuda.locked == [(buffer.header.data_ptr(), 4096 + 128) for buffer in buffers]
+    checksums = []
+    for version in range(7, 12):
+        staged = transport.stage(version, parameters(version))
+        transport.announce(staged)
+        theirs[staged.buffer].check(version, staged.messages[0]["checksum"])
+        checksums.append(staged.messages[0]["checksum"])
+    assert [checksum != NO_CHECKSUM for checksum in checksums] == [True, True, False, False, False]
+
+
+def test_where_memory_cannot_be_locked_weights_go_the_slow_way(monkeypatch, capsys):
+    Cuda(monkeypatch).refuses = True
+    transport = ShmTransport(SPECS)
+    assert "weights are copied slowly" in (said := capsys.readouterr().out) and "801" in said
+    staged = transport.stage(3, parameters(1.0))
+    reader(transport, staged).check(3, staged.messages[0]["checksum"])
 
 
 def test_parameters_are_aligned_and_do_not_overlap():
