@@ -12,6 +12,7 @@ What is sent is the staged memory itself; nothing is copied once more.
 """
 
 import functools
+import os
 import queue
 import socket
 import threading
@@ -24,8 +25,21 @@ from weights.ipc import CHUNK_BYTES, Packed
 from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
 
 ADDRESS = "127.0.0.1"
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 2
 """Chunks that an engine receives at the same time."""
+
+
+def import_communicator() -> None:
+    """Import vLLM's communicator, and leave to the trainer's compiler the threads that vLLM takes from it."""
+    import torch._inductor.config  # noqa: F401  which reads their number
+
+    before = os.environ.get(COMPILE_THREADS)
+    import vllm.distributed.device_communicators.pynccl  # noqa: F401
+
+    del os.environ[COMPILE_THREADS]
+    if before is not None:
+        os.environ[COMPILE_THREADS] = before
 
 
 class NcclLink:
@@ -119,7 +133,7 @@ class NcclTransport(Buffers):
         """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
         super().__init__(num_buffers=1)
         if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
-            import vllm.distributed.device_communicators.pynccl  # noqa: F401
+            import_communicator()
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
         self._timeout_s, self._open_link = timeout_s, open_link
         self._packed = Packed(specs, device)

@@ -1,6 +1,9 @@
 """NcclLink and vLLM's own receiving engine on the CPU: gloo has NCCL's part, and threads that of CUDA's streams."""
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -135,6 +138,19 @@ def transport(on_gloo):
     while senders := [thread for thread in threading.enumerate() if thread.name.startswith("send-to-worker")]:
         senders[0].join(TIMEOUT_S)
         assert not senders[0].is_alive()
+
+
+@pytest.mark.parametrize("told", ["3", None])
+def test_vllms_import_takes_no_threads_from_the_trainers_compiler(told):
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
+    environment |= {} if told is None else {"TORCHINDUCTOR_COMPILE_THREADS": told}
+    says = (
+        "import os, weights.nccl; weights.nccl.import_communicator(); import torch._inductor.config; "
+        "print(os.environ.get('TORCHINDUCTOR_COMPILE_THREADS'), torch._inductor.config.compile_threads)"
+    )
+    run = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, check=True)
+    threads = 3 if told else min(32, len(os.sched_getaffinity(0)))
+    assert run.stdout.splitlines()[-1] == f"{told} {threads}"
 
 
 def receive(transport, worker, engine, staged):
