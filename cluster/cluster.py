@@ -138,6 +138,8 @@ def join(
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":  # as Megatron wants it; weights that are sent would wait
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # for the trainer's kernels, here and in workers
     if "RANK" not in os.environ:
         return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))

@@ -10,8 +10,10 @@ import subprocess
 from dataclasses import dataclass
 
 MIB = 2**20
-QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "mig.mode.current")
+QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "mig.mode.current", "driver_version")
 """What nvidia-smi is asked of each GPU."""
+LEAST_DRIVER = {"12": 525, "13": 580}
+"""By the CUDA that torch was built for."""
 QUERY_TIMEOUT_S = 30
 
 
@@ -29,7 +31,7 @@ def visible_gpus() -> list[Gpu]:
     """The GPUs that this process may use, in CUDA's order; none on a machine without.
 
     Raises ValueError for GPUs of several kinds, among which CUDA's order is not nvidia-smi's and the slowest sets the
-    pace of all.
+    pace of all, and for a driver that is too old for this torch.
     """
     import torch
 
@@ -51,23 +53,40 @@ def check_one_kind(gpus: list[Gpu]) -> None:
 def _by_nvidia_smi(count: int) -> list[Gpu] | None:
     """None where nvidia-smi cannot say: it is missing, fails, or a GPU is divided into MIG instances, each of which has
     a part of its memory."""
+    chosen = choose_visible(ask_nvidia_smi(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if chosen is None or len(chosen) != count or any(one["mig.mode.current"] == "Enabled" for one in chosen):
+        return None
+    return [Gpu(one["name"], int(one["memory.total"]) * MIB, int(one["memory.used"]) * MIB) for one in chosen]
+
+
+def ask_nvidia_smi() -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU, by QUERY: of none where it is missing or fails, or the memory is the host's.
+
+    Raises ValueError for a driver that is too old for this torch.
+    """
     try:
         answer = subprocess.run(
             ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return None
-    chosen = choose_visible(parse_nvidia_smi(answer.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if chosen is None or len(chosen) != count or any(one["mig.mode.current"] == "Enabled" for one in chosen):
-        return None
-    return [Gpu(one["name"], int(one["memory.total"]) * MIB, int(one["memory.used"]) * MIB) for one in chosen]
+        return []
+    listed = [*csv.DictReader(answer.stdout.splitlines(), QUERY, restval="", skipinitialspace=True)]
+    for version in {one["driver_version"] for one in listed}:
+        _check_driver(version)
+    return [one for one in listed if one["memory.total"].isdigit() and one["memory.used"].isdigit()]
 
 
-def parse_nvidia_smi(text: str) -> list[dict[str, str]]:
-    """What nvidia-smi answers, by QUERY; without GPUs whose memory is the host's, which is then `[N/A]`."""
-    listed = csv.DictReader(text.splitlines(), QUERY, skipinitialspace=True)
-    return [one for one in listed if one["memory.total"].isdigit()]
+def _check_driver(version: str) -> None:
+    import torch
+
+    least = LEAST_DRIVER.get((torch.version.cuda or "").partition(".")[0], 0)
+    major, stands_in = version.partition(".")[0], "compat" in os.environ.get("LD_LIBRARY_PATH", "")
+    if major.isdigit() and int(major) < least and not stands_in:
+        raise ValueError(
+            f"NVIDIA driver {version}: torch {torch.__version__} is for CUDA {torch.version.cuda} and needs {least} or "
+            "newer; update the driver, or put CUDA's compat library into LD_LIBRARY_PATH"
+        )
 
 
 def choose_visible(listed: list[dict[str, str]], visible: str | None) -> list[dict[str, str]] | None:

@@ -39,6 +39,8 @@ class WorkerPlacement:
     """Share of the GPU's memory for the engine; 0 where it is yet to be computed, and on the CPU."""
     num_gpus: int = 1
     """GPUs of its engine, one after the other."""
+    kv_cache_bytes: int | None = None
+    """Bytes of each of them for keys and values; None: all that vLLM finds free within the engine's share."""
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class Announcements:
         return self.newest.version - worker.sent_version >= max(1, self.refresh_lag if is_patient else 1)
 
     def _send_owed(self, worker: Worker) -> None:
-        """Send a worker the newest weights if it is owed them."""
-        if worker.owed:
+        """Send a worker the newest weights if it is owed them, unless it has to wait for those that come after."""
+        if worker.owed and self.transport.can_read(worker.index, self.newest.staged):
             infos = self.transport.messages(worker.index, self.newest.staged)
             self.transport.acquire(worker.index, self.newest.staged)
             worker.owed = False

@@ -223,8 +223,11 @@ class Controller:
     def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
         """Copy weights into a buffer of the transport that no worker reads, when there is one."""
         transport = self.announcements.transport
+        if not transport.keeps_announced and self.evaluations.running is not None:
+            self.finish_evaluations()  # a worker that dies needs its weights again
+            self.clock.enter("publish")
         with self._changed:
-            self._changed.wait_until(lambda: transport.free_buffer() is not None, "a free weight buffer")
+            self._changed.wait_until(transport.reserve, "a free weight buffer")
         return transport.stage(version, parameters)
 
     def withdraw(self) -> bool:

@@ -296,7 +296,7 @@ class JoinedMachine:
         """Let engines know of weights that have come, and have the next come that any of them wants, oldest first."""
         here = self.puller.here
         if here is not None and (self._here is None or self._here[0] != here.digest):
-            if self.transport.free_buffer() is None:
+            if not self.transport.reserve():
                 return  # until an engine has loaded what is in one
             self._here = here.digest, self.transport.stage(here.version, self.puller.parameters())
             self.transport.announce(self._here[1])

@@ -8,11 +8,13 @@ import tempfile
 
 import numpy as np
 
+from cluster.gpus import ask_nvidia_smi, choose_visible
+from cluster.memory import ENGINE_STEP_TOKENS
 from cluster.placement import WorkerPlacement, WorkerSpec
 from config import Config
 
 CPU_KV_CACHE_BYTES = 1 << 30
-CPU_BATCHED_TOKENS = 8192  # per engine step
+UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")
 
 
 def worker_environment(placement: WorkerPlacement, sockets_path: str | None = None) -> dict[str, str]:
@@ -41,8 +43,16 @@ def worker_environment(placement: WorkerPlacement, sockets_path: str | None = No
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     end = placement.gpu + placement.num_gpus
-    devices = visible.split(",") if visible else [str(i) for i in range(end)]
+    devices = full_names(visible) if visible else [str(i) for i in range(end)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
+
+
+def full_names(visible: str) -> list[str]:
+    """The entries of CUDA_VISIBLE_DEVICES; UUIDs in full, as vLLM does not know them by their beginning."""
+    names = [name.strip() for name in visible.split(",")]
+    if any(name.startswith("GPU-") and len(name) < UUID_CHARACTERS for name in names):
+        return [one["uuid"] for one in choose_visible(ask_nvidia_smi(), visible) or []] or names
+    return names
 
 
 def start_engine(spec: WorkerSpec):
@@ -89,13 +99,15 @@ def engine_options(spec: WorkerSpec) -> dict:
             # A seeded request whose prompt is computed in parts ends the engine: it rewinds a generator's offset,
             # which generators on the CPU do not have.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, config.max_sequence_tokens),
+            "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_sequence_tokens),
             # The class, because vLLM turns the name "uni" into "mp" on the CPU, for the sake of OpenMP's environment,
             # which worker_environment sets; a process less is a third faster.
             "distributed_executor_backend": UniProcExecutor,
         }
     return options | {
         "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
+        "kv_cache_memory_bytes": spec.placement.kv_cache_bytes,
+        "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_running_requests),  # vLLM's own would be 2,048
         "tensor_parallel_size": spec.placement.num_gpus,
         "enable_sleep_mode": config.colocate == "sleep",
     }

@@ -18,14 +18,14 @@ PROMPT = tuple(range(3, 13))
 
 
 class Pair:
-    """A trainer's policy and an engine, joined by the shm transport."""
+    """A trainer's policy and an engine, joined by the shm transport or another one."""
 
-    def __init__(self, config):
+    def __init__(self, config, transport="shm", make_transport=ShmTransport):
         self.config = config
         self.policy = load(config)
-        self.transport = ShmTransport(self.policy.sent_specs())
+        self.transport = make_transport(self.policy.sent_specs())
         self.loop = asyncio.new_event_loop()
-        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, "shm", "")
+        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, transport, "")
         gc.freeze()  # the engine is forked, and dies if it collects a gloo group that another test's thread still holds
         self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
         gc.unfreeze()

@@ -7,7 +7,7 @@ through a socket instead of NCCL. The engine's end imports no torch, so that a w
 import contextlib
 import math
 import time
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection
 
 import numpy as np
 
@@ -19,21 +19,19 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 class SocketLink:
     """Rank 0 of a group."""
 
-    def __init__(self, port: int, num_ranks: int, device, timeout_s: float):
+    def __init__(self, listening, num_ranks: int, device, timeout_s: float):
         """Wait for all others: longer than the transport does, but not for ever."""
         self._aborted, self._others = False, {}
-        with Listener(("127.0.0.1", port)) as listener:
-            listener._listener._socket.settimeout(timeout_s + 0.5)
+        with listening:
+            listening.settimeout(timeout_s + 0.5)
             while len(self._others) < num_ranks - 1:
-                other = listener.accept()
+                other = Connection(listening.accept()[0].detach())
                 self._others[other.recv()] = other
         assert sorted(self._others) == list(range(1, num_ranks))
 
-    def send(self, parameters):
+    def send(self, chunks):
         """As NCCL does, wait for the others without end, or until the group is given up."""
-        import torch
-
-        payload = [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, tensor in parameters]
+        payload = b"".join(chunk.numpy().tobytes() for chunk in chunks)
         for other in self._others.values():
             other.send(payload)
         for other in self._others.values():
@@ -75,9 +73,11 @@ class FakeEngine:
         payload = self._trainer.recv()
         self._trainer.send("received")
         described = zip(*(update_info[name] for name in ("names", "dtype_names", "shapes")), strict=True)
-        for (name, dtype_name, shape), data in zip(described, payload, strict=True):
-            assert len(data) == ITEM_BYTES[dtype_name] * math.prod(shape)
-            self.weights[name] = data
+        for name, dtype_name, shape in described:
+            num_bytes = ITEM_BYTES[dtype_name] * math.prod(shape)
+            self.weights[name], payload = payload[:num_bytes], payload[num_bytes:]
+            assert len(self.weights[name]) == num_bytes
+        assert not payload
 
     def finish_weight_update(self):
         assert self._active

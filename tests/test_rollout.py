@@ -262,6 +262,18 @@ def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
 
 
+def test_an_engine_is_told_uuids_in_full_as_nvidia_smi_lists_them(tmp_path, monkeypatch):
+    full = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "ab"]
+    listed = "\n".join(f"{i}, {uuid}, NVIDIA H200, 143771, 4, Disabled, 580.1" for i, uuid in enumerate(full))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat << END\n{listed}\nEND\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for visible, expected in (("GPU-b,GPU-a", full[::-1]), (",".join(full), full), ("GPU-b,MIG-1", ["GPU-b", "MIG-1"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        told = [worker_environment(WorkerPlacement(0, gpu, None, 1, 0.9)) for gpu in range(2)]
+        assert [environment["CUDA_VISIBLE_DEVICES"] for environment in told] == expected
+
+
 class MortalEngine:
     """Answers no call for weights, ends no request, and dies after a while."""
 

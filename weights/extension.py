@@ -49,7 +49,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         specs = specs_of(init_info.names, init_info.dtype_names, init_info.shapes)
-        self._buffers = [SharedBuffer(path, specs) for path in init_info.paths]
+        on_gpu = self.device.type == "cuda"
+        self._buffers = [SharedBuffer(path, specs, on_gpu) for path in init_info.paths]
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -1,4 +1,4 @@
-"""Weights to rollout workers on other GPUs, by NCCL: vLLM's own weight-transfer engine and its packed broadcast.
+"""Weights to rollout workers on other GPUs, by NCCL, in the chunks that vLLM's own weight-transfer engine receives.
 
 Rank 0 of the trainer gathers into a staging buffer first, together with all other ranks, and sends afterwards: a
 broadcast that waits for a worker between two gathers would make the other ranks wait too, and the worker may be waiting
@@ -6,10 +6,13 @@ for them. Sending then needs nobody but the worker: a thread does it while the t
 only when the worker has said that it is about to receive, so that no kernel occupies the GPU in vain.
 
 There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine behind it. So each
-loads at its own time, and one that dies, and joins a new group when it has been started again, concerns no other.
+loads at its own time, and one that dies, and joins a new group when it has been started again, concerns no other. Nor
+does one that hangs: each group has a stream of its own, where vLLM's own sending end would share its streams among all.
+What is sent is the staged memory itself; nothing is copied once more.
 """
 
 import functools
+import os
 import queue
 import socket
 import threading
@@ -18,19 +21,32 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from weights.transport import ParameterSpec, Staged, TwoBuffers, copy_parameters, layout, parameter_views, payload_bytes
+from weights.ipc import CHUNK_BYTES, Packed
+from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
 
 ADDRESS = "127.0.0.1"
-CHUNK_BYTES = 1 << 29
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 2
-"""Chunks on the way at the same time, on either side."""
+"""Chunks that an engine receives at the same time."""
+
+
+def import_communicator() -> None:
+    """Import vLLM's communicator, and leave to the trainer's compiler the threads that vLLM takes from it."""
+    import torch._inductor.config  # noqa: F401  which reads their number
+
+    before = os.environ.get(COMPILE_THREADS)
+    import vllm.distributed.device_communicators.pynccl  # noqa: F401
+
+    del os.environ[COMPILE_THREADS]
+    if before is not None:
+        os.environ[COMPILE_THREADS] = before
 
 
 class NcclLink:
     """Rank 0 of an NCCL group, by vLLM's communicator; its other ranks are vLLM's engine."""
 
-    def __init__(self, port: int, num_ranks: int, device: torch.device, timeout_s: float):
-        """Meet the others.
+    def __init__(self, listening: socket.socket, num_ranks: int, device: torch.device, timeout_s: float):
+        """Meet the others, at the port of a socket that this takes over.
 
         Raises RuntimeError where NCCL's library is not found.
         """
@@ -38,23 +54,19 @@ class NcclLink:
         from vllm.distributed.utils import StatelessProcessGroup
 
         torch.cuda.set_device(device)  # of this thread
-        group = StatelessProcessGroup.create(ADDRESS, port, 0, num_ranks, store_timeout=int(timeout_s) + 1)
-        self._communicator = PyNcclCommunicator(group, device=device)
+        self._stream = torch.cuda.Stream(device)
+        meet = {"store_timeout": int(timeout_s) + 1, "listen_socket": listening}
+        group = StatelessProcessGroup.create(ADDRESS, listening.getsockname()[1], 0, num_ranks, **meet)
+        with torch.cuda.stream(self._stream):  # else the trainer's kernels would wait for the group's first one
+            self._communicator = PyNcclCommunicator(group, device=device)
         if self._communicator.disabled:
             raise RuntimeError("vLLM finds no NCCL library; use --weight-sync shm")
 
-    def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send all parameters, in the chunks that the receiving end expects; returns when they have arrived."""
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-        packed_nccl_broadcast_producer(
-            iterator=iter(parameters),
-            group=self._communicator,
-            src=0,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=CHUNK_BYTES,
-            num_buffers=NUM_CHUNK_BUFFERS,
-        )
+    def send(self, chunks: Iterable[torch.Tensor]) -> None:
+        """Send [bytes] uint8 tensors, cut as the receiving end expects; returns when they have arrived."""
+        for chunk in chunks:
+            self._communicator.broadcast(chunk, src=0, stream=self._stream)
+        self._stream.synchronize()
 
     def abort(self) -> None:
         """Give the group up, even in the middle of sending: a broadcast that waits for a dead worker ends."""
@@ -76,20 +88,20 @@ class _Sender:
         name = f"send-to-worker-{worker}"
         threading.Thread(target=self._run, args=(open_link,), name=name, daemon=True).start()
 
-    def send(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._jobs.put(parameters)
+    def send(self, chunks: Iterable[torch.Tensor]) -> None:
+        self._jobs.put(chunks)
 
     def _run(self, open_link: Callable[[], NcclLink]) -> None:
         try:
             self._link = open_link()
             while not self._dropped:
                 self._deadline = None
-                parameters = self._jobs.get()
-                if parameters is None:
+                chunks = self._jobs.get()
+                if chunks is None:
                     return
                 self._doing = f"sending weights to rollout worker {self._worker} by NCCL"
                 self._deadline = time.monotonic() + self._timeout_s
-                self._link.send(parameters)
+                self._link.send(chunks)
         except (RuntimeError, OSError, ImportError) as error:  # what torch, NCCL and their sockets raise
             self._error = error
 
@@ -103,12 +115,12 @@ class _Sender:
     def drop(self) -> None:
         self._dropped = True
         self._jobs.put(None)
-        if self._link is not None:
-            self._link.abort()
+        if self._link is not None:  # elsewhere, as it takes seconds, and the controller's lock is held
+            threading.Thread(target=self._link.abort, daemon=True).start()
 
 
-class NcclTransport(TwoBuffers):
-    """Weights from rank 0's GPU to those of the workers: two staging buffers there, and a link to each worker."""
+class NcclTransport(Buffers):
+    """Weights from rank 0's GPU to those of the workers: a staging buffer there, and a link to each worker."""
 
     def __init__(
         self,
@@ -119,21 +131,20 @@ class NcclTransport(TwoBuffers):
         open_link: Callable[..., NcclLink] = NcclLink,
     ):
         """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
-        super().__init__()
+        super().__init__(num_buffers=1)
         if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
-            import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
+            import_communicator()
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
         self._timeout_s, self._open_link = timeout_s, open_link
-        size = payload_bytes(specs)
-        payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._views = [parameter_views(payload, specs) for payload in payloads]
+        self._packed = Packed(specs, device)
         self._senders: dict[int, _Sender] = {}
 
     def init_info(self, worker: int = 0) -> dict:
         """Begin a group with a worker that has just started, and return what its engine needs to join it."""
         self.drop(worker)
-        port, num_ranks = free_port(), 1 + self.ranks_per_worker
-        open_link = functools.partial(self._open_link, port, num_ranks, self.device, self._timeout_s)
+        listening, num_ranks = socket.create_server((ADDRESS, 0)), 1 + self.ranks_per_worker
+        open_link = functools.partial(self._open_link, listening, num_ranks, self.device, self._timeout_s)
+        port = listening.getsockname()[1]  # before it is taken over
         self._senders[worker] = _Sender(worker, open_link, self._timeout_s)
         return {
             "master_address": ADDRESS,
@@ -146,19 +157,19 @@ class NcclTransport(TwoBuffers):
         }
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
-        """Copy `parameters` (in the order of the specs) into a free buffer, as `version`.
+        """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
 
-        This is all that the trainer waits for. Raises RuntimeError if no buffer is free.
+        This is all that the trainer waits for. Raises RuntimeError while the buffer is read.
         """
         index = self.take_buffer()
-        copy_parameters(parameters, self._views[index])
+        copy_parameters(parameters, self._packed.parameters)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the sending threads have streams of their own
         return Staged(index, [layout(self.specs)])
 
     def send(self, worker: int, staged: Staged) -> None:
         """Send to a worker that is about to receive; returns at once."""
-        self._senders[worker].send(self._views[staged.buffer])
+        self._senders[worker].send(self._packed.chunk_payloads)
 
     def drop(self, worker: int) -> None:
         """Give up the group of a worker that has died."""
@@ -174,10 +185,3 @@ class NcclTransport(TwoBuffers):
         """Give up all groups."""
         for worker in list(self._senders):
             self.drop(worker)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((ADDRESS, 0))
-        return probe.getsockname()[1]

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from weights.delta import Snapshot, digest_of, encode_delta
+from weights.shm import parameter_views, payload_bytes
 from weights.snapshots import SnapshotWriter
-from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout, parameter_views, payload_bytes
+from weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout
 
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""
@@ -39,9 +40,9 @@ class PullTransport(Transport):
         """How parameters lie in a snapshot."""
         return layout(self.specs)
 
-    def free_buffer(self) -> int | None:
+    def reserve(self) -> bool:
         """Weights may be staged at any time: each version has memory of its own."""
-        return 0
+        return True
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters`, in the order of the specs, into a snapshot; old ones that nobody reads go."""
@@ -135,9 +136,18 @@ class LocalAndPulled:
         """What a worker's engine, or machine, needs once."""
         return self._of(worker).init_info(worker)
 
-    def free_buffer(self) -> int | None:
+    @property
+    def keeps_announced(self) -> bool:
+        """Whether the announced weights stay for workers of this node; those of the swarm keep theirs."""
+        return self.local.keeps_announced
+
+    def reserve(self) -> bool:
         """Whether there is room to stage."""
-        return self.local.free_buffer()
+        return self.local.reserve()
+
+    def can_read(self, worker: int, staged: Staged) -> bool:
+        """Whether a worker may begin to read what was announced."""
+        return self._of(worker).can_read(worker, self._part(worker, staged))
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy weights to where each of the two has them, in one pass."""

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from weights.delta import Snapshot, apply_delta, digest_of
+from weights.shm import parameter_views, payload_bytes
 from weights.snapshots import one_line, read_snapshot
-from weights.transport import parameter_views, payload_bytes, specs_of
+from weights.transport import specs_of
 from weights.wire import Piece, Pull
 
 

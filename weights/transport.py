@@ -4,7 +4,7 @@ A transport (shm.py, ipc.py, nccl.py, pull.py) is the trainer's end; vLLM's is a
 those of `Transport`, and before them
 
     transport.init_info(worker)           handed to a worker's engine when it starts, or has been started again
-    transport.free_buffer()               not None if stage may be called now
+    transport.reserve()                   True if stage may be called now
     transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
 """
 
@@ -15,8 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,6 @@ class ParameterSpec:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes from its start in a payload to the next parameter's, a multiple of ALIGNMENT."""
-        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def layout(specs: list[ParameterSpec]) -> dict[str, list]:
@@ -50,20 +43,6 @@ def specs_of(names: list[str], dtype_names: list[str], shapes: list[list[int]]) 
     """The parameters of a `layout`."""
     named = zip(names, dtype_names, shapes, strict=True)
     return [ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
-
-
-def payload_bytes(specs: list[ParameterSpec]) -> int:
-    """Size of a payload, which has all parameters one after the other."""
-    return sum(spec.slot_bytes for spec in specs)
-
-
-def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[tuple[str, torch.Tensor]]:
-    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
-    slots = payload.split([spec.slot_bytes for spec in specs])
-    return [
-        (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
-        for spec, slot in zip(specs, slots, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
@@ -99,9 +78,16 @@ class Transport:
         self._readers: collections.Counter[int] = collections.Counter()
         self._announced = -1
 
+    keeps_announced = True
+    """Whether the announced weights stay until newer ones are announced, for a worker that starts meanwhile."""
+
     def announce(self, staged: Staged) -> None:
         """Keep these weights for any worker that has yet to read them, starts or falls behind."""
         self._announced = staged.buffer
+
+    def can_read(self, worker: int, staged: Staged) -> bool:
+        """Whether a worker may begin to read what was announced: not while newer weights are written over it."""
+        return staged.buffer == self._announced
 
     def messages(self, worker: int, staged: Staged) -> list[dict]:
         """Update infos for a worker's engine: the same for all."""
@@ -128,21 +114,34 @@ class Transport:
         """Give up all connections."""
 
 
-class TwoBuffers(Transport):
-    """Which of two buffers may be written: not the announced one, and not one that a worker is reading.
+class Buffers(Transport):
+    """Which of one or two buffers may be written; never one that a worker is reading.
 
-    With one worker that is at once true of one of them, so the trainer does not wait, unless the worker is still
-    loading the version before the announced one; several workers may read two versions at the same time.
+    Of two, not the announced one either. With one worker that is at once true of one of them, so the trainer does not
+    wait, unless the worker is still loading the version before the announced one. One alone is written once all workers
+    have loaded what is in it; who starts meanwhile waits for the next announcement.
     """
 
-    def free_buffer(self) -> int | None:
-        """Index of a buffer that may be written, or None."""
-        return next((i for i in range(2) if not self._readers[i] and i != self._announced), None)
+    def __init__(self, num_buffers: int):
+        super().__init__()
+        self.num_buffers, self.keeps_announced = num_buffers, num_buffers > 1
+        self._reserved: int | None = None
+
+    def reserve(self) -> bool:
+        """Set aside a buffer for the next `stage`, under the lock. Returns whether there is one that may be written."""
+        if self._reserved is None:
+            kept = self._announced if self.keeps_announced else None
+            free = (i for i in range(self.num_buffers) if not self._readers[i] and i != kept)
+            self._reserved = next(free, None)
+        if self._reserved == self._announced:
+            self._announced = -1
+        return self._reserved is not None
 
     def take_buffer(self) -> int:
-        """Index of a buffer that may be written; raises RuntimeError if there is none."""
-        if (index := self.free_buffer()) is None:
+        """Index of the buffer that is to be written; raises RuntimeError if there is none."""
+        if not self.reserve():
             raise RuntimeError(f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}")
+        index, self._reserved = self._reserved, None
         return index
 
 

@@ -23,7 +23,7 @@ from scripts.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
 from scripts.simulation.fleet import SimulatedWorkers
 from scripts.simulation.swarm import SimulatedSwarm
 from scripts.simulation.workload import Workload
-from weights.transport import Announcement, Staged
+from weights.transport import Announcement, Staged, Transport
 
 FLOPS_PER_PARAMETER = 8
 """Of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""
@@ -117,18 +117,11 @@ class Outcome:
         }
 
 
-class _Transport:
+class _Transport(Transport):
     """Stands where a weight transport does; the workers know how long loading takes."""
 
     def init_info(self, worker: int) -> dict:
         return {}
-
-    def _do_nothing(self, *_) -> None: ...
-
-    announce = acquire = release = drop = check = _do_nothing
-
-    def messages(self, worker: int, staged: Staged) -> list[dict]:
-        return []
 
 
 class Simulation:

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
-from cluster.cluster import Cluster, Peer, _meet, check_shares
+from cluster.cluster import Cluster, Peer, _meet, check_shares, join
 from cluster.node_watch import NodeWatch
 from config import Config
 from trainer.batch import distribute, make_updates
@@ -117,6 +117,14 @@ def test_what_nodes_cannot_share_is_refused_with_the_arithmetic(options, message
 def test_one_node_needs_no_process_group():
     cluster = Cluster()
     assert cluster.is_first and cluster.is_leader and cluster.gather("mine") == ["mine"]
+
+
+@pytest.mark.parametrize(("told", "left"), [("1", None), ("32", "32")])
+def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(monkeypatch, told, left):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", told)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("cluster.cluster.form_cluster", lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    assert join(Config(), "cuda") == left
 
 
 def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():

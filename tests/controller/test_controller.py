@@ -413,6 +413,31 @@ def test_weights_are_sent_to_each_worker_when_it_is_ready_for_them(tmp_path, mod
     assert restarts == (0 if model == "fine" else 2)
 
 
+def test_a_worker_that_comes_back_while_weights_are_written_over_the_announced_ones_waits_for_those(tmp_path):
+    with session(tmp_path, transport="nccl") as s:
+        s.publish(0)
+        s.controller.take_batch()
+        wait_until(lambda: not s.controller.workers[0].loading)
+
+        def gathered():
+            s.controller.workers[0].process.process.kill()
+            wait_until(lambda: s.controller.workers[0].num_restarts and s.controller.workers[0].is_up)
+            assert s.controller.workers[0].owed and s.controller.workers[0].sent_version == -1
+            yield "w", torch.full((4,), 1.0)
+
+        s.controller.publish(Announcement(1, 1, s.controller.stage(1, gathered()), (), False))
+        s.controller.take_batch()
+        assert s.controller.workers[0].sent_version == 1
+
+
+def test_weights_are_written_over_those_that_are_evaluated_when_that_has_ended(tmp_path):
+    with session(tmp_path, eval_answers=["slow"], transport="nccl") as s:
+        s.publish(0, evaluate=True)
+        s.publish(1)
+        assert [ended.version for ended in s.controller.evaluations.take_ended()] == [0]
+        assert s.controller.announcements.deferred is None
+
+
 def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_evaluation(tmp_path):
     with session(tmp_path, eval_answers=["slow"], async_ratio=0.0, colocate="sleep") as s:
         s.publish(0, evaluate=True)

@@ -25,7 +25,7 @@ from controller.workers import MAX_RESTARTS, Disbelieved
 from data import plain
 from data.messages import Finished, InFlight, Updated
 from data.tasks import Problem
-from weights.transport import Announcement, Staged, TwoBuffers
+from weights.transport import Announcement, Buffers, Staged
 
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10
@@ -70,11 +70,11 @@ def draw_config(rng):
             continue
 
 
-class WalkTransport(TwoBuffers):
-    """Two buffers of which only the version is kept."""
+class WalkTransport(Buffers):
+    """Buffers of which only the version is kept."""
 
-    def __init__(self, oracle):
-        super().__init__()
+    def __init__(self, oracle, num_buffers):
+        super().__init__(num_buffers)
         self.oracle = oracle
 
     def init_info(self, worker):
@@ -110,12 +110,13 @@ class Walk:
         self.joins_left = rng.randint(0, 4) if config.listen else 0
         self.cuts_left, self.crashes_left, self.saved = rng.choice([0, 3, 12]), rng.choice([1, 4]), None
         self.is_to_be_longer = rng.random() < 0.2
+        self.num_buffers = 2 if config.listen else rng.choice([1, 2])  # machines that join have theirs
         self._begin(Oracle(config, num_eval_problems), None)
 
     def _begin(self, oracle, state):
         """Start the processes of a run, a new one if there is no state."""
         config, self.oracle, self.state = self.config, oracle, state
-        self.buffers, self.transport = [None, None], WalkTransport(oracle)
+        self.buffers, self.transport = [None, None], WalkTransport(oracle, self.num_buffers)
         self.delivering, self.said_lost = {}, {}
         prompts = PromptSource(
             train_problem=lambda index: Problem("", str(index), index if config.is_multi_turn else None),
@@ -182,7 +183,7 @@ class Walk:
                 yield ("take", -1), self.take
             case "training":
                 yield ("train", -1), self._end_step
-            case "publishing" if self.transport.free_buffer() is not None:
+            case "publishing" if self._may_stage():
                 yield ("publish", -1), self._publish
         is_between_steps = self.trainer in ("waiting", "finishing") and self.controller.announcements.deferred is None
         if is_between_steps and self.cuts_left:
@@ -190,6 +191,12 @@ class Walk:
         if self.saved is not None and self.crashes_left:
             yield ("crash", -1), self._crash
         yield from self.events_of_leaving()
+
+    def _may_stage(self):
+        """As Controller.stage waits; from here to the publish is the time in which weights are written."""
+        if not self.transport.keeps_announced and self.controller.evaluations.running is not None:
+            return False
+        return self.transport.reserve()
 
     def events_of_leaving(self):
         for worker in self.controller.workers:

@@ -13,7 +13,8 @@ from tiny_policy import VOCAB
 from config import Config
 from engine.proxy import LLMProxy
 from engine.vllm_setup import num_sampled
-from weights.nccl import CHUNK_BYTES, NcclTransport
+from weights.ipc import CHUNK_BYTES
+from weights.nccl import NcclTransport
 from weights.transport import ParameterSpec
 
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())

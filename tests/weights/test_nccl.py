@@ -68,17 +68,21 @@ def test_every_rank_of_an_engine_gets_each_version_in_the_dtype_that_is_sent():
                 assert engine.weights["b"] == b.view(torch.uint8).numpy().tobytes()
 
 
-def test_what_is_staged_meanwhile_does_not_change_what_a_slow_worker_gets():
+def test_weights_are_staged_when_the_slowest_worker_has_received_the_last_ones():
     with transport() as sent:
-        (engine,) = connect(sent)
+        (quick,), (slow,) = connect(sent, 0), connect(sent, 1)
         first = sent.stage(0, parameters(0.0))
         sent.announce(first)
-        sent.acquire(0, first)
-        sent.announce(sent.stage(1, parameters(1.0)))
-        assert sent.free_buffer() is None, "one is being sent, the other is announced"
-        sent.send(0, first)
-        engine.update(first.messages)
-        assert not engine.floats("a").any()
+        sent.acquire(1, first)
+        receive(sent, [quick], first, worker=0)
+        assert not sent.reserve(), "it is being sent"
+        with pytest.raises(RuntimeError, match="no weight buffer is free"):
+            sent.stage(1, parameters(1.0))
+        sent.send(1, first)
+        slow.update(first.messages)
+        assert not slow.floats("a").any()
+        sent.release(1, first)
+        assert sent.reserve()
 
 
 def test_the_trainer_does_not_wait_for_a_worker_that_receives_late():

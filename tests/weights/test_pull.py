@@ -191,7 +191,7 @@ def test_beside_a_local_transport_each_worker_reads_by_its_own():
     for worker in (0, 1):
         both.acquire(worker, staged)
         both.release(worker, staged)
-    assert both.free_buffer() is not None
+    assert both.reserve()
     for version in range(5, 12):  # not announced, as those before are evaluated
         both.local.announce(both.local.stage(version, both.pulled.copy(version, parameters(version))))
     assert is_left(both.pulled, 4) and not is_left(both.pulled, 5)

@@ -1,9 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from weights.ipc import chunks_of
-from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport
-from weights.transport import ParameterSpec, parameter_views, payload_bytes
+from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport, parameter_views, payload_bytes
+from weights.transport import Buffers, ParameterSpec, Staged
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
@@ -46,11 +48,25 @@ def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read():
     second = transport.stage(1, parameters(1.0))
     assert second.buffer != first.buffer
     transport.announce(second)
-    assert transport.free_buffer() is None, "one is being read, the other is announced"
+    assert not transport.reserve(), "one is being read, the other is announced"
     with pytest.raises(RuntimeError, match="no weight buffer is free"):
         transport.stage(2, parameters(2.0))
     transport.release(0, first)
     assert transport.stage(2, parameters(2.0)).buffer == first.buffer
+
+
+def test_of_one_buffer_nobody_begins_to_read_what_is_being_written():
+    buffers = Buffers(1)
+    assert buffers.reserve() and buffers.reserve()
+    first = Staged(buffers.take_buffer(), [])
+    buffers.announce(first)
+    assert buffers.can_read(0, first) and not buffers.keeps_announced
+    buffers.acquire(0, first)
+    assert not buffers.reserve() and buffers.can_read(1, first), "another may read what is read"
+    buffers.release(0, first)
+    assert buffers.reserve() and not buffers.can_read(1, first)
+    buffers.announce(Staged(buffers.take_buffer(), []))
+    assert buffers.can_read(1, first)
 
 
 def test_another_order_or_number_of_parameters_is_refused():
@@ -67,6 +83,43 @@ def test_a_reader_with_another_layout_is_refused():
         SharedBuffer(transport.init_info()["paths"][0], SPECS[:1])
 
 
+class Cuda:
+    """What CUDA's runtime is asked to lock; it refuses once it has been told to."""
+
+    def __init__(self, monkeypatch):
+        self.locked, self.refuses = [], False
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.locked.append((address, num_bytes))
+        return SimpleNamespace(value=801 if self.refuses else 0)
+
+
+def test_beside_a_gpu_both_ends_lock_whole_buffers_and_only_the_first_version_in_each_has_a_checksum(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr("weights.shm.CHECKSUM_EVERY_VERSION_BELOW", 0)
+    transport = ShmTransport(SPECS)
+    theirs = [SharedBuffer(path, SPECS, on_gpu=True) for path in transport.init_info()["paths"]]
+    buffers = [*transport._buffers, *theirs]
+    assert cuda.locked == [(buffer.header.data_ptr(), 4096 + 128) for buffer in buffers]
+    checksums = []
+    for version in range(7, 12):
+        staged = transport.stage(version, parameters(version))
+        transport.announce(staged)
+        theirs[staged.buffer].check(version, staged.messages[0]["checksum"])
+        checksums.append(staged.messages[0]["checksum"])
+    assert [checksum != NO_CHECKSUM for checksum in checksums] == [True, True, False, False, False]
+
+
+def test_where_memory_cannot_be_locked_weights_go_the_slow_way(monkeypatch, capsys):
+    Cuda(monkeypatch).refuses = True
+    transport = ShmTransport(SPECS)
+    assert "weights are copied slowly" in (said := capsys.readouterr().out) and "801" in said
+    staged = transport.stage(3, parameters(1.0))
+    reader(transport, staged).check(3, staged.messages[0]["checksum"])
+
+
 def test_parameters_are_aligned_and_do_not_overlap():
     assert payload_bytes(SPECS) == 128
     views = dict(parameter_views(torch.zeros(128, dtype=torch.uint8), SPECS))
@@ -77,7 +130,13 @@ def test_parameters_are_aligned_and_do_not_overlap():
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [([3, 3, 3], [[0, 1], [2]]), ([9, 1, 1], [[0], [1, 2]]), ([1, 9], [[0], [1]]), ([6], [[0]])],
+    [
+        ([3, 3, 3], [[0, 1, 2]]),
+        ([9, 1, 1], [[0], [1, 2]]),
+        ([1, 9], [[0, 1]]),
+        ([6], [[0]]),
+        ([3, 3, 1, 6], [[0, 1, 2], [3]]),
+    ],
 )
-def test_chunks_are_neighbours_within_the_limit_and_cover_all(sizes, expected):
+def test_chunks_are_neighbours_that_end_with_what_goes_beyond_the_limit_and_cover_all(sizes, expected):
     assert [list(chunk) for chunk in chunks_of(sizes, 6)] == expected
