@@ -47,7 +47,7 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         check_shares_prefix(hf_config, path)
     dtype = compute_dtype(config, device) if config.lora_rank else torch.float32
     with torch.device("meta"):
-        attention = choose_attention(device, config.share_prefix)
+        attention = choose_attention(device, hf_config, config.share_prefix)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
