@@ -59,8 +59,9 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         recompute_layers(model, layers)
     if config.compile:
         compile_layers(layers)
-    shard([*layers, module], mesh, compute_dtype(config, device), "optimizer" in config.save_memory)
-    module.to_empty(device="cpu" if "optimizer" in config.save_memory else device)
+    offload = "optimizer" in config.save_memory
+    shard([*layers, *embedding_apart(model), module], mesh, compute_dtype(config, device), offload)
+    module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, config.seed)
     return module
@@ -126,6 +127,16 @@ def compile_layers(layers: list[nn.Module]) -> None:
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def embedding_apart(model: PreTrainedModel) -> list[nn.Module]:
+    """The embedding, which FSDP then gathers and frees by itself; none where it is also the head.
+
+    The head stays with what is outside of layers. Its recomputation in the backward pass finds whole weights because
+    that group, the root's, is kept gathered, and its gradient is reduced at the very end, when activations are gone.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return [] if embedding.weight is head.weight else [embedding]
 
 
 def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, offload: bool) -> None:

@@ -17,6 +17,7 @@ from tiny_policy import (
     train_on_two_ranks,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -112,6 +113,25 @@ def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_floa
         state = policy.optimizer.state[parameter]
         for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
             assert tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def test_the_embedding_is_gathered_by_itself_unless_it_is_the_head_which_stays_whole_for_the_backward_pass(model):
+    policy = load(make_config(model, kl_coef=0.0))
+    inner, groups = policy.module.model, {}
+    for name, part in policy.module.named_modules():
+        if isinstance(part, FSDPModule):
+            owners = [of._module_info.module for of in part._get_fsdp_state()._fsdp_param_group.fsdp_params]
+            groups[name] = {type(owner).__name__.removeprefix("FSDP") for owner in owners}
+    is_tied = inner.config.tie_word_embeddings
+    assert groups.pop("") == {"Qwen3RMSNorm", "Embedding" if is_tied else "Linear"}
+    assert groups.pop("model.model.embed_tokens", None) == (None if is_tied else {"Embedding"})
+    assert list(groups) == ["model.model.layers.0", "model.model.layers.1"]
+    batch = pack(bundle(random_sequences(3)), one_row=False)
+    loss, sizes = policy.module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)[0], []
+    inner.lm_head.register_forward_pre_hook(lambda head, _: sizes.append(isinstance(head.weight, DTensor)))
+    loss.sum().backward()  # computes the head again
+    assert sizes == [False]
+    assert isinstance(inner.lm_head.weight, DTensor) and isinstance(inner.model.embed_tokens.weight, DTensor)
 
 
 @pytest.fixture(scope="module")
