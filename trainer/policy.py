@@ -110,15 +110,22 @@ class Policy:
         packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
         return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
 
-    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full float32 tensor) one at a time, tied weights once, in fixed order; collective.
+    def named_full_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
+        collective.
 
-        Adapters are merged into the weights they belong to. Copy each before taking the next: on one rank it is the
-        live weight.
+        Each is cast before it is gathered, and gathered on the device that computes, wherever it is kept. Adapters are
+        merged into the weights they belong to, in float32. Copy each before taking the next: on one rank it is the live
+        weight.
         """
-        adapters = dict(named_adapters(self.module.model))
+        adapters = {name: p.detach().to(self.device) for name, p in named_adapters(self.module.model)}
         for name, parameter in named_base_parameters(self.module.model):
-            yield name, merge(name, parameter.detach().full_tensor(), adapters)
+            full = parameter.detach().to(self.device, parameter.dtype if adapters else dtype).full_tensor()
+            yield name, merge(name, full, adapters).to(dtype) if adapters else full
+
+    def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full parameters as they are sent to rollout, which `sent_specs` describe; collective."""
+        return self.named_full_parameters(compute_dtype(self.config, self.device))
 
     def sent_specs(self) -> list[ParameterSpec]:
         """Specs of the full parameters as they are sent to rollout, in the same order, in the dtype of computing."""
