@@ -55,7 +55,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=self.config.lr, weight_decay=self.config.weight_decay)
+        options = {"lr": self.config.lr, "weight_decay": self.config.weight_decay}
+        self.optimizer = torch.optim.AdamW(trained, **options, fused=True)  # without temporaries of the weights' size
 
     @property
     def one_row(self) -> bool:
@@ -177,7 +178,9 @@ class Policy:
             raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
         whole = self._all_tokens(batches, anchors, position) if hasattr(self.loss, "needs_update") else None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch, anchor in zip(batches, anchors, strict=True):
+        for i, (batch, anchor) in enumerate(zip(batches, anchors, strict=True)):
+            # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
+            self.module.set_requires_all_reduce(i == len(batches) - 1)
             per_token_loss = self._per_token_loss(batch, anchor, position, whole, stats)
             summed = (per_token_loss * self._weights(batch, total_tokens, total_sequences)).sum()
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.

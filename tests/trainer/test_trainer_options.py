@@ -3,9 +3,11 @@
 import functools
 import os
 import shutil
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from tiny_policy import (
     assert_same_gradient,
@@ -19,6 +21,7 @@ from tiny_policy import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from config import Config
@@ -153,6 +156,70 @@ def test_two_sharded_ranks_with_the_head_in_chunks_give_the_gradient_of_one_at_o
     expected.pop("tokens/saved_share")
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_same_gradient(gradient, first_gradient(policy))
+
+
+class Summed(TorchDispatchMode):
+    """Counts the gradients that are summed over replicas: all-reduces of more than a few sums of metrics."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "allreduce" in str(function) and args[0][0].numel() > 1000
+        return function(*args, **(kwargs or {}))
+
+
+def train_two_replicas(rank, folder, config):
+    """Body of a spawned rank: one update in several micro-batches; rank 0 writes `found.pt`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    policy = load(config)
+    share = distribute([random_sequences(16)], 2, 50)[rank]
+    with Summed() as summed:
+        policy.train_step(share, policy_version=12)
+    gradient = first_gradient(policy)
+    if rank == 0:
+        torch.save((len(share[0]), summed.count, gradient), f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+def test_replicas_sum_their_gradients_once_for_all_micro_batches(model, tmp_path):
+    assert run_ranks(train_two_replicas, 2, str(tmp_path), make_config(model, kl_coef=0.0, replicas=2)) == [0, 0]
+    num_microbatches, num_sums, gradient = torch.load(tmp_path / "found.pt")
+    policy = load(make_config(model, kl_coef=0.0))
+    policy.train_step(distribute([random_sequences(16)], 1, 100_000)[0], policy_version=12)
+    num_groups = sum(isinstance(part, FSDPModule) for part in policy.module.modules())
+    assert num_microbatches > 2 and num_sums == num_groups
+    assert_same_gradient(gradient, first_gradient(policy))
+
+
+def test_adamw_is_one_kernel_for_all_weights_and_the_update_of_its_definition(model):
+    """Of the first step: the gradient's sign times lr, but for eps, and the decay of the weight itself."""
+    policy = load(make_config(model, kl_coef=0.0, lr=1e-2, warmup=0, weight_decay=0.1))
+    before, kernels = {name: p.clone() for name, p in policy.named_full_parameters()}, Kernels()
+    with kernels:
+        policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
+    assert kernels.names.count("_fused_adamw_") == 1
+    gradient = first_gradient(policy)
+    for name, parameter in policy.named_full_parameters():
+        grad = gradient[f"{name}"]
+        expected = before[name] * (1 - 1e-2 * 0.1) - 1e-2 * grad / (grad.abs() + 1e-8)
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
+
+
+@dataclass
+class Kernels(TorchDispatchMode):
+    """Names of the operations on plain tensors."""
+
+    names: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        super().__init__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 # Compilation
