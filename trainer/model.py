@@ -57,7 +57,7 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         add_adapters(model, layers, config.lora_rank)
     if "activations" in config.save_memory:
         recompute_layers(model, layers)
-    if config.compile:
+    if compiles(config, device):
         compile_layers(layers)
     offload = "optimizer" in config.save_memory
     shard([*layers, *embedding_apart(model), module], mesh, compute_dtype(config, device), offload)
@@ -118,12 +118,18 @@ def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
 
 
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether layers are compiled: as --compile says, or without it on GPUs."""
+    return device.type == "cuda" if config.compile is None else config.compile
+
+
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
 
-    Layers share their code and so their graphs: one per kind of input (one row or more, masked or not, with gradient or
-    without). Past eight of them torch warns and runs a layer uncompiled; so sizes are symbolic, and a reference model,
-    whose frozen weights make other kinds, is not compiled.
+    Layers share their code and so their graphs: one per kind of input (with gradient or without, with adapters or
+    without; with torch's masked attention also one row or more, masked or not). Past eight of them torch warns and runs
+    a layer uncompiled; so sizes are symbolic, and a reference model, whose frozen weights make other kinds, is not
+    compiled.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)

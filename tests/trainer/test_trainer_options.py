@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import dataclass, field
 
+import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import trainer.model
 from config import Config
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
-from trainer.model import shard
+from trainer.model import compiles, shard
 from trainer.packing import bundle, pack
 
 CHUNK_ROWS = 7
@@ -236,15 +238,20 @@ INDUCTOR = pytest.param(
 
 
 @pytest.mark.parametrize("backend", ["eager", INDUCTOR])
-def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_layers, backend, monkeypatch):
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
+    five_layers, lora_rank, attention, backend, monkeypatch
+):
     """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer.
 
     Both backends run the graphs that dynamo makes; inductor, which a run has, makes C++ of them and compiles that.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(trainer.model, "choose_attention", lambda *_: attention)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    options = {"save_memory": ("activations",), "kl_coef": 0.0}
+    options = {"save_memory": ("activations",), "kl_coef": 0.0, "lora_rank": lora_rank}
     metrics, weights = trace(make_config(five_layers, **options), steps=3, budget=1000)
     compiled, compiled_weights = trace(make_config(five_layers, **options, compile=True), steps=3, budget=1000)
     for mine, expected in zip(compiled, metrics, strict=True):
@@ -253,6 +260,37 @@ def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_la
         torch.testing.assert_close(compiled_weights[name], tensor, rtol=1e-3, atol=1e-4)
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # for five layers, of which each ran
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 2),
+        ({"save_memory": ("activations",)}, 4),
+        ({"lora_rank": 2, "kl_coef": 0.1}, 4),
+        ({"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",)}, 6),
+    ],
+)
+def test_on_a_gpu_micro_batches_of_all_sizes_are_of_few_kinds(five_layers, options, most, monkeypatch):
+    """One sequence, many, none; with gradient and without: below the eight past which torch compiles no more."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(trainer.model, "choose_attention", lambda *_: "varlen")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    policy = load(make_config(five_layers, **{"kl_coef": 0.0, "minibatches": 2, "compile": True} | options))
+    for num, budget in ((8, 10_000), (1, 100), (2, 100), (16, 40)):
+        updates = [random_sequences(num, seed) for seed in (num, num + 1)]
+        policy.train_step(distribute(updates, 1, budget, one_row=policy.one_row)[0], policy_version=12)
+    policy.train_step([[[], bundle(random_sequences(3))]], policy_version=12)
+    policy.score([random_sequences(5)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_layers_are_compiled_on_gpus_unless_told_otherwise():
+    found = {(asked, on): compiles(Config(compile=asked), torch.device(on)) for asked in (None, True, False)
+             for on in ("cpu", "cuda")}  # fmt: skip
+    assert [key for key, is_compiled in found.items() if is_compiled] == [(None, "cuda"), (True, "cpu"), (True, "cuda")]
 
 
 # Precision
