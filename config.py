@@ -140,8 +140,9 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
     or amx. GPUs compute in bfloat16. Trained weights, AdamW and log-probs from the logits on are float32 anyway."""
-    compile: bool = False
-    """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs."""
+    compile: bool | None = None
+    """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
+    GPUs."""
 
     # Records and studies
     eval_problems: int = 256
@@ -353,11 +354,6 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     chosen = [way for way in config.save_memory if way != "auto"]
     yield bool(chosen) and chosen != [*config.save_memory], "--save-memory auto", f"--save-memory {' '.join(chosen)}"
     yield alone and config.drop_zero_variance, "--drop-zero-variance", f"{one}: every group would be dropped, for ever"
-    yield (
-        config.lora_rank > 0 and config.compile,
-        f"--lora-rank {config.lora_rank}",
-        "--compile, not tested with adapters",
-    )
     turns = f"--task {config.task}, an environment, which gives its own rewards"
     yield bool(config.reward) and config.is_multi_turn, f"--reward {' '.join(config.reward)}", turns
     extra, size, requests = f"--extra-members {config.extra_members}", config.group_size, config.max_running_requests

@@ -161,7 +161,7 @@ def option_texts() -> Iterator[tuple[str, str, str]]:
 
 def _form(kind) -> dict:
     """What argparse needs to read a value of this type, and to show it."""
-    if kind is bool:
+    if kind in (bool, bool | None):
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is tuple:
         return _form(typing.get_args(kind)[0]) | {"nargs": "*", "action": "extend"}

@@ -56,7 +56,7 @@ class Publisher:
         if step:
             probe.choose(groups, node.cluster)
             probe.score(self.policy, step)
-        version, parameters = step, self.policy.named_full_parameters()
+        version, parameters = step, self.policy.sent_parameters()
         if node.controller is None:
             for _ in parameters:  # gathering is collective
                 pass

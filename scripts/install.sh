@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Make .venv what the requirements files say, with --dev also what tests need: bash scripts/install.sh [--dev]
-# Installs only what is missing, so an environment made by hand or an interrupted install is completed.
+# Make .venv what the requirements files say: bash scripts/install.sh [--dev] [--flash-attn]
+# --dev adds what tests need; --flash-attn tries flash-attn, which the trainer of a GPU takes instead of torch's own
+# varlen_attn and never needs. Installs only what is missing, so an interrupted install is completed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 FLASH_ATTN_BUILD_S=1800
+MIN_DRIVER=580 MIN_CUDA=13 # of the wheels that PyPI has of torch 2.13
 
 say() { printf 'install: %s\n' "$*"; }
 fail() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
@@ -51,6 +53,21 @@ choose_kind() {
         kind=cpu other=vllm files=(requirements-common.txt requirements-cpu.txt)
         say "for the CPU: $(command -v nvidia-smi >/dev/null && echo "nvidia-smi lists no GPU" || echo "no nvidia-smi here")"
     fi
+}
+
+check_driver() { # torch counts GPUs under any driver, and fails at the first use of one
+    local driver cuda
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+    cuda=$(nvidia-smi 2>/dev/null | grep -oE 'CUDA (UMD )?Version: *[0-9]+' | grep -oE '[0-9]+$' | head -n 1) || true
+    # An older driver does beside NVIDIA's compatibility package, and nvidia-smi then says a newer CUDA.
+    if [[ $driver =~ ^[0-9]+\. ]] && [ "${driver%%.*}" -lt "$MIN_DRIVER" ] && [ "${cuda:-0}" -lt "$MIN_CUDA" ]; then
+        fail "the NVIDIA driver is $driver, and torch, which is built for CUDA $MIN_CUDA, needs $MIN_DRIVER: update it"
+    fi
+}
+
+own_architectures() { # flash-attn's names of them: kernels of 8.0 run on all 8.x
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -nE 's/^([0-9]+)\.[0-9]+$/\10/p' |
+        sort -un | paste -sd ';'
 }
 
 group() { # NAME: a file with the pins of a dependency group of pyproject.toml
@@ -109,7 +126,11 @@ install_pins() {
 
 try_flash_attn() {
     [ -n "$(missing "$flash_attn")" ] || return 0
-    say "trying flash-attn; without a wheel for this torch it compiles, for $((FLASH_ATTN_BUILD_S / 60)) minutes at most"
+    local built_for
+    built_for=$(own_architectures)
+    say "trying flash-attn; without a wheel for this torch it compiles${built_for:+ for sm_$built_for}," \
+        "for $((FLASH_ATTN_BUILD_S / 60)) minutes at most"
+    [ -z "$built_for" ] || export FLASH_ATTN_CUDA_ARCHS=$built_for # of four, each of which takes as long
     # Its build imports torch and wheel, hence no isolation. A wheel for another torch installs and fails at import.
     if pip install wheel ninja && timeout "$FLASH_ATTN_BUILD_S" .venv/bin/python -m pip install --no-build-isolation \
         --constraint .venv/pins.txt -r "$flash_attn" && .venv/bin/python -c 'import flash_attn'; then
@@ -120,12 +141,21 @@ try_flash_attn() {
     fi
 }
 
+dev='' flash_attn=''
+for option in "$@"; do
+    case $option in
+    --dev) dev=yes ;;
+    --flash-attn) flash_attn=yes ;;
+    *) fail "$option is no option: bash scripts/install.sh [--dev] [--flash-attn]" ;;
+    esac
+done
 make_venv
 find_repository
 choose_kind
-flash_attn=$(group flash-attn)
-[ "${1-}" != --dev ] || files+=("$(group dev)")
-stamp=.venv/installed-$(cat "${files[@]}" "$flash_attn" | sha256sum | cut -c1-16)
+[ "$kind" = cpu ] || check_driver
+[ -z "$dev" ] || files+=("$(group dev)")
+[ -z "$flash_attn" ] || flash_attn=$(group flash-attn)
+stamp=.venv/installed-$(cat "${files[@]}" ${flash_attn:+"$flash_attn"} | sha256sum | cut -c1-16)
 if [ -e "$stamp" ]; then
     say ".venv is up to date"
     exit 0
@@ -136,7 +166,7 @@ fi
 install_pins
 if [ "$kind" = cpu ]; then
     pip uninstall -qqy torchvision torchaudio torchcodec triton # requirements-cpu.txt says why
-else
+elif [ -n "$flash_attn" ]; then
     try_flash_attn
 fi
 touch "$stamp"

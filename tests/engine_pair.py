@@ -55,7 +55,7 @@ class Pair:
                 parameter.copy_(saved)
 
     def stage(self, version):
-        return self.transport.stage(version, self.policy.named_full_parameters())
+        return self.transport.stage(version, self.policy.sent_parameters())
 
     def sync(self, version):
         staged = self.stage(version)

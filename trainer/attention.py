@@ -1,32 +1,106 @@
 """Which attention the trainer computes with, and what tells it which tokens of a packed row see which.
 
-Sequences by themselves need no mask of ours: flash-attn takes their bounds, and for torch's own attention transformers
-makes a causal mask with a block wherever positions restart. A shared prompt is seen by several segments, which the
-bounds of flash-attn cannot say: a GPU then computes with FlexAttention, which skips the blocks of the mask that are
-empty, and the CPU with torch's own attention and a mask [R, 1, L, L].
+Sequences by themselves need no mask of ours: on a GPU torch's `varlen_attn` or flash-attn takes their bounds, and for
+torch's other attention transformers makes a causal mask with a block wherever positions restart. A shared prompt is
+seen by several segments, which bounds cannot say: a GPU then computes with FlexAttention, which skips the blocks of the
+mask that are empty, and the CPU with torch's own attention and a mask [R, 1, L, L].
 """
 
-import importlib.util
+import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig
+from transformers.utils import is_flash_attn_2_available
 
-ONE_ROW = ("flash_attention_2", "flex_attention")
+BY_BOUNDS = ("varlen", "flash_attention_2")
+"""Implementations that take the bounds of sequences; `varlen` is ours, registered below."""
+ONE_ROW = (*BY_BOUNDS, "flex_attention")
 """Implementations that skip what is masked, so that a micro-batch is best packed into one row."""
+_CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
+"""What some models give their attention besides a window; varlen_attn has none of it."""
 
 
-def choose_attention(device: torch.device, share_prefix: bool) -> str:
+def choose_attention(device: torch.device, config: PreTrainedConfig, share_prefix: bool) -> str:
     """Return transformers' name of the attention to use: sdpa (torch's own) on the CPU.
 
-    On a GPU flex_attention where prompts are shared, else flash_attention_2 where flash-attn is installed, else sdpa.
+    On a GPU flex_attention where prompts are shared, else flash_attention_2 where flash-attn is installed, else varlen,
+    and sdpa for what that cannot compute.
     """
     if device.type != "cuda":
         return "sdpa"
     if share_prefix:
         return "flex_attention"
-    return "flash_attention_2" if importlib.util.find_spec("flash_attn") is not None else "sdpa"
+    if flash_attn_works():
+        return "flash_attention_2"
+    if reason := unfit_for_varlen(config, torch.cuda.get_device_capability(device)):
+        _say(f"attention of the trainer takes a mask, which is slow and needs memory: {reason}")
+    return "sdpa" if reason else "varlen"
+
+
+def flash_attn_works() -> bool:
+    """Whether flash-attn is there and was built for this torch; if it is only there, a line says so."""
+    if not is_flash_attn_2_available():
+        return False
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError as error:
+        _say(f"flash-attn is installed but is not used, as its import fails ({error}): pip uninstall flash-attn")
+        return False
+    return True
+
+
+def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> str | None:
+    """Why torch's FlashAttention 2 cannot compute a model on a GPU of this compute capability; None if it can."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if capability < (8, 0):
+        return f"varlen_attn needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    if head_dim % 8 or head_dim > 256 or hasattr(text, "v_head_dim"):
+        return f"varlen_attn needs heads of a multiple of 8, at most 256, as wide for values; they have {head_dim}"
+    if not (model and model._supports_attention_backend and model._supports_sdpa):
+        return f"transformers lets nobody choose the attention of {config.model_type}"
+    return None
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Causal attention of the sequences of one row, [1, heads, L, head_dim] in and [1, L, heads, head_dim] out.
+
+    The function that transformers' models call: a window of w lets a token see itself and the w − 1 before it.
+    Raises ValueError for a score that is changed otherwise.
+    """
+    if changed := [name for name in _CHANGES_SCORES if others.get(name) is not None]:
+        raise ValueError(f"varlen_attn does not know the model's {changed[0]}; this model cannot be trained on a GPU")
+    # A norm may have made float32 of queries and keys; the kernel takes 16 bits.
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scaling, window_size=window, enable_gqa=True)
+    return out[None], None
+
+
+AttentionInterface.register("varlen", varlen_attention)  # without a mask function of that name none is made
 
 
 def check_shares_prefix(config: PreTrainedConfig, path: str) -> None:
@@ -71,21 +145,24 @@ def attention_inputs(
 ) -> dict:
     """Arguments that tell the model, besides positions, which tokens see which; tensors as in MicroBatch."""
     if segment_ids is None:
-        return varlen_bounds(position_ids) if implementation == "flash_attention_2" else {}
+        return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
     if implementation != "flex_attention":
         return {"attention_mask": dense_mask(segment_ids, prefix_ids)}
+    (num_rows, width), sees = segment_ids.shape, mask_function(segment_ids, prefix_ids)
+    make = _block_mask_maker(segment_ids.device.type)
+    return {"attention_mask": make(sees, num_rows, None, width, width, segment_ids.device)}
+
+
+@functools.cache
+def _block_mask_maker(device_type: str) -> Callable:
+    """FlexAttention's create_block_mask; compiled on a GPU, where it then never holds the mask's L² entries itself."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    num_rows, width = segment_ids.shape
-    sees = mask_function(segment_ids, prefix_ids)
-    # Compiled, it never holds the mask itself, which has the square of a row's entries.
-    on_gpu = segment_ids.device.type == "cuda"
-    mask = create_block_mask(sees, num_rows, None, width, width, segment_ids.device, _compile=on_gpu)
-    return {"attention_mask": mask}
+    return torch.compile(create_block_mask, dynamic=True) if device_type == "cuda" else create_block_mask
 
 
 def varlen_bounds(position_ids: Tensor) -> dict:
-    """Sequence boundaries of one packed row [1, L], as transformers' flash attention takes them."""
+    """Sequence boundaries of one packed row [1, L], as transformers' models hand them to their attention."""
     starts = torch.nonzero(position_ids[0] == 0).flatten().int()
     bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
     longest = int(bounds.diff().max())

@@ -143,7 +143,8 @@ def training_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, 
         if parameter.requires_grad:
             moments = optimizer.state[parameter]
             if not moments:
-                moments |= {"step": torch.zeros(())} | {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+                moments |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+                moments["step"] = torch.zeros((), device=parameter.device)  # as AdamW's kernel wants it
             state[f"weights.{name}"] = parameter.detach()
             state |= {f"{moment}.{name}": moments[moment].detach() for moment in MOMENTS}
             counts.append(moments["step"])

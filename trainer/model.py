@@ -47,7 +47,7 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         check_shares_prefix(hf_config, path)
     dtype = compute_dtype(config, device) if config.lora_rank else torch.float32
     with torch.device("meta"):
-        attention = choose_attention(device, config.share_prefix)
+        attention = choose_attention(device, hf_config, config.share_prefix)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
@@ -57,10 +57,11 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         add_adapters(model, layers, config.lora_rank)
     if "activations" in config.save_memory:
         recompute_layers(model, layers)
-    if config.compile:
+    if compiles(config, device):
         compile_layers(layers)
-    shard([*layers, module], mesh, compute_dtype(config, device), "optimizer" in config.save_memory)
-    module.to_empty(device="cpu" if "optimizer" in config.save_memory else device)
+    offload = "optimizer" in config.save_memory
+    shard([*layers, *embedding_apart(model), module], mesh, compute_dtype(config, device), offload)
+    module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, config.seed)
     return module
@@ -117,15 +118,31 @@ def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
 
 
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether layers are compiled: as --compile says, or without it on GPUs."""
+    return device.type == "cuda" if config.compile is None else config.compile
+
+
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
 
-    Layers share their code and so their graphs: one per kind of input (one row or more, masked or not, with gradient or
-    without). Past eight of them torch warns and runs a layer uncompiled; so sizes are symbolic, and a reference model,
-    whose frozen weights make other kinds, is not compiled.
+    Layers share their code and so their graphs: one per kind of input (with gradient or without, with adapters or
+    without; with torch's masked attention also one row or more, masked or not). Past eight of them torch warns and runs
+    a layer uncompiled; so sizes are symbolic, and a reference model, whose frozen weights make other kinds, is not
+    compiled.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def embedding_apart(model: PreTrainedModel) -> list[nn.Module]:
+    """The embedding, which FSDP then gathers and frees by itself; none where it is also the head.
+
+    The head stays with what is outside of layers. Its recomputation in the backward pass finds whole weights because
+    that group, the root's, is kept gathered, and its gradient is reduced at the very end, when activations are gone.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return [] if embedding.weight is head.weight else [embedding]
 
 
 def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, offload: bool) -> None:

@@ -189,16 +189,18 @@ def pack(bundles: list[Bundle], one_row: bool, share_prefix: bool = False) -> Mi
     """Pack bundles into rows as long as the longest of them, or all into one row.
 
     One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prompts are shared.
-    Others pay for the square of the row, so short rows cost less. Without any bundle: one token to read and N = 0,
-    for a rank that only keeps the others company.
+    Others pay for the square of the row, so short rows cost less. Without any bundle: one sequence of two tokens to
+    read, as of one each there would be a kernel of its own, and N = 0, for a rank that only keeps the others company.
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
-    lengths = [b.num_tokens for b in bundles] or [1]
+    lengths = [b.num_tokens for b in bundles] or [2]
     width = sum(lengths) if one_row else max(lengths)
     if one_row and share_prefix:
         width = -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
     bins = first_fit_decreasing(lengths, width)
     rows = _Rows(len(bins), width)
+    if not bundles:
+        rows.position_ids[0, 1] = 1
     placed = {b: _place(rows, row, bundles[b]) for row, of in enumerate(bins if bundles else ()) for b in of}
     sequences = [s for b in bundles for s in b.sequences]
     sources = [source for b in range(len(bundles)) for source in placed[b]]

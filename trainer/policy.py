@@ -55,7 +55,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=self.config.lr, weight_decay=self.config.weight_decay)
+        options = {"lr": self.config.lr, "weight_decay": self.config.weight_decay}
+        self.optimizer = torch.optim.AdamW(trained, **options, fused=True)  # without temporaries of the weights' size
 
     @property
     def one_row(self) -> bool:
@@ -110,15 +111,22 @@ class Policy:
         packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
         return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
 
-    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full float32 tensor) one at a time, tied weights once, in fixed order; collective.
+    def named_full_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
+        collective.
 
-        Adapters are merged into the weights they belong to. Copy each before taking the next: on one rank it is the
-        live weight.
+        Each is cast before it is gathered, and gathered on the device that computes, wherever it is kept. Adapters are
+        merged into the weights they belong to, in float32. Copy each before taking the next: on one rank it is the live
+        weight.
         """
-        adapters = dict(named_adapters(self.module.model))
+        adapters = {name: p.detach().to(self.device) for name, p in named_adapters(self.module.model)}
         for name, parameter in named_base_parameters(self.module.model):
-            yield name, merge(name, parameter.detach().full_tensor(), adapters)
+            full = parameter.detach().to(self.device, parameter.dtype if adapters else dtype).full_tensor()
+            yield name, merge(name, full, adapters).to(dtype) if adapters else full
+
+    def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full parameters as they are sent to rollout, which `sent_specs` describe; collective."""
+        return self.named_full_parameters(compute_dtype(self.config, self.device))
 
     def sent_specs(self) -> list[ParameterSpec]:
         """Specs of the full parameters as they are sent to rollout, in the same order, in the dtype of computing."""
@@ -170,7 +178,9 @@ class Policy:
             raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
         whole = self._all_tokens(batches, anchors, position) if hasattr(self.loss, "needs_update") else None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch, anchor in zip(batches, anchors, strict=True):
+        for i, (batch, anchor) in enumerate(zip(batches, anchors, strict=True)):
+            # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
+            self.module.set_requires_all_reduce(i == len(batches) - 1)
             per_token_loss = self._per_token_loss(batch, anchor, position, whole, stats)
             summed = (per_token_loss * self._weights(batch, total_tokens, total_sequences)).sum()
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.

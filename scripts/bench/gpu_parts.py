@@ -57,7 +57,7 @@ def sync(setup: Setup) -> dict:
 
 def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
     pair.perturb()
-    stage_s, staged = timed(lambda: pair.transport.stage(version, pair.policy.named_full_parameters()), device)
+    stage_s, staged = timed(lambda: pair.transport.stage(version, pair.policy.sent_parameters()), device)
     pair.transport.announce(staged)
     load_s, _ = timed(lambda: pair.run(pair.proxy.update(version, staged.messages)), device)
     return stage_s, load_s

@@ -24,7 +24,7 @@ class Session:
 
     def publish(self):
         self.version += 1
-        staged = self.pair.transport.stage(self.version, self.pair.policy.named_full_parameters())
+        staged = self.pair.transport.stage(self.version, self.pair.policy.sent_parameters())
         self.pair.transport.announce(staged)
         self.pair.run(self.pair.proxy.update(self.version, staged.messages))
 

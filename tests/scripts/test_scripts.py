@@ -51,8 +51,14 @@ def copy(tmp_path):
         tmp_path / ".venv/bin/python",
         f'#!/bin/sh\n[ "$1 $2" != "-m pip" ] || [ "$3" = --version ] || exit 1\nexec {sys.executable} "$@"\n',
     )
-    write_program(tmp_path / "fake/nvidia-smi", "#!/bin/sh\necho 'GPU 0: one'\n")
+    write_nvidia_smi(tmp_path)
     return tmp_path
+
+
+def write_nvidia_smi(copy, driver_version="580.65.06", compute_cap="9.0", table="CUDA Version: 13.0"):
+    answers = {"-L": "GPU 0: one", "*driver_version*": driver_version, "*compute_cap*": compute_cap, "*": table}
+    cases = "".join(f"{pattern}) printf '%s\\n' '{text}' ;;\n" for pattern, text in answers.items())
+    write_program(copy / "fake/nvidia-smi", f'#!/bin/sh\ncase "$*" in\n{cases}esac\n')
 
 
 def write_groups(copy, flash_attn, settings=""):
@@ -108,9 +114,47 @@ def test_a_changed_pin_is_installed_and_a_failure_is_an_error(copy):
 
 def test_a_flash_attn_that_does_not_install_is_told_and_stops_nothing(copy):
     write_groups(copy, flash_attn="flash-attn==0.0.1")
-    result = run_script(copy, "install.sh")
+    result = run_script(copy, "install.sh", "--flash-attn")
     assert result.returncode == 0, result.stderr
     assert "flash-attn FAILED" in result.stdout and "torch's own attention" in result.stdout
+
+
+def test_flash_attn_is_not_tried_unless_asked_for(copy):
+    write_groups(copy, flash_attn="flash-attn==0.0.1")
+    result = run_script(copy, "install.sh")
+    assert result.returncode == 0 and "flash-attn" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "built_for"),
+    [("9.0", "90"), ("8.9", "80"), ("12.0", "120"), ("9.0\n9.0\n8.6", "80;90"), ("", None)],
+)
+def test_flash_attn_is_compiled_for_the_gpus_that_are_there(copy, capabilities, built_for):
+    write_groups(copy, flash_attn="flash-attn==0.0.1")
+    write_nvidia_smi(copy, compute_cap=capabilities)
+    pip = f'[ "$1 $2 $3" != "-m pip install" ] || echo "${{FLASH_ATTN_CUDA_ARCHS-all}}" >{copy}/built_for\n'
+    pip += '[ "$2 $3" != "pip show" ] || exit 1\n'
+    write_program(copy / ".venv/bin/python", f'#!/bin/sh\n{pip}[ "$2" = pip ] || exec {sys.executable} "$@"\n')
+    result = run_script(copy, "install.sh", "--flash-attn")
+    assert (copy / "built_for").read_text().strip() == (built_for or "all"), result.stdout + result.stderr
+    assert (f"compiles for sm_{built_for}," if built_for else "compiles, for") in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "is_enough"),
+    [("580.65.06", "13.0", True), ("570.133", "12.8", False), ("570.133", "13.0", True), ("[N/A]", "13.0", True)],
+)
+def test_a_driver_that_is_too_old_for_torch_is_told_in_a_line(copy, driver, cuda, is_enough):
+    write_nvidia_smi(copy, driver_version=driver, table=f"Driver Version: {driver}   CUDA Version: {cuda}")
+    result = run_script(copy, "install.sh")
+    assert (result.returncode == 0) == is_enough
+    line = "" if is_enough else f"install: error: the NVIDIA driver is {driver}, and torch, which is built for CUDA 13,"
+    assert result.stderr.startswith(line) and result.stderr.count("\n") == (not is_enough)
+
+
+def test_an_option_that_the_installation_does_not_have_is_an_error(copy):
+    result = run_script(copy, "install.sh", "--develop")
+    assert result.returncode == 1 and "--develop is no option" in result.stderr
 
 
 TESTS = """

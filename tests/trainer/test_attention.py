@@ -1,5 +1,7 @@
 """A prompt that is read once gives the log-probs and the gradient of one that is read for every response."""
 
+import functools
+
 import pytest
 import torch
 from test_policy import AGGREGATIONS, make_config, plain_gradient, plain_logprobs
@@ -14,7 +16,7 @@ from tiny_policy import (
 )
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2Model, MistralConfig, Qwen3Config
 
-from trainer.attention import attention_inputs, check_shares_prefix, choose_attention
+from trainer.attention import _block_mask_maker, attention_inputs, check_shares_prefix, dense_mask, mask_function
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
 from trainer.packing import bundle, pack
@@ -92,10 +94,22 @@ def test_flexattention_s_mask_gives_the_logprobs_of_single_sequences(untied):
     torch.testing.assert_close(logprobs, plain_logprobs(untied, sequences), rtol=1e-5, atol=1e-5)
 
 
-def test_a_gpu_shares_prompts_by_flexattention_and_the_cpu_by_torch_s_own():
-    assert choose_attention(torch.device("cuda"), share_prefix=True) == "flex_attention"
-    assert choose_attention(torch.device("cuda"), share_prefix=False) in ("flash_attention_2", "sdpa")
-    assert {choose_attention(torch.device("cpu"), share) for share in (True, False)} == {"sdpa"}
+def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
+    """On a GPU. Here by dynamo alone, which makes the graphs that inductor would compile."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    make = _block_mask_maker.__wrapped__("cuda")
+    for width in (256, 384, 1280, 512):
+        ids = (torch.arange(width) // 50 * 50)[None]
+        mask = make(mask_function(ids, ids), 1, None, width, width, ids.device)
+        assert torch.equal(mask.to_dense()[0, 0], dense_blocks(dense_mask(ids, ids)[0, 0]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def dense_blocks(mask):
+    """Which blocks of 128 × 128 have an entry, 0 or 1."""
+    return mask.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).any(dim=3).any(dim=1).int()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from tiny_policy import first_gradient, grouped_sequences, load, random_sequences, save_tiny_model, train_on_two_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.placement import place
 from config import Config
@@ -57,6 +59,51 @@ def test_what_is_trained_and_kept_stays_float32_and_what_is_sent_is_bfloat16(mod
     name = "model.layers.0.mlp.up_proj.weight"  # 1e-6 is below what bfloat16 could add to most of it
     assert (after[name] != before[name]).float().mean() > 0.9
     assert (after[name].bfloat16() != before[name].bfloat16()).float().mean() < 0.1
+
+
+class Gathered(TorchDispatchMode):
+    """Counts what is gathered from each rank, bytes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "all_gather" in str(function):
+            self.num_bytes += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def gather_on_two_ranks(rank, folder, configs):
+    """Body of a spawned rank: gather the weights of each config as they are sent and as they are."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = {}
+    for name, config in configs.items():
+        policy = load(config)
+        policy.train_step(distribute([random_sequences(8)], 2, 10_000)[rank], policy_version=12)
+        with Gathered() as gathered:
+            sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
+        found[name] = sent, dict(policy.named_full_parameters()), gathered.num_bytes
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(model, tmp_path):
+    options = {"plain": {}, "offloaded": {"save_memory": ("optimizer",)}, "adapters": {"lora_rank": 4, "lr": 0.1}}
+    configs = {name: make_config(model, dtype="bfloat16", warmup=0, **chosen) for name, chosen in options.items()}
+    assert run_ranks(gather_on_two_ranks, 2, str(tmp_path), configs) == [0, 0]
+    found = torch.load(tmp_path / "found.pt")
+    for sent, full, _ in found.values():
+        assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+        assert all(tensor.dtype == torch.float32 for tensor in full.values())
+        assert all(torch.equal(sent[name], full[name].bfloat16()) for name in full)
+    per_rank = sum(tensor.numel() for tensor in found["plain"][0].values()) / 2
+    assert found["plain"][2] == found["offloaded"][2] == 2 * per_rank
+    merged, plain = found["adapters"][1], found["plain"][1]
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(merged[name], merged[name].bfloat16().float()), "merged in float32"
+    assert merged.keys() == plain.keys() and found["adapters"][2] > 2 * per_rank
 
 
 def test_two_ranks_in_bfloat16_find_the_gradient_of_one(model, tmp_path):

@@ -95,9 +95,10 @@ def test_a_sequence_without_trained_tokens_is_read_but_not_numbered():
     assert batch.sequence_ids.unique().tolist() == [0, 1]
 
 
-def test_nothing_packs_into_one_token_to_read_and_none_to_train():
+def test_nothing_packs_into_a_sequence_of_two_tokens_to_read_and_none_to_train():
     batch = pack([], one_row=True)
-    assert batch.input_ids.tolist() == [[0]] and batch.targets.shape == batch.sources.shape == (0,)
+    assert batch.input_ids.tolist() == [[0, 0]] and batch.position_ids.tolist() == [[0, 1]]
+    assert batch.targets.shape == batch.sources.shape == (0,) and batch.num_read == 0
 
 
 def test_a_trained_first_token_is_refused():

@@ -3,9 +3,12 @@
 import functools
 import os
 import shutil
+from dataclasses import dataclass, field
 
+import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from tiny_policy import (
     assert_same_gradient,
@@ -17,13 +20,16 @@ from tiny_policy import (
     train_on_two_ranks,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import trainer.model
 from config import Config
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
-from trainer.model import shard
+from trainer.model import compiles, shard
 from trainer.packing import bundle, pack
 
 CHUNK_ROWS = 7
@@ -114,6 +120,25 @@ def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_floa
             assert tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
+def test_the_embedding_is_gathered_by_itself_unless_it_is_the_head_which_stays_whole_for_the_backward_pass(model):
+    policy = load(make_config(model, kl_coef=0.0))
+    inner, groups = policy.module.model, {}
+    for name, part in policy.module.named_modules():
+        if isinstance(part, FSDPModule):
+            owners = [of._module_info.module for of in part._get_fsdp_state()._fsdp_param_group.fsdp_params]
+            groups[name] = {type(owner).__name__.removeprefix("FSDP") for owner in owners}
+    is_tied = inner.config.tie_word_embeddings
+    assert groups.pop("") == {"Qwen3RMSNorm", "Embedding" if is_tied else "Linear"}
+    assert groups.pop("model.model.embed_tokens", None) == (None if is_tied else {"Embedding"})
+    assert list(groups) == ["model.model.layers.0", "model.model.layers.1"]
+    batch = pack(bundle(random_sequences(3)), one_row=False)
+    loss, sizes = policy.module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)[0], []
+    inner.lm_head.register_forward_pre_hook(lambda head, _: sizes.append(isinstance(head.weight, DTensor)))
+    loss.sum().backward()  # computes the head again
+    assert sizes == [False]
+    assert isinstance(inner.lm_head.weight, DTensor) and isinstance(inner.model.embed_tokens.weight, DTensor)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(model, tmp_path_factory):
     """What two real gloo ranks found with a head in chunks of 7 rows, for each of OPTIONS."""
@@ -135,6 +160,70 @@ def test_two_sharded_ranks_with_the_head_in_chunks_give_the_gradient_of_one_at_o
     assert_same_gradient(gradient, first_gradient(policy))
 
 
+class Summed(TorchDispatchMode):
+    """Counts the gradients that are summed over replicas: all-reduces of more than a few sums of metrics."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "allreduce" in str(function) and args[0][0].numel() > 1000
+        return function(*args, **(kwargs or {}))
+
+
+def train_two_replicas(rank, folder, config):
+    """Body of a spawned rank: one update in several micro-batches; rank 0 writes `found.pt`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    policy = load(config)
+    share = distribute([random_sequences(16)], 2, 50)[rank]
+    with Summed() as summed:
+        policy.train_step(share, policy_version=12)
+    gradient = first_gradient(policy)
+    if rank == 0:
+        torch.save((len(share[0]), summed.count, gradient), f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+def test_replicas_sum_their_gradients_once_for_all_micro_batches(model, tmp_path):
+    assert run_ranks(train_two_replicas, 2, str(tmp_path), make_config(model, kl_coef=0.0, replicas=2)) == [0, 0]
+    num_microbatches, num_sums, gradient = torch.load(tmp_path / "found.pt")
+    policy = load(make_config(model, kl_coef=0.0))
+    policy.train_step(distribute([random_sequences(16)], 1, 100_000)[0], policy_version=12)
+    num_groups = sum(isinstance(part, FSDPModule) for part in policy.module.modules())
+    assert num_microbatches > 2 and num_sums == num_groups
+    assert_same_gradient(gradient, first_gradient(policy))
+
+
+def test_adamw_is_one_kernel_for_all_weights_and_the_update_of_its_definition(model):
+    """Of the first step: the gradient's sign times lr, but for eps, and the decay of the weight itself."""
+    policy = load(make_config(model, kl_coef=0.0, lr=1e-2, warmup=0, weight_decay=0.1))
+    before, kernels = {name: p.clone() for name, p in policy.named_full_parameters()}, Kernels()
+    with kernels:
+        policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
+    assert kernels.names.count("_fused_adamw_") == 1
+    gradient = first_gradient(policy)
+    for name, parameter in policy.named_full_parameters():
+        grad = gradient[f"{name}"]
+        expected = before[name] * (1 - 1e-2 * 0.1) - 1e-2 * grad / (grad.abs() + 1e-8)
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
+
+
+@dataclass
+class Kernels(TorchDispatchMode):
+    """Names of the operations on plain tensors."""
+
+    names: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        super().__init__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 # Compilation
 
 
@@ -149,15 +238,20 @@ INDUCTOR = pytest.param(
 
 
 @pytest.mark.parametrize("backend", ["eager", INDUCTOR])
-def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_layers, backend, monkeypatch):
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
+    five_layers, lora_rank, attention, backend, monkeypatch
+):
     """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer.
 
     Both backends run the graphs that dynamo makes; inductor, which a run has, makes C++ of them and compiles that.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(trainer.model, "choose_attention", lambda *_: attention)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    options = {"save_memory": ("activations",), "kl_coef": 0.0}
+    options = {"save_memory": ("activations",), "kl_coef": 0.0, "lora_rank": lora_rank}
     metrics, weights = trace(make_config(five_layers, **options), steps=3, budget=1000)
     compiled, compiled_weights = trace(make_config(five_layers, **options, compile=True), steps=3, budget=1000)
     for mine, expected in zip(compiled, metrics, strict=True):
@@ -166,6 +260,37 @@ def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(five_la
         torch.testing.assert_close(compiled_weights[name], tensor, rtol=1e-3, atol=1e-4)
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # for five layers, of which each ran
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 2),
+        ({"save_memory": ("activations",)}, 4),
+        ({"lora_rank": 2, "kl_coef": 0.1}, 4),
+        ({"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",)}, 6),
+    ],
+)
+def test_on_a_gpu_micro_batches_of_all_sizes_are_of_few_kinds(five_layers, options, most, monkeypatch):
+    """One sequence, many, none; with gradient and without: below the eight past which torch compiles no more."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(trainer.model, "choose_attention", lambda *_: "varlen")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    policy = load(make_config(five_layers, **{"kl_coef": 0.0, "minibatches": 2, "compile": True} | options))
+    for num, budget in ((8, 10_000), (1, 100), (2, 100), (16, 40)):
+        updates = [random_sequences(num, seed) for seed in (num, num + 1)]
+        policy.train_step(distribute(updates, 1, budget, one_row=policy.one_row)[0], policy_version=12)
+    policy.train_step([[[], bundle(random_sequences(3))]], policy_version=12)
+    policy.score([random_sequences(5)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_layers_are_compiled_on_gpus_unless_told_otherwise():
+    found = {(asked, on): compiles(Config(compile=asked), torch.device(on)) for asked in (None, True, False)
+             for on in ("cpu", "cuda")}  # fmt: skip
+    assert [key for key, is_compiled in found.items() if is_compiled] == [(None, "cuda"), (True, "cpu"), (True, "cuda")]
 
 
 # Precision

@@ -1,0 +1,53 @@
+"""A CPU kernel of torch's varlen_attn, which has none: dense, by the meaning of its bounds and its window.
+
+All above the kernel is torch's own: the checks of varlen_attn, its registration with autograd and with the compiler.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+
+def visible(bounds: Tensor, window: list[int]) -> Tensor:
+    """Mask [L, L] of queries × keys: of one sequence, and within (left, right) tokens of each other; −1: no limit."""
+    length = int(bounds[-1])
+    columns = torch.arange(length)
+    of = torch.searchsorted(bounds, columns.int(), right=True)
+    behind = columns[:, None] - columns
+    left, right = (length if side < 0 else side for side in window)
+    return (of[:, None] == of) & (-right <= behind) & (behind <= left)
+
+
+def _probabilities(query: Tensor, key: Tensor, bounds: Tensor, scale: float | None, window: list[int]) -> Tensor:
+    """[heads, L, L]."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * (scale or query.shape[-1] ** -0.5)
+    return scores.masked_fill(~visible(bounds, window), float("-inf")).softmax(dim=-1)
+
+
+@varlen._varlen_attn.register_kernel("cpu")
+def forward(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None,
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    assert enable_gqa and cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k), "as the GPU's kernel"
+    assert max_q == max_k == int(cu_seq_q.diff().max()) and int(cu_seq_q[-1]) == len(query)
+    p = _probabilities(query, key, cu_seq_q, scale, window_size)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    out = torch.einsum("hqk,khd->qhd", p, value.float()).to(query.dtype).contiguous()
+    return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+@varlen._varlen_attn_backward.register_kernel("cpu")
+def backward(
+    grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None,
+    window_size=None,
+):  # fmt: skip
+    groups = query.shape[1] // key.shape[1]
+    p = _probabilities(query, key, cu_seq_q, scale, window_size)
+    grad_p = torch.einsum("qhd,khd->hqk", grad_out.float(), value.float().repeat_interleave(groups, dim=1))
+    grad_scores = p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True)) * (scale or query.shape[-1] ** -0.5)
+    grad_query = torch.einsum("hqk,khd->qhd", grad_scores, key.float().repeat_interleave(groups, dim=1))
+    grad_key = torch.einsum("hqk,qhd->khd", grad_scores, query.float()).unflatten(1, (-1, groups)).sum(dim=2)
+    grad_value = torch.einsum("hqk,qhd->khd", p, grad_out.float()).unflatten(1, (-1, groups)).sum(dim=2)
+    return tuple(g.to(query.dtype).contiguous() for g in (grad_query, grad_key, grad_value))
