@@ -41,6 +41,21 @@ class Item:
         return f"{self.what} {self.num_bytes / GIB:.2f} GiB ({self.how})"
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How the trainer's ranks, of all nodes, share its work and its model."""
+
+    num_ranks: int = 1
+    """Ranks that share a step's groups."""
+    num_shards: int = 1
+    """Of them, those that share the model: fewer with replicas."""
+    stages: bool = True
+    """Whether weights are staged on rank 0's GPU, for ipc or nccl."""
+    is_strict: bool = False
+    """Whether estimates must hold, too, and an engine on the same GPU have room for a quarter of its requests: their
+    responses are rarely as long as they may be."""
+
+
 def total(items: list[Item]) -> float:
     """Bytes of all items together."""
     return sum(item.num_bytes for item in items)
@@ -81,18 +96,15 @@ def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_we
 
 
 def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
-    """What one trainer rank needs beside that while it makes a step, at the worse of its two peaks.
+    """What one trainer rank needs beside that while it makes a step, at its peak: the end of a forward pass.
 
-    One peak is the end of a forward pass. The other is AdamW, which makes a temporary of the size of the weights when
-    the activations are gone; offloaded, it runs in host memory.
+    AdamW, which is fused, makes no temporaries; offloaded, it runs in host memory, where gradients are then, too.
     """
     backward = _pass_items(config, shape, num_ranks)
     if "optimizer" in config.save_memory:
         return backward
     trained_bytes = 4 * trained_parameters(config, shape) / num_shards
-    gradients = Item("gradients", trained_bytes, "4 B per trained weight, over the ranks")
-    temporary = Item("AdamW's temporary", trained_bytes, "4 B per weight")
-    return max([gradients, *backward], [gradients, temporary], key=total)
+    return [Item("gradients", trained_bytes, "4 B per trained weight, over the ranks"), *backward]
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
@@ -187,27 +199,20 @@ def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:
 
 
 def plan_shared(
-    config: Config,
-    shape: ModelShape,
-    gpu: Gpu,
-    stages: bool = True,
-    num_ranks: int = 1,
-    num_shards: int = 1,
-    is_strict: bool = False,
-) -> tuple[float, str]:
-    """Divide a GPU between a trainer rank and an engine. `stages`: whether weights are staged on the GPU; a step's
-    groups are shared by `num_ranks`, of as many nodes, and the model by `num_shards` of them.
+    config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing = Sharing()
+) -> tuple[float, int | None, str]:
+    """Divide a GPU between a trainer rank and an engine.
 
-    The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence, or
-    with `is_strict` for a quarter of them, as responses are rarely as long as they may be. Returns its share of the
-    GPU's memory, and the arithmetic as text. Raises ValueError, with the arithmetic, if that does not fit, unless
-    gpu_memory_utilization overrides it.
+    The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
+    Returns its share of the GPU's memory, the bytes of its KV cache, and the arithmetic as text. Raises ValueError,
+    with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it, and vLLM decides on the KV
+    cache.
     """
-    resident = resident_items(config, shape, num_shards, stages)
-    step = step_items(config, shape, num_ranks, num_shards)
+    resident = resident_items(config, shape, sharing.num_shards, sharing.stages)
+    step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
     engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
     room = available_bytes(gpu) - total(resident) - (0 if sleeps else total(step))
-    least = -(-config.max_running_requests // 4) if is_strict else 1
+    least = -(-config.max_running_requests // 4) if sharing.is_strict else 1
     kv = _kv_cache(config, shape, room - total(engine), least)
     needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine, "KV cache": [kv]}
     lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
@@ -218,11 +223,11 @@ def plan_shared(
     if config.gpu_memory_utilization is not None:
         if short > 0 or config.gpu_memory_utilization * gpu.total_bytes > room:
             lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
-        return config.gpu_memory_utilization, "\n".join(lines)
+        return config.gpu_memory_utilization, None, "\n".join(lines)
     if short > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
     given = total([*engine, kv]) + min(-short, SPARE * gpu.total_bytes)
-    return _rounded(given / gpu.total_bytes), "\n".join(lines)
+    return _rounded(given / gpu.total_bytes), int(kv.num_bytes), "\n".join(lines)
 
 
 def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Item:
@@ -233,23 +238,20 @@ def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Ite
     return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
 
 
-def check_trainer(
-    config: Config, shape: ModelShape, gpu: Gpu, num_ranks: int, stages: bool, num_shards: int, is_strict: bool = False
-) -> str:
+def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing) -> str:
     """Check a trainer rank that has a GPU of its own; return the arithmetic.
 
-    A step's groups are shared by `num_ranks`, the model by `num_shards` of them: fewer with replicas. Raises ValueError
-    if the trainer's state does not fit, or a step by more than ERROR: activations are an estimate, so for less there is
-    only a warning. With `is_strict` there is no such leave.
+    Raises ValueError if the trainer's state does not fit, or a step by more than ERROR: activations are an estimate, so
+    for less there is only a warning, unless the sharing is strict.
     """
-    resident = resident_items(config, shape, num_shards, stages)
-    step = step_items(config, shape, num_ranks, num_shards)
+    resident = resident_items(config, shape, sharing.num_shards, sharing.stages)
+    step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
     lines = [
         _gpu_line(gpu),
         f"  trainer rank 0, always: {_listed(resident)}",
         f"  trainer rank 0, in a step: {_listed(step)}",
     ]
-    needed, error = total([*resident, *step]), 0.0 if is_strict else ERROR
+    needed, error = total([*resident, *step]), 0.0 if sharing.is_strict else ERROR
     if (short := max(total(resident), needed / (1 + error)) - available_bytes(gpu)) > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
     if needed > available_bytes(gpu):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.gpus import Gpu
-from cluster.memory import OWN_GPU_UTILIZATION, check_engine, check_tp, check_trainer, plan_shared
+from cluster.memory import OWN_GPU_UTILIZATION, Sharing, check_engine, check_tp, check_trainer, plan_shared
 from cluster.shape import ModelShape
 from config import Config
 
@@ -203,45 +203,38 @@ def _threads(num_cores: int, num_processes: int) -> int:
 
 
 def plan_memory(
-    config: Config,
-    placement: Placement,
-    shape: ModelShape,
-    gpus: list[Gpu],
-    num_ranks: int,
-    num_shards: int,
-    is_strict: bool = False,
+    config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
 ) -> tuple[Placement, str]:
     """Check that the model fits this node's GPUs; give an engine that shares one its part.
 
-    Args: the trainer ranks among which a step's groups are shared, over how many of them the model is sharded, and
-    whether estimates must hold as well (memory.py). Returns the placement with that part, and the arithmetic as text.
+    Returns the placement with that part, and the arithmetic as text.
     Raises ValueError, with the arithmetic, for what cannot fit.
     """
     if config.weight_sync == "shm" and placement.workers:
         placement = replace(placement, transport="shm")
-    texts, stages = [], placement.transport in ("ipc", "nccl")
+    texts, sharing = [], replace(sharing, stages=placement.transport in ("ipc", "nccl"))
     if placement.workers:
         check_tp(shape, config.rollout_tp)
         worker = placement.workers[0]
         if worker.shared_with_rank is not None:
             gpu = _fullest(gpus, [worker.gpu])
-            utilization, text = plan_shared(config, shape, gpu, stages, num_ranks, num_shards, is_strict)
-            return replace(placement, workers=(replace(worker, gpu_memory_utilization=utilization),)), text
+            share, kv_bytes, text = plan_shared(config, shape, gpu, sharing)
+            worker = replace(worker, gpu_memory_utilization=share, kv_cache_bytes=kv_bytes)
+            return replace(placement, workers=(worker,)), text
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
         texts.append(check_engine(config, shape, engine))
     trainer = _fullest(gpus, placement.trainer_gpus)
-    texts.insert(0, check_trainer(config, shape, trainer, num_ranks, stages, num_shards, is_strict))
+    texts.insert(0, check_trainer(config, shape, trainer, sharing))
     return placement, "\n".join(texts)
 
 
-def first_that_fits(ways: list[Config], *placed) -> int:
-    """Index of the first of these options that fit, estimates included, or of the last.
-
-    `placed` are the other arguments of plan_memory.
-    """
+def first_that_fits(
+    ways: list[Config], placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
+) -> int:
+    """Index of the first of these options that fit, estimates included, or of the last."""
     for index, way in enumerate(ways):
         with suppress(ValueError):
-            plan_memory(way, *placed, is_strict=True)
+            plan_memory(way, placement, shape, gpus, replace(sharing, is_strict=True))
             return index
     return len(ways) - 1
 

@@ -569,7 +569,7 @@ def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
             t = Training(pool, 1, 1, 1, savings, tokens, True)
             config = replace(t.config(job), colocate=colocate)
             try:
-                share, _ = memory.plan_shared(config, job.shape, pool.device)
+                share, _, _ = memory.plan_shared(config, job.shape, pool.device)
             except ValueError:
                 continue
             if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from cluster import planner
 from cluster.cluster import check_shares
 from cluster.gpus import visible_gpus
-from cluster.memory import ways_to_fit
+from cluster.memory import Sharing, ways_to_fit
 from cluster.placement import available_cores, first_that_fits, place, plan_memory
 from cluster.planner import Cluster, Job, Lengths, Pool
 from cluster.shape import read_shape
@@ -37,12 +37,14 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     job = Job(config, shape, Lengths.lognormal(config.max_prompt_tokens, config.max_response_tokens / 4, 0.8, config))
     cluster = Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
     best = planner.plan(job, cluster)[0]
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", best.training.gpus))
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", best.training.gpus if pool.count == 1 else 0))
+    if not per_machine:
+        raise ValueError(f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or scripts/plan.py")
     placed = place(config, pool.gpus, available_cores(), per_machine)
     num_ranks = per_machine * pool.count
     check_shares(config, pool.count, num_ranks)
     ways, num_shards = ways_to_fit(config), num_ranks // config.replicas
-    fits = (placed, shape, [pool.device] * pool.gpus, num_ranks, num_shards)
+    fits = (placed, shape, [pool.device] * pool.gpus, Sharing(num_ranks, num_shards))
     config = ways[first_that_fits(ways, *fits)]
     placement, arithmetic = plan_memory(config, *fits)
     yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
@@ -62,9 +64,9 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
         f"predicted with mfu {pool.mfu:g}, {pool.hbm_efficiency:.0%} of memory's bandwidth, prompts of "
         f"{job.lengths.prompt:.0f} tokens and responses of {job.lengths.response:.0f} on average; nothing was measured"
     )
-    if now.step_s > WORTH_A_CHANGE * best.step_s:
-        t, sampling = best.training, sum(e.tp * count for _, e, count in best.engines) // pool.count
-        yield f"faster: --nproc-per-node {t.gpus}, {sampling} GPUs a machine to sample: about {best.step_s:.1f} s"
+    if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
+        sampling = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)
+        yield f"faster: --nproc-per-node {best.training.gpus} and {sampling}: about {best.step_s:.1f} s"
 
 
 def read_pool(text: str | None) -> Pool:

@@ -19,7 +19,7 @@ from setproctitle import setproctitle
 from algos import LOSSES, hyperparameters
 from cluster.cluster import Cluster, check_shares, join
 from cluster.gpus import visible_gpus
-from cluster.memory import ways_to_fit
+from cluster.memory import Sharing, ways_to_fit
 from cluster.node_watch import NodeWatch
 from cluster.placement import Placement, available_cores, first_that_fits, place, plan_memory
 from cluster.processes import Interrupted, exit_with_parent, ignore_signals, keep_freed_memory
@@ -141,6 +141,8 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         of_node = node and (node.config, node.model_path, node.run.path / "stacks.txt")
         config, model_path, stacks = cluster.broadcast_on_node(of_node)
         write_stacks_to(stacks)
+        if start.device.type == "cuda":
+            torch.cuda.set_device(start.device)  # makes a context, which no plan of memory and no engine must find
         yield node or replace(start, config=config).make_node(model_path)
         watch.finish()
     except Exception as error:
@@ -156,14 +158,12 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
 
 
 def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.device]:
-    """Place the node's processes and give this rank its device."""
+    """Place the node's processes and say which device is this rank's."""
     nccl = dist.is_nccl_available()
     placement = place(config, len(visible_gpus()), available_cores(), len(cluster.local_ranks), nccl)
     torch.set_num_threads(placement.trainer_threads)
     gpu = placement.trainer_gpus[cluster.local_rank]
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     check_shares(config, cluster.num_nodes, cluster.num_ranks)
     return placement, device
 
@@ -205,8 +205,8 @@ def _fit_memory(start: Start, model_path: str) -> Start:
     config, cluster, gpus = start.config, start.cluster, visible_gpus()
     if not gpus:
         return start
-    num_ranks, num_shards = len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas
-    placed, ways = (start.placement, read_shape(model_path), gpus, num_ranks, num_shards), ways_to_fit(config)
+    sharing = Sharing(len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas)
+    placed, ways = (start.placement, read_shape(model_path), gpus, sharing), ways_to_fit(config)
     config = ways[max(cluster.gather(first_that_fits(ways, *placed)))]
     placement, arithmetic = plan_memory(config, *placed)
     print(arithmetic, flush=True)

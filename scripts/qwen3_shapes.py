@@ -13,6 +13,8 @@ SHAPES = {
            "num_key_value_heads": 8},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "tie_word_embeddings": False},
+    "32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "tie_word_embeddings": False},
 }  # fmt: skip
 """What distinguishes the sizes, from the config.json of each."""
 _COMMON = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True}

@@ -9,6 +9,7 @@ from transformers import Qwen3ForCausalLM
 from cluster.gpus import Gpu
 from cluster.memory import (
     GIB,
+    Sharing,
     check_engine,
     check_tp,
     check_trainer,
@@ -73,7 +74,7 @@ def test_what_fits_one_gpu(size, gib, options, fits):
 @pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b"])
 def test_trainer_and_engine_together_stay_below_the_whole(size):
     config, whole = Config(**LONG, **LESS), gpu(141)
-    utilization, _ = plan_shared(config, shape(size), whole)
+    utilization, _, _ = plan_shared(config, shape(size), whole)
     trainer = total(resident_items(config, shape(size), 1, True)) + total(step_items(config, shape(size), 1, 1))
     assert utilization * whole.total_bytes + trainer <= whole.total_bytes
 
@@ -114,8 +115,8 @@ def test_a_pass_is_never_longer_than_what_there_is_to_train_on():
 def test_the_kv_cache_shrinks_to_what_is_left_but_not_below_one_sequence():
     many = Config(max_running_requests=4096, **LONG, **LESS)
     few = dataclasses.replace(many, max_running_requests=8)
-    assert "of 4096 sequences" in plan_shared(many, shape("0.6b"), gpu(80))[1]
-    assert "8 of 8 sequences" in plan_shared(few, shape("0.6b"), gpu(80))[1]
+    assert "of 4096 sequences" in plan_shared(many, shape("0.6b"), gpu(80))[2]
+    assert "8 of 8 sequences" in plan_shared(few, shape("0.6b"), gpu(80))[2]
     assert plan_shared(few, shape("0.6b"), gpu(80))[0] < plan_shared(many, shape("0.6b"), gpu(80))[0]
 
 
@@ -125,11 +126,11 @@ def test_a_gpu_that_others_have_filled_is_refused_with_how_much_they_hold():
 
 
 def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_little():
-    utilization, text = plan_shared(Config(gpu_memory_utilization=0.3, **LONG, **LESS), shape("0.6b"), gpu(80))
+    utilization, _, text = plan_shared(Config(gpu_memory_utilization=0.3, **LONG, **LESS), shape("0.6b"), gpu(80))
     assert utilization == 0.3 and "warning" not in text
-    utilization, text = plan_shared(Config(gpu_memory_utilization=0.9, **LONG, **LESS), shape("0.6b"), gpu(80))
+    utilization, _, text = plan_shared(Config(gpu_memory_utilization=0.9, **LONG, **LESS), shape("0.6b"), gpu(80))
     assert utilization == 0.9 and "warning" in text
-    utilization, text = plan_shared(Config(gpu_memory_utilization=0.5, **LONG), shape("8b"), gpu(80))
+    utilization, _, text = plan_shared(Config(gpu_memory_utilization=0.5, **LONG), shape("8b"), gpu(80))
     assert utilization == 0.5 and "warning" in text
 
 
@@ -137,22 +138,22 @@ def test_host_memory_takes_the_staging_buffers_where_the_gpu_has_no_room():
     config = Config(**LONG, **LEAST)
     with pytest.raises(ValueError, match="--weight-sync shm"):
         plan_shared(config, shape("8b"), gpu(64))
-    assert "staging" not in plan_shared(config, shape("8b"), gpu(64), stages=False)[1]
+    assert "staging" not in plan_shared(config, shape("8b"), gpu(64), Sharing(stages=False))[2]
 
 
 def test_more_ranks_make_a_model_fit_and_a_step_that_may_not_is_only_warned_of():
     config = Config(**LONG)
     with pytest.raises(ValueError, match="AdamW"):
-        check_trainer(config, shape("8b"), gpu(80), num_ranks=1, stages=True, num_shards=1)
+        check_trainer(config, shape("8b"), gpu(80), Sharing(1, 1, True))
     with pytest.raises(ValueError, match=r"activations 1[23]\d\."):
-        check_trainer(config, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4)
+        check_trainer(config, shape("8b"), gpu(80), Sharing(4, 4, True))
     smaller = dataclasses.replace(config, max_tokens_per_microbatch=4096)
-    text = check_trainer(smaller, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4)
+    text = check_trainer(smaller, shape("8b"), gpu(80), Sharing(4, 4, True))
     assert "warning: a step may not fit" in text
     with pytest.raises(ValueError, match="the model does not fit"):
-        check_trainer(smaller, shape("8b"), gpu(80), num_ranks=4, stages=True, num_shards=4, is_strict=True)
+        check_trainer(smaller, shape("8b"), gpu(80), Sharing(4, 4, True, is_strict=True))
     config = Config(**LONG, **LESS)
-    assert "warning" not in check_trainer(config, shape("8b"), gpu(80), num_ranks=8, stages=True, num_shards=8)
+    assert "warning" not in check_trainer(config, shape("8b"), gpu(80), Sharing(8, 8, True))
 
 
 def test_replicas_hold_more_and_several_nodes_less_of_the_model_per_rank():
@@ -160,8 +161,8 @@ def test_replicas_hold_more_and_several_nodes_less_of_the_model_per_rank():
     of_node = {n: total(resident_items(config, shape("8b"), n, False)) for n in (4, 8, 16)}
     assert of_node[4] - of_node[8] == pytest.approx(2 * (of_node[8] - of_node[16]), rel=1e-6)
     with pytest.raises(ValueError, match="8189 M parameters / 2 ranks"):
-        check_trainer(config, shape("8b"), gpu(40), num_ranks=4, stages=False, num_shards=2)
-    text = check_trainer(config, shape("8b"), gpu(40), num_ranks=4, stages=False, num_shards=8)
+        check_trainer(config, shape("8b"), gpu(40), Sharing(4, 2, False))
+    text = check_trainer(config, shape("8b"), gpu(40), Sharing(4, 8, False))
     assert "8189 M parameters / 8 ranks" in text
 
 

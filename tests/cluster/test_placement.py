@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from test_memory import gpu, shape
 
-from cluster.memory import ways_to_fit
+from cluster.memory import Sharing, ways_to_fit
 from cluster.placement import first_that_fits, place, plan_memory
 from config import Config
 
@@ -116,19 +116,21 @@ def test_trainer_ranks_get_the_cores_that_workers_leave(gpus, cores, ranks, thre
 def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model():
     config = Config(save_memory=("activations",), max_response_tokens=2048, max_running_requests=128)
     placed = place(config, 1, 16, 1)
-    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], 1, 1)
+    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], Sharing(1, 1))
     assert 0.1 < planned.workers[0].gpu_memory_utilization < 0.5
     assert "KV cache" in arithmetic and "AdamW" in arithmetic
 
 
 def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
     placed = place(Config(), 4, 16, 2)
-    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, 2, 2)[0] == placed
+    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, Sharing(2, 2))[0] == placed
     full = [gpu(141), gpu(141), gpu(141), gpu(141, used_gib=139)]
     with pytest.raises(ValueError, match=r"139\.0 of 141\.0 GiB are used by other processes.*gpu 3 \(H200\)"):
-        plan_memory(Config(), placed, shape("0.6b"), full, 2, 2)
+        plan_memory(Config(), placed, shape("0.6b"), full, Sharing(2, 2))
     with pytest.raises(ValueError, match="does not divide 16 attention heads"):
-        plan_memory(Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4, 1, 1)
+        plan_memory(
+            Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4, Sharing(1, 1)
+        )
 
 
 def test_the_printed_table_names_every_process_and_its_device():
@@ -155,7 +157,7 @@ def test_a_run_without_workers_of_its_own_trains_on_all_gpus_and_its_weights_are
     placed = place(config, 4, 16, 4)
     assert devices(placed) == ((0, 1, 2, 3), [], "pull") and placed.trainer_threads == 4
     assert placed.table().startswith("placement (no rollout worker here: machines that join sample):\n  trainer rank 0")
-    _, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(80)] * 4, 4, 4)
+    _, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(80)] * 4, Sharing(4, 4))
     assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic
     with pytest.raises(ValueError, match="9 trainer ranks on 8 visible GPUs"):
         place(config, 8, 64, 9)
@@ -165,7 +167,7 @@ def chosen(gib: float, num_gpus: int, ranks: int, size: str = "8b", **options) -
     """The options with what memory needs."""
     config = Config(max_prompt_tokens=512, max_response_tokens=2048, **options)
     ways, placed = ways_to_fit(config), place(config, num_gpus, 64, ranks)
-    return ways[first_that_fits(ways, placed, shape(size), [gpu(gib)] * num_gpus, ranks, ranks)]
+    return ways[first_that_fits(ways, placed, shape(size), [gpu(gib)] * num_gpus, Sharing(ranks, ranks))]
 
 
 @pytest.mark.parametrize(
@@ -192,8 +194,9 @@ def test_what_is_asked_for_by_name_is_not_chosen():
 def test_an_engine_that_shares_a_gpu_is_left_room_for_a_quarter_of_its_requests_where_that_can_be():
     config = chosen(80, 1, 1, "1.7b")
     placed = place(config, 1, 16, 1)
-    _, text = plan_memory(config, placed, shape("1.7b"), [gpu(80)], 1, 1)
+    _, text = plan_memory(config, placed, shape("1.7b"), [gpu(80)], Sharing(1, 1))
     held = int(re.search(r"(\d+) of 256 sequences", text)[1])
     assert config.save_memory == () and held >= 64
-    _, text = plan_memory(replace(config, max_tokens_per_microbatch=8192), placed, shape("1.7b"), [gpu(80)], 1, 1)
+    larger = replace(config, max_tokens_per_microbatch=8192)
+    _, text = plan_memory(larger, placed, shape("1.7b"), [gpu(80)], Sharing(1, 1))
     assert int(re.search(r"(\d+) of 256 sequences", text)[1]) < 64

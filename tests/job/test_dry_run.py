@@ -65,7 +65,7 @@ def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of
     assert "faster:" not in best
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     slow = "\n".join(dry_run(config, "8xH200"))
-    fewer = re.search(r"faster: --nproc-per-node (\d), (\d) GPUs a machine to sample: about ([\d.]+) s", slow)
+    fewer = re.search(r"faster: --nproc-per-node (\d) and (\d) engines of 2 GPUs: about ([\d.]+) s", slow)
     assert int(fewer[1]) == best.count("trainer rank") - best.count("  trainer rank 0,")
     # The plan may choose engines of several GPUs, which the run has by --rollout-tp alone.
     assert float(re.search(r"step: about ([\d.]+) s", best)[1]) == pytest.approx(float(fewer[3]), rel=0.1)

@@ -96,7 +96,7 @@ def check_that_it_fits(command, pool, config, shape, machines, ranks):
         assert sum(worker.num_gpus for worker in place(config, len(gpus), 64, 0).workers) == len(gpus)
         return memory.check_engine(config, shape, pool.device)
     placement = place(config, len(gpus), 64, ranks // machines)
-    placement, arithmetic = plan_memory(config, placement, shape, gpus, ranks, ranks // config.replicas)
+    placement, arithmetic = plan_memory(config, placement, shape, gpus, memory.Sharing(ranks, ranks // config.replicas))
     assert "warning" not in arithmetic
     assert len(placement.workers) == (1 if config.num_rollout_workers is None else config.num_rollout_workers)
 
