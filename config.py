@@ -127,6 +127,8 @@ class Config:
     """AdamW weight decay."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
+    optim_args: tuple[str, ...] = ()
+    """NAME=VALUE each, as in `schedule=cosine`: the fields of OptimOptions in trainer/optimizer.py, with defaults."""
     lora_rank: int = 0
     """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
     max_tokens_per_microbatch: int = 16384

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from controller.state import ControllerState
 
 MAY_CHANGE = (
-    "steps", "lr", "save_every", "keep_last", "stop_after_s", "eval_every", "eval_greedy", "wandb",
+    "steps", "lr", "optim_args", "save_every", "keep_last", "stop_after_s", "eval_every", "eval_greedy", "wandb",
     "num_rollout_workers", "rollout_tp", "max_running_requests", "weight_sync", "colocate", "gpu_memory_utilization",
     "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen", "join_timeout_s", "swarm_args",
     "timeout_s", "env_timeout_s", "data_path",

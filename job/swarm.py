@@ -400,7 +400,8 @@ class Swarm:
 
 
 OF_THE_TRAINER = (
-    "steps", "lr", "eval_every", "save_every", "keep_last", "stop_after_s", "resume", "run_name", "runs_dir", "wandb",
+    "steps", "lr", "optim_args", "eval_every", "save_every", "keep_last", "stop_after_s", "resume", "run_name",
+    "runs_dir", "wandb",
     "num_rollout_workers", "weight_sync", "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen",
 )  # fmt: skip
 """Options that no engine reads: when the run goes on with others, machines that wait for it need not begin anew."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
 from algos.inputs import joined
@@ -22,6 +23,7 @@ from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
+from trainer.optimizer import OptimOptions
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
 
@@ -55,7 +57,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._optim = OptimOptions.of(self.config)
         options = {"lr": self.config.lr, "weight_decay": self.config.weight_decay}
+        options["betas"] = (self._optim.beta1, self._optim.beta2)
         self.optimizer = torch.optim.AdamW(trained, **options, fused=True)  # without temporaries of the weights' size
 
     @property
@@ -63,16 +67,12 @@ class Policy:
         """Whether the model's attention wants each micro-batch packed into one row."""
         return self.module.one_row
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next update: linear warm-up, then constant."""
-        return self.config.lr * min(1.0, (self.num_updates + 1) / max(1, self.config.warmup))
-
     def train_step(self, updates: list[list[list[Bundle]]], policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
-        `policy_version` is that of the weights now. Returns, equal on all ranks: `loss` and `grad_norm` (before
-        clipping), means over the updates; `lr` of the last; `tokens/forward` and `tokens/saved_share`; and the means of
+        `policy_version` is that of the weights now. Returns, equal on all ranks: `loss`, `grad_norm` (before
+        clipping) and `changed_weights` (share that an update changes in bfloat16), means over the updates; `lr` of the
+        last; `tokens/forward` and `tokens/saved_share`; and the means of
         TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
@@ -88,7 +88,7 @@ class Policy:
             self._update(update, anchor, StepPosition(policy_version, i / len(packed)), stats)
             for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
         ]
-        mean = {name: sum(r[name] for r in results) / len(results) for name in ("loss", "grad_norm")}
+        mean = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
 
     def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
@@ -171,13 +171,13 @@ class Policy:
     def _update(
         self, batches: list[MicroBatch], anchors: list[Tensor | None], position: StepPosition, stats: TokenStats
     ) -> dict[str, float]:
-        """Make one optimizer update; return its loss, grad_norm and lr."""
+        """Make one optimizer update; return its loss, grad_norm, lr and share of changed weights."""
         totals = [sum(sum(b.num_trained) for b in batches), sum(len(b.num_trained) for b in batches)]
         total_tokens, total_sequences = self._sum_over_ranks(torch.tensor(totals, dtype=torch.float64)).tolist()
         if not total_tokens:
             raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
         whole = self._all_tokens(batches, anchors, position) if hasattr(self.loss, "needs_update") else None
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        loss, before = torch.zeros((), dtype=torch.float64, device=self.device), stats.num_added
         for i, (batch, anchor) in enumerate(zip(batches, anchors, strict=True)):
             # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
             self.module.set_requires_all_reduce(i == len(batches) - 1)
@@ -186,7 +186,9 @@ class Policy:
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()
-        return self._step(float(self._sum_over_ranks(loss)))
+        ess = stats.sequence_ess(before) if self._optim.by_ess else 1.0
+        lr = self._optim.learning_rate(self.config, self.num_updates, ess)
+        return self._step(float(self._sum_over_ranks(loss)), lr)
 
     def _weights(self, batch: MicroBatch, total_tokens: float, total_sequences: float) -> Tensor:
         """Weight [N] of each trained token in the summed loss of the update."""
@@ -211,12 +213,15 @@ class Policy:
             return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
         behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
         loss, loss_stats = self.loss(replace(_loss_inputs(batch, logprobs, anchor, position), update=whole))
-        token_stats = drift(logprobs.detach(), behavior) | {"entropy": entropy} | loss_stats
+        of_batch = {"entropy": entropy, "advantage": batch.advantages, "reward": batch.rewards}
+        token_stats = drift(logprobs.detach(), behavior) | of_batch | loss_stats
         if self.reference is not None:
             kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
             loss = loss + self.config.kl_coef * kl
             token_stats["kl_ref"] = kl.detach()
         stats.add(token_stats, lags)
+        stats.add_ratios(logprobs.detach() - behavior, batch.sequence_ids)
+        logprobs.register_hook(lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags))
         return loss
 
     @torch.no_grad()
@@ -230,7 +235,7 @@ class Policy:
         dist.all_gather_object(of_ranks, joined(mine))
         return joined(of_ranks).to(self.device)
 
-    def _step(self, loss: float) -> dict[str, float]:
+    def _step(self, loss: float, lr: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
         # Reading `loss` has just waited for the device, so the host's time is the device's.
         self.clock.enter("optimizer")
@@ -241,21 +246,30 @@ class Policy:
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
             )
-        lr = self.lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        before = [_in_bfloat16(parameter) for parameter in parameters]
         self.optimizer.step()
+        changed = sum((old != _in_bfloat16(p)).sum() for old, p in zip(before, parameters, strict=True))
         self.optimizer.zero_grad()
         self.num_updates += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # costs no overlap: the next thing the host does is to read a sum
         self.clock.enter("forward_backward")
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        counts = torch.stack([changed.double(), changed.new_tensor(sum(old.numel() for old in before))])
+        changed, size = self._sum_over_ranks(counts).tolist()
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "changed_weights": changed / size}
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         values = values.to(self.device)
         dist.all_reduce(values)
         return values
+
+
+def _in_bfloat16(parameter: DTensor) -> Tensor:
+    """A copy of this rank's part of a float32 parameter, as engines get it."""
+    return parameter.detach().to_local().to(torch.bfloat16)
 
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor, anchor: Tensor | None, position: StepPosition) -> LossInputs:

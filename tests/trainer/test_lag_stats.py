@@ -61,3 +61,24 @@ def test_effective_sample_size_of_huge_and_of_no_weights_is_a_number_or_absent()
 
 def test_stats_of_no_tokens_are_empty():
     assert TokenStats().reduce() == {}
+
+
+def test_quantiles_of_ratios_and_the_sample_size_of_whole_sequences_are_those_of_their_definition():
+    stats, log_ratios = TokenStats(), torch.linspace(-2, 1, 301)
+    ids = torch.arange(301) // 43
+    stats.add_ratios(log_ratios[:86], ids[:86])
+    stats.add_ratios(log_ratios[86:], ids[86:] - ids[86])
+    found = stats.reduce()
+    ratios = log_ratios.double().exp()
+    assert found["ratio_q01"] == pytest.approx(float(ratios[3])) and found["ratio_max"] == pytest.approx(math.e)
+    assert found["ratio_q99"] == pytest.approx(float(ratios[297]))
+    whole = [math.exp(float(log_ratios[ids == i].double().sum())) for i in range(7)]
+    assert found["sequence_ess"] == pytest.approx(sum(whole) ** 2 / (7 * sum(w * w for w in whole)), rel=1e-4)
+
+
+def test_the_slope_of_a_lag_is_the_norm_of_its_tokens_derivatives():
+    stats, lags = TokenStats(), torch.tensor([0, 0, 7])
+    stats.add({"x": torch.zeros(3)}, lags)
+    stats.add_slopes(torch.tensor([3.0, 4.0, 12.0]), lags)
+    found = stats.reduce()
+    assert (found["slope/lag_0"], found["slope/lag_5-8"], found["slope"]) == pytest.approx((5.0, 12.0, 13.0))

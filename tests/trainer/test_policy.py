@@ -254,6 +254,23 @@ def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(tie
     assert entered[1:] == [("optimizer", 0), ("forward_backward", 1), ("optimizer", 1), ("forward_backward", 2)]
 
 
+def test_the_share_of_weights_that_an_update_changes_is_that_in_bfloat16(tied):
+    policy = load(make_config(tied, lr=1e-5, warmup=1))
+    before = {name: tensor.bfloat16() for name, tensor in policy.named_full_parameters()}
+    stats = policy.train_step(share_of(random_sequences(2)), 12)
+    after = {name: tensor.bfloat16() for name, tensor in policy.named_full_parameters()}
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    assert 0 < changed < sum(tensor.numel() for tensor in before.values())
+    assert stats["changed_weights"] == pytest.approx(changed / sum(tensor.numel() for tensor in before.values()))
+
+
+def test_the_slope_is_the_norm_of_the_loss_s_derivatives_by_the_log_probs(tied):
+    sequences = random_sequences(3)
+    stats = load(make_config(tied, algo="reinforce", algo_args=())).train_step(share_of(sequences), 12)
+    advantages = np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in sequences])
+    assert stats["slope"] == pytest.approx(np.linalg.norm(advantages) / len(advantages), rel=1e-5)
+
+
 def test_learning_rate_warms_up_linearly(tied):
     policy = load(make_config(tied, lr=0.01, warmup=4))
     rates = [policy.train_step(share_of(random_sequences(2)), 12)["lr"] for _ in range(6)]

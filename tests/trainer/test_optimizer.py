@@ -1,0 +1,50 @@
+"""The learning rate of each update, and how it follows the effective sample size of whole sequences."""
+
+import math
+
+import pytest
+from test_policy import load, make_config, random_sequences, share_of
+from tiny_policy import save_tiny_model
+
+from config import Config
+from trainer.optimizer import OptimOptions
+
+
+def rates(*items: str, ess: float = 1.0) -> list[float]:
+    config = Config(lr=0.1, warmup=2, steps=5, minibatches=2, optim_args=items)
+    return [OptimOptions.of(config).learning_rate(config, update, ess) for update in range(10)]
+
+
+def test_after_warm_up_the_rate_is_constant_or_falls_to_its_least_at_the_last_update():
+    assert rates() == pytest.approx([0.05] + [0.1] * 9)
+    assert rates("schedule=linear", "least=0.2")[-1] == pytest.approx(0.02)
+    assert rates("schedule=linear")[5] == pytest.approx(0.1 * (1 - 4 / 8))
+    assert rates("schedule=cosine")[5] == pytest.approx(0.1 * (1 + math.cos(math.pi / 2)) / 2)
+    assert rates("schedule=cosine")[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
+    assert rates("by_ess=true", ess=0.25)[5] == pytest.approx(0.05) and rates(ess=0.25)[5] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("shedule=cosine", "the optimizer takes schedule, least, by_ess, beta1, beta2; did you mean schedule?"),
+        ("least=2", r"least of the optimizer must be in \[0, 1\]"),
+        ("beta2=1", "must be below 1"),
+        ("schedule=step", "must be constant or linear or cosine"),
+    ],
+)
+def test_what_the_optimizer_does_not_take_is_one_line(item, said):
+    with pytest.raises(ValueError, match=said):
+        OptimOptions.of(Config(optim_args=(item,)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_sequences_of_an_update_set_its_rate(tmp_path):
+    sequences = random_sequences(6)
+    policy = load(make_config(save_tiny_model(tmp_path, tied=True), lr=0.01, warmup=1, optim_args=("by_ess=true",)))
+    stats = policy.train_step(share_of(sequences), 12)
+    assert 1 / 6 <= stats["sequence_ess"] < 1
+    assert stats["lr"] == pytest.approx(0.01 * math.sqrt(stats["sequence_ess"]))

@@ -1,0 +1,43 @@
+"""What `--optim-args` say of AdamW and of its learning rate after warm-up."""
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from algos.arguments import Share
+from config import Config, read_arguments
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """Options of the optimizer that few runs change; their names and defaults are those of `--optim-args`."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From warm-up, which is linear, to the run's last update."""
+    least: Share = 0.0
+    """What linear and cosine end at, of lr."""
+    by_ess: bool = False
+    """Whether lr is multiplied by √(effective sample size / sequences of the update): VCPO, arXiv 2602.17616, where the
+    importance ratios are those of whole sequences; its baseline is not here."""
+    beta1: Share = 0.9
+    beta2: Share = 0.999
+
+    @classmethod
+    def of(cls, config: Config) -> "OptimOptions":
+        """The options of a run. Raises ValueError, in one line, for what is none of them."""
+        parameters = inspect.signature(cls, eval_str=True).parameters.values()
+        options = cls(**read_arguments("optim-args", config.optim_args, "the optimizer", parameters))
+        if max(options.beta1, options.beta2) == 1:
+            raise ValueError("--optim-args beta1 and beta2 must be below 1, where AdamW would see no gradient")
+        return options
+
+    def learning_rate(self, config: Config, update: int, sequence_ess: float = 1.0) -> float:
+        """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1."""
+        lr = config.lr * min(1.0, (update + 1) / max(1, config.warmup))
+        after, length = update + 1 - config.warmup, config.steps * config.minibatches - config.warmup
+        if self.schedule != "constant" and after > 0:
+            done = min(1.0, after / max(1, length))
+            falls = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+            lr *= self.least + (1 - self.least) * falls
+        return lr * math.sqrt(sequence_ess) if self.by_ess else lr
