@@ -50,8 +50,8 @@ def make_run(tmp_path, **options):
 
 def changed(field):
     """The arguments that change an option, and the value that they give it."""
-    if isinstance(field.default, bool):
-        return [f"--{'no-' * field.default}{field.name}"]
+    if isinstance(field.default, bool) or field.type == bool | None:
+        return [f"--{'no-' if field.default else ''}{field.name}"]
     return [f"--{field.name}", OTHER.get(field.name) or str((field.default or 0) + 1)]
 
 
@@ -280,7 +280,7 @@ from job.node import start_node
 from train_async import run_job
 
 def job():
-    node = SimpleNamespace(model_path="model", run=SimpleNamespace(path=Path(sys.argv[1])))
+    node = SimpleNamespace(config=Config(), model_path="model", run=SimpleNamespace(path=Path(sys.argv[1])))
     with start_node(Config(), None, lead=lambda start: node):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
