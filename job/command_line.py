@@ -22,9 +22,6 @@ from data.tasks import prepare_task
 from engine.score import load_score
 
 _FIELD = re.compile(r'^    # (.+)$|^    (\w+): .+\n    """([^"]+)"""$', re.MULTILINE)
-_DRY_RUN = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-_DRY_RUN.add_argument("--dry-run", action="store_true", help="print placement, memory and a predicted step, and end")
-_DRY_RUN.add_argument("--gpus", metavar="8xH100", help="GPUs to plan for; unset takes those of this machine")
 _KINDS = {int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -33,8 +30,8 @@ def parse_config(args: list[str] | None = None) -> Config:
 
     Exits with status 2 and one line that says what was got, what is allowed and what to change.
     """
-    dry, args = _DRY_RUN.parse_known_args(args)
     try:
+        dry, args = _dry_run_options().parse_known_args(args)
         config = read_options(args).checked()
         check(config)
         if not vars(dry):
@@ -141,7 +138,7 @@ def _value_of(option: str, args: list[str]) -> str | None:
 
 
 def _make_parser(default: Config) -> argparse.ArgumentParser:
-    about = {"description": Config.__doc__, "parents": [_DRY_RUN]}
+    about = {"description": Config.__doc__, "parents": [_dry_run_options()]}
     parser = _Parser(usage="%(prog)s [options]", allow_abbrev=False, **about)
     group, types_of = parser, typing.get_type_hints(Config)
     for title, name, text in option_texts():
@@ -155,6 +152,14 @@ def _make_parser(default: Config) -> argparse.ArgumentParser:
     what = "take the options of another run, runs/NAME, as defaults"
     parser.add_argument("--like", metavar="RUN", default=argparse.SUPPRESS, help=what)
     return parser
+
+
+def _dry_run_options() -> argparse.ArgumentParser:
+    """Options that are none of a run's."""
+    options = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    options.add_argument("--dry-run", action="store_true", help="print placement, memory and a predicted step, and end")
+    options.add_argument("--gpus", metavar="8xH100", help="GPUs to plan for; unset takes those of this machine")
+    return options
 
 
 def option_texts() -> Iterator[tuple[str, str, str]]:

@@ -32,6 +32,7 @@ SMALL = {
 OPTIONAL = (
     "job/swarm.py", "weights/hub.py", "job/trust.py", "job/verify.py", "engine/join.py", "weights/wire.py",
     "weights/pull.py", "weights/puller.py", "weights/delta.py", "weights/snapshots.py", "cluster/planner.py",
+    "job/dry_run.py",
 )  # fmt: skip
 """What a run needs only for machines that join, and what it never needs: a fork may delete it."""
 
