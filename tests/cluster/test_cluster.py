@@ -13,6 +13,7 @@ from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_mo
 from cluster.cluster import Cluster, Peer, _meet, check_shares, join
 from cluster.node_watch import NodeWatch
 from config import Config
+from records.fingerprint import check_same, fingerprint
 from trainer.batch import distribute, make_updates
 
 CASES = {"reinforce": 1, "reinforce_baseline": 2, "grpo": 4}
@@ -124,7 +125,7 @@ def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(monk
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", told)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("cluster.cluster.form_cluster", lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
-    assert join(Config(), "cuda") == left
+    assert join(Config(), "cuda", fingerprint, check_same) == left
 
 
 def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():
