@@ -6,48 +6,48 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LiveBytes(TorchDispatchMode):
     """Adds up the storages that operations make inside of the block, each until nothing holds it any more."""
 
-    def __init__(self, device: str | None = None):
-        """`device`: only tensors of this type of device, as in `cuda`, are counted."""
+    def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self._device = device
-        self._sizes: dict[int, tuple[weakref.ref, int]] = {}
+        self._sizes = WeakIdKeyDictionary()
 
-    def add(self, tensors) -> None:
-        """Count what was made before."""
-        for tensor in tree_iter(tensors):
-            self._add(tensor)
+    def __enter__(self):
+        plain = self._plain_resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):  # as FSDP frees what it has gathered, which is no operation
+            plain(storage, size)
+            self._add(storage)
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self._plain_resize
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # what it is made of comes by itself
         result = function(*args, **(kwargs or {}))
-        # A storage may also have been resized, as FSDP does with what it gathers.
-        self.add((result, args, kwargs))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                self._add(tensor.untyped_storage())
         return result
 
-    def _add(self, tensor: object) -> None:
-        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-            return
-        if self._device is not None and tensor.device.type != self._device:
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        known = self._sizes.get(key)
-        if known is not None and known[0]() is storage:
-            self._set(key, known[0], size)
-        else:
-            self._set(key, weakref.ref(storage, lambda _: self._forget(key)), size)
-
-    def _set(self, key: int, storage: weakref.ref, size: int) -> None:
-        self.now += size - (self._sizes[key][1] if key in self._sizes else 0)
-        self._sizes[key] = storage, size
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._sizes:
+            self._sizes[storage] = [0]
+            weakref.finalize(storage, self._forget, self._sizes[storage])
+        size = self._sizes[storage]
+        self.now += storage.nbytes() - size[0]
+        size[0] = storage.nbytes()
         self.peak = max(self.peak, self.now)
 
-    def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, (None, 0))[1]
+    def _forget(self, size: list[int]) -> None:
+        self.now -= size[0]
