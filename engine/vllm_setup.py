@@ -69,6 +69,8 @@ def start_engine(spec: WorkerSpec):
         # inherits torch's threads, which the environment decides only if torch was not imported before.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         torch.set_num_threads(spec.placement.cpu_threads)
+    elif torch.distributed.is_initialized():  # which has called CUDA, and vLLM does not see it: a fork could use no GPU
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
 
 

@@ -25,6 +25,8 @@ from weights.ipc import CHUNK_BYTES, Packed
 from weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
 
 ADDRESS = "127.0.0.1"
+ABORT_S = 6.0
+"""More than vLLM gives a communicator to abort."""
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 2
 """Chunks that an engine receives at the same time."""
@@ -82,6 +84,7 @@ class _Sender:
         self._link: NcclLink | None = None
         self._error: Exception | None = None
         self._dropped = False
+        self._aborting: threading.Thread | None = None
         self._deadline: float | None = time.monotonic() + timeout_s
         self._doing = f"joining rollout worker {worker}'s NCCL group"
         # A daemon thread: one that waits for a dead worker inside NCCL must not keep the process alive.
@@ -116,7 +119,13 @@ class _Sender:
         self._dropped = True
         self._jobs.put(None)
         if self._link is not None:  # elsewhere, as it takes seconds, and the controller's lock is held
-            threading.Thread(target=self._link.abort, daemon=True).start()
+            self._aborting = threading.Thread(target=self._link.abort, daemon=True)
+            self._aborting.start()
+
+    def wait(self) -> None:
+        """Wait for the end of what was dropped, but not for ever."""
+        if self._aborting is not None:
+            self._aborting.join(ABORT_S)
 
 
 class NcclTransport(Buffers):
@@ -182,6 +191,9 @@ class NcclTransport(Buffers):
             sender.check()
 
     def close(self) -> None:
-        """Give up all groups."""
-        for worker in list(self._senders):
+        """Give up all groups; a broadcast that still waited would be in the way of the process's end."""
+        senders = list(self._senders.items())
+        for worker, _ in senders:
             self.drop(worker)
+        for _, sender in senders:
+            sender.wait()

@@ -1,35 +1,30 @@
 """What gpu.py measures, one function per part; each runs in a process of its own and returns its numbers."""
 
 import functools
-import math
 import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from cluster.shape import ModelShape, read_shape
-from config import Config
 from data.tasks import load_task
 from engine.vllm_setup import engine_options
 from rollout import run_worker
-from scripts.bench.gpu_setup import Pair, Setup, enter_worker, peak_memory, timed
+from scripts.bench.gpu_setup import Pair, enter_worker
 from scripts.bench.harness import ROOT
-from scripts.bench.rig import Rig, made_up, one_rank, running
+from scripts.bench.rig import Rig, running
+from scripts.bench.trainer_alone import Setup, peak_memory, timed
 from scripts.lines import read
-from trainer.batch import distribute
-from trainer.packing import TrainSequence
-from trainer.policy import load_policy
 from weights.models import load_tokenizer
 
 SYNC_ROUNDS = 5
 ENGINE_SHARE = 0.25
 """Of the GPU, for an engine beside a trainer that makes no step."""
-TRAIN_STEPS = ROLLOUT_STEPS = 4
+ROLLOUT_STEPS = 4
 """Of which the first warms up."""
 JOB_GROUPS, JOB_STEPS, JOB_WARM_UP = 16, 6, 2
 
@@ -39,13 +34,9 @@ JOB_GROUPS, JOB_STEPS, JOB_WARM_UP = 16, 6, 2
 
 def sync(setup: Setup) -> dict:
     """Publish a version some times: how long the trainer waits, how long the engine, and whether they agree after."""
-    with one_rank(setup.device):
-        pair = Pair(setup, gpu_memory_utilization=ENGINE_SHARE)  # nothing is trained here that needs room
-        try:
-            rounds = [_publish(pair, version, setup.device) for version in range(SYNC_ROUNDS + 1)][1:]
-            gap = pair.gap()
-        finally:
-            pair.run(pair.shutdown())
+    with closing(Pair(setup, gpu_memory_utilization=ENGINE_SHARE)) as pair:  # nothing is trained that needs room
+        rounds = [_publish(pair, version, setup.device) for version in range(SYNC_ROUNDS + 1)][1:]
+        gap = pair.gap()
     gb = sum(spec.num_bytes for spec in pair.specs) / 1e9
     stage_s, load_s = (statistics.median(round[i] for round in rounds) for i in (0, 1))
     return {
@@ -61,63 +52,6 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
     pair.transport.announce(staged)
     load_s, _ = timed(lambda: pair.run(pair.proxy.update(version, staged.messages)), device)
     return stage_s, load_s
-
-
-# The trainer
-
-
-def trainer(setup: Setup) -> dict:
-    """Training steps on synthetic sequences, without an engine: tokens/s, and the share of the matmul rate."""
-    lengths = [32, 48, 64, 16] if setup.size == "tiny" else [512] * 64
-    config, shape = setup.config(algo="tis", max_prompt_tokens=256), read_shape(setup.model_path)
-    rate = matmul_rate(setup.device)
-    sequences = synthetic(lengths, shape.vocab_size)
-    with one_rank(setup.device):
-        policy = load_policy(config, setup.model_path, torch.device(setup.device))
-        share = distribute([sequences], 1, config.max_tokens_per_microbatch)[0]
-        steps = [timed(lambda: policy.train_step(share, policy_version=0), setup.device)[0] for _ in range(TRAIN_STEPS)]
-        attention = policy.module.attention
-    flops = training_flops(shape, lengths, sum(sequence.num_trained for sequence in sequences))
-    return {"attention": attention, **throughput(sum(lengths), flops, steps[1:], rate), **peak_memory(setup.device)}
-
-
-def matmul_rate(device: str) -> float:
-    """FLOP/s of a large square matmul in the dtype that the trainer computes in: what there is to be had."""
-    n, dtype = 8192 if device == "cuda" else 512, getattr(torch, Config().dtype_on(device))
-    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
-    for _ in range(3):
-        a @ b
-    seconds, _ = timed(lambda: [a @ b for _ in range(30)], device)
-    return 2 * n**3 * 30 / seconds
-
-
-def training_flops(shape: ModelShape, lengths: list[int], num_trained: int) -> float:
-    """FLOPs of a forward and backward pass over sequences of these lengths; `num_trained` tokens meet the head.
-
-    Six per weight and token (two forward, four backward), the embedding left out as it is looked up; and in attention
-    six times queries' width × length² per layer: half of a square, as it is causal, for scores and for values. What is
-    computed twice counts once.
-    """
-    in_layers = shape.layer_parameters * shape.num_layers * sum(lengths)
-    in_head = shape.vocab_size * shape.hidden_size * num_trained
-    in_attention = shape.num_layers * shape.num_attention_heads * shape.head_dim * sum(t * t for t in lengths)
-    return 6.0 * (in_layers + in_head + in_attention)
-
-
-def throughput(num_tokens: int, flops: float, steps_s: list[float], matmul_flops_per_s: float) -> dict[str, float]:
-    """Tokens/s of the median step, its FLOP/s, and that over the matmul rate (MFU)."""
-    seconds = statistics.median(steps_s)
-    return {
-        "step_s": seconds, "spread_s": float(np.ptp(steps_s)), "steps": len(steps_s),
-        "tokens_per_s": num_tokens / seconds, "tflops": flops / seconds / 1e12,
-        "matmul_tflops": matmul_flops_per_s / 1e12, "mfu": flops / seconds / matmul_flops_per_s,
-    }  # fmt: skip
-
-
-def synthetic(lengths: list[int], vocabulary: int) -> list[TrainSequence]:
-    """Random sequences with a prompt of a quarter of their length, and log-probs that are about a random model's."""
-    rng, logprob = np.random.default_rng(0), -math.log(vocabulary)
-    return [made_up(rng.integers(0, vocabulary, n), n // 4, i, logprob) for i, n in enumerate(lengths)]
 
 
 # Rollout
@@ -189,16 +123,7 @@ def job_numbers(metrics: list[dict]) -> dict:
     return found | {"spread_s": float(np.ptp(later["step_s"])), "steps": len(later["step_s"])}
 
 
-def tests(_: Setup) -> dict:
-    """The tests that need a GPU. Raises CalledProcessError if one fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-m", "gpu"]
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    print(result.stdout, flush=True)
-    result.check_returncode()
-    return {"summary": result.stdout.strip().splitlines()[-1].strip("= ")}
-
-
-FUNCTIONS = {function.__name__: function for function in (sync, trainer, rollout, bare, tests)} | {
+FUNCTIONS = {function.__name__: function for function in (sync, rollout, bare)} | {
     "job-sync": functools.partial(job, async_ratio=0.0),
     "job-async": functools.partial(job, async_ratio=1.0),
     "job-sleep": functools.partial(job, async_ratio=0.0, colocate="sleep"),

@@ -1,16 +1,11 @@
-"""What the parts of gpu.py share: what to measure and where, a trainer joined to an engine, a clock that waits.
+"""A trainer joined to an engine, for the parts of gpu.py and for tests.
 
 All on the first visible GPU, with random models in the shapes of Qwen3. On the CPU the same code runs with a tiny one.
 """
 
 import asyncio
-import multiprocessing
 import os
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -21,44 +16,11 @@ from cluster.shape import read_shape
 from config import Config
 from engine.proxy import LLMProxy
 from engine.vllm_setup import worker_environment
-from scripts.bench.gpu import on_update
-from scripts.bench.rig import TRANSPORTS, made_up
-from scripts.qwen3_shapes import save_random_qwen3
+from scripts.bench.rig import TRANSPORTS
+from scripts.bench.trainer_alone import Setup, made_up, one_rank
 from trainer.policy import load_policy
 
 PROBES, PROBE_TOKENS = 4, 256
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Where and what to measure."""
-
-    device: str
-    size: str
-    """A key of SHAPES."""
-    models: Path
-    """Folder in which each random model is made once."""
-
-    @property
-    def model_path(self) -> str:
-        """The random model of this size, made if it is not there."""
-        path = self.models / self.size
-        if not path.exists():
-            making = path.with_name(path.name + "-making")
-            if self.device == "cuda":  # elsewhere, so that no context and no memory of it is here when an engine starts
-                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
-                    elsewhere.submit(save_random_qwen3, making, self.size, self.device).result()
-            else:
-                save_random_qwen3(making, self.size)
-            making.rename(path)
-        return str(path)
-
-    def config(self, **options) -> Config:
-        """Options of a run with this model: on a GPU 256 responses of 256 tokens a step, else a few short ones."""
-        big = {"groups_per_step": 32, "group_size": 8, "max_response_tokens": 256, "max_running_requests": 256}
-        few = {"groups_per_step": 2, "group_size": 2, "max_response_tokens": 16, "max_running_requests": 8}
-        fixed = {"model": self.model_path, "on_update": on_update(), "env_timeout_s": 30.0, "warmup": 0, "lr": 1e-5}
-        return Config(**{**(few if self.size == "tiny" else big), **fixed, **options}).checked()
 
 
 def place_here(config: Config, device: str) -> Placement:
@@ -80,14 +42,17 @@ def enter_worker(config: Config, device: str) -> WorkerSpec:
 
 
 class Pair:
-    """A trainer's policy and an engine in this process's care, joined by the placement's transport."""
+    """A trainer's policy and an engine in this process's care, joined by the placement's transport; to be closed."""
 
     def __init__(self, setup: Setup, **options):
-        """Start the engine first: it measures how much of the GPU is free. `options` of Config."""
+        """Start the engine first: it measures how much of the GPU is free, and is forked, and a child cannot use a GPU
+        whose parent has so much as formed a process group. `options` of Config."""
         self.config = setup.config(**options)
         spec = enter_worker(self.config, setup.device)
         self.loop = asyncio.new_event_loop()
         self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
+        self._group = ExitStack()
+        self._group.enter_context(one_rank(setup.device))
         self.policy = load_policy(self.config, self.config.model, torch.device(setup.device))
         self.specs, self.transport_name = self.policy.sent_specs(), spec.transport
         self.transport = TRANSPORTS[spec.transport](self.specs)
@@ -114,25 +79,8 @@ class Pair:
         engine = [self.run(self.proxy.score(tuple(probe.tolist()))) for probe in probes]
         return np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate(engine))
 
-    async def shutdown(self) -> None:
-        """End the engine while its loop runs."""
+    def close(self) -> None:
+        """End the engine, and then the trainer's group."""
         self.proxy.shutdown()
-        await asyncio.sleep(0.1)
-
-
-def timed(action: Callable, device: str) -> tuple[float, object]:
-    """Seconds that an action takes, GPU included, and its result."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    result = action()
-    synchronize()
-    return time.perf_counter() - start, result
-
-
-def peak_memory(device: str) -> dict[str, float]:
-    """Most that tensors of this process held, and what all processes hold now, GiB; nothing on the CPU."""
-    if device != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    return {"trainer_peak_gib": torch.cuda.max_memory_allocated() / 2**30, "gpu_used_gib": (total - free) / 2**30}
+        self.run(asyncio.sleep(0.1))  # the engine's sockets are closed in its loop
+        self._group.close()

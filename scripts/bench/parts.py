@@ -37,7 +37,8 @@ from engine.reward_pool import RewardPool
 from scripts.bench import harness
 from scripts.bench.bare import PlainWorker, make_tickets, worker
 from scripts.bench.harness import Arm, Bench, Case, Column
-from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, made_up, one_rank, running
+from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, running
+from scripts.bench.trainer_alone import made_up, one_rank
 from scripts.bench.work import (
     LONG,
     NATURAL,

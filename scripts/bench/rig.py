@@ -6,14 +6,12 @@ weights are published again and again, under a rising version. A `TrainingRig` i
 
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cluster.cluster import Cluster
@@ -27,7 +25,6 @@ from records.time_ledger import TrainerClock
 from scripts.bench.work import NO_LEARNING, run_work_worker
 from scripts.lines import read_events
 from trainer import batch
-from trainer.packing import TrainSequence
 from trainer.policy import load_policy
 from weights.ipc import IpcTransport
 from weights.shm import ShmTransport
@@ -149,17 +146,6 @@ def running(rig: Rig) -> Iterator[Rig]:
 
 
 @contextmanager
-def one_rank(device: str = "cpu") -> Iterator[None]:
-    """A process group of this process alone, which FSDP2 needs."""
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """Without the progress that a run prints."""
     with redirect_stdout(io.StringIO()):
@@ -172,14 +158,6 @@ def load_weights(model_path: str) -> Weights:
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def made_up(tokens: Sequence[int], prompt_tokens: int, index: int, logprob: float = 0.0) -> TrainSequence:
-    """A sequence as if version 0 had sampled all but its prompt, each token at `logprob` nats; every second is good."""
-    mask = np.arange(len(tokens)) >= prompt_tokens
-    logprobs, versions = np.where(mask, logprob, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
-    good = index % 2
-    return TrainSequence(np.array(tokens, dtype=np.int64), mask, logprobs, versions, 2.0 * good - 1.0, float(good))
 
 
 def specs_of(weights: Weights) -> list[ParameterSpec]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.gpu import on_update
 from scripts.qwen3_shapes import save_random_qwen3
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +75,6 @@ def random_qwen3_of_8_layers(tmp_path_factory) -> Path:
 
 def run_job(name: str, folder: Path, options: dict, num_gpus: int = 1, num_ranks: int = 1) -> Job:
     """Run `torchrun train_async.py` on the first visible GPUs, without network, to its end."""
-    options = {"on-update": on_update()} | options
     arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [*torchrun, "train_async.py", *arguments]

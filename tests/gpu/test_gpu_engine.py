@@ -1,5 +1,6 @@
 """Trainer and engine on one GPU, in this test's hands: they agree, through updates and through sleep."""
 
+import contextlib
 import gc
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 from cluster.memory import GIB, kv_bytes_per_token
 from cluster.shape import read_shape
-from scripts.bench.gpu_setup import Pair, Setup
-from scripts.bench.rig import one_rank
+from scripts.bench.gpu_setup import Pair
+from scripts.bench.trainer_alone import Setup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -32,10 +33,8 @@ class Session:
 @pytest.fixture(scope="module")
 def session(needs_gpu, tmp_path_factory):
     setup = Setup("cuda", "0.6b", tmp_path_factory.mktemp("models"))
-    with one_rank("cuda"):
-        pair = Pair(setup, async_ratio=0.0, colocate="sleep")
+    with contextlib.closing(Pair(setup, async_ratio=0.0, colocate="sleep")) as pair:
         yield Session(pair)
-        pair.run(pair.shutdown())
     del pair
     gc.collect()
     torch.cuda.empty_cache()  # for the jobs of other tests

@@ -1,12 +1,18 @@
 """The GPU bench: its arithmetic, its table, and that a part that fails leaves the others."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
-from cluster.shape import ModelShape
+from cluster.shape import ModelShape, read_shape
 from scripts.bench import gpu
-from scripts.bench.gpu_parts import FUNCTIONS, job_numbers, throughput, trainer, training_flops
-from scripts.bench.gpu_setup import Setup
+from scripts.bench.gpu_parts import FUNCTIONS, job_numbers
+from scripts.bench.trainer_alone import FUNCTIONS as ALONE
+from scripts.bench.trainer_alone import Setup, throughput, trainer, training_flops
 from scripts.lines import read
+from scripts.qwen3_shapes import qwen3_config
 
 
 def brute_force_flops(layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, num_trained):
@@ -66,7 +72,7 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
             record("bare 0.6b", tokens_per_s=10000.0, spread=100.0, steps=3, tokens=65536),
             record("job-sync 0.6b", **JOB),
             record("job-async 0.6b", **JOB | {"step_s": 2.0}),
-            record("tests -", summary="30 passed, 2 skipped"),
+            record("tests-trainer -", summary="30 passed, 2 skipped"),
             {"case": "trainer 0.6b", "kind": "trainer", "failed": "exited with 1; oh (/tmp/x)"},
         ]
     )  # fmt: skip
@@ -77,7 +83,8 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
     assert rows["job-async over job-sync"].endswith("1.50× faster per step")
     assert rows["trainer 0.6b"].endswith("exited with 1; oh (/tmp/x)")
     assert rows["memory, job-sync 0.6b"].endswith("20.0 GiB peak of the trainer")
-    assert "30 passed" in rows["tests/gpu"] and len(rows) == 15
+    assert rows["rollout 0.6b, tokens_per_s"].split("  ")[-1].startswith("9e+03, 0.13 × the prediction: ")
+    assert "30 passed" in rows["tests-trainer"] and len(rows) == 19
 
 
 def test_the_last_error_is_what_a_failed_part_says():
@@ -89,8 +96,18 @@ def test_the_last_error_is_what_a_failed_part_says():
 
 def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budget():
     kinds = {part.split()[0] for part in (*gpu.PARTS, *gpu.TINY_PARTS)}
-    assert kinds == FUNCTIONS.keys() == gpu.ROWS.keys()
-    assert sum(list(gpu.PARTS.values())[:2]) < gpu.BUDGET_S
+    assert kinds == (ALONE | FUNCTIONS).keys() == gpu.ROWS.keys()
+    assert sum(list(gpu.PARTS.values())[:3]) < gpu.BUDGET_S, "the trainer, its tests, and the engine's agreement"
+    assert {part.split()[0] for part in list(gpu.PARTS)[:2]} < ALONE.keys(), "what needs no vLLM comes first"
+
+
+def test_predictions_are_of_parts_and_the_trainers_is_by_the_formula_of_its_flops(tmp_path):
+    """At 40 % of an H100's 989 TFLOP/s."""
+    assert {part for part, _ in gpu.PREDICTIONS} <= gpu.PARTS.keys()
+    qwen3_config("0.6b").save_pretrained(tmp_path)
+    step_s, _ = gpu.PREDICTIONS["trainer 0.6b", "step_s"]
+    flops = training_flops(read_shape(tmp_path), [512] * 64, 64 * 384)
+    assert flops / (0.4 * 989e12) == pytest.approx(step_s, rel=0.05)
 
 
 def run_bench(monkeypatch, out, *options):
@@ -116,6 +133,16 @@ def test_what_was_measured_on_the_cpu_stays_out_of_the_results(tmp_path, monkeyp
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     _, status = run_bench(monkeypatch, tmp_path / "results" / "gpu")
     assert status == 2 and "keep it out of results/ with --out" in capsys.readouterr().err
+
+
+def test_the_trainer_part_runs_where_what_only_rollout_needs_is_not_installed(tmp_path):
+    """Nor what vLLM brings."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'zmq', 'msgspec', 'setproctitle'))); "
+        "from scripts.bench import gpu; gpu.measure('trainer', 'tiny', 'cpu', *sys.argv[1:])"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path, tmp_path / "result"], cwd=gpu.ROOT, check=True)
+    assert json.loads((tmp_path / "result").read_text())["tokens_per_s"] > 0
 
 
 def test_the_trainer_part_really_runs_on_the_cpu(tmp_path):

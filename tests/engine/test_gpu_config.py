@@ -1,0 +1,65 @@
+"""What vLLM for CUDA makes of our options, and what is called before its engine is forked; fake_h100.py says how."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_h100 import H100_BYTES, KV_BYTES, SIZES, UUIDS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_fake(what: str, folder: Path):
+    """The result of a function of fake_h100.py."""
+    listed = "\n".join(f"{i}, {uuid}, H100, {H100_BYTES >> 20}, 4, Disabled, 580.1" for i, uuid in enumerate(UUIDS))
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\ncat << END\n{listed}\nEND\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    removed = ("VLLM_", "CUDA_", "TORCH", "OMP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, ROOT / "tests/fake_h100.py", what, folder / "result", folder]
+    environment |= {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"} if what != "configs" else {}
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = folder / "log"
+    assert run.returncode == 0, run.stdout[-3000:] + (log.read_text()[-3000:] if log.exists() else "")
+    return json.loads((folder / "result").read_text())
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    return run_fake("configs", tmp_path_factory.mktemp("configs"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["share", "sleep", "nccl", "tp 2"])
+def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(configs, size, kind):
+    is_split = kind == "tp 2"
+    assert configs[f"{size} {kind}"] == {
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 256,
+        "chunked_prefill": True,
+        "async_scheduling": True,
+        "v2": True,
+        "kv_cache_memory_bytes": KV_BYTES if kind == "share" else None,
+        "gpu_memory_utilization": {"share": 0.4, "sleep": 0.8}.get(kind, 0.9),
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "largest_graph": 512,
+        "executor": "mp" if is_split else "uni",
+        "tensor_parallel_size": 2 if is_split else 1,
+        "sleep": kind == "sleep",
+        "dtype": "torch.bfloat16",
+        "logprobs_mode": "processed_logprobs",
+        "transfer": "ipc" if kind in ("share", "sleep") else "nccl",
+    }
+
+
+@pytest.mark.parametrize("what", ["worker", "pair"])
+def test_nothing_calls_cuda_or_forms_a_group_before_the_engine_is_forked(tmp_path, what):
+    assert run_fake(what, tmp_path) == ["engine, fork"]
+
+
+def test_where_a_group_was_formed_the_engine_is_spawned(tmp_path):
+    assert run_fake("group_first", tmp_path) == ["init_process_group", "engine, spawn"]

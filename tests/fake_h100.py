@@ -1,0 +1,188 @@
+"""vLLM for CUDA without a GPU: its own configuration for H100s, and what calls CUDA on the way to an engine's start.
+
+To be run as a process, as nothing of it can be undone: `fake_h100.py configs|worker|pair RESULT.json FOLDER`. The CPU
+wheel has all the Python of vLLM; its compiled modules for CUDA are empty here, and the driver's answers those of H100s.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+UUIDS = [f"GPU-{index}0000000-0000-0000-0000-000000000000" for index in range(2)]
+H100_BYTES = 81559 << 20
+KV_BYTES = 20 << 30
+SIZES = ("0.6b", "1.7b", "8b")
+
+
+def pretend() -> None:
+    """Have vLLM, which must not be imported yet, believe in two H100s."""
+    for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
+        sys.modules[f"vllm.{name}"] = ModuleType(f"vllm.{name}")
+    sleeps = ("init_module", "python_create_and_map", "python_unmap_and_release")
+    sys.modules["vllm.cumem_allocator"] = SimpleNamespace(**dict.fromkeys(sleeps), __file__="")
+    import vllm.platforms
+    from vllm.platforms import cuda
+
+    cuda.pynvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(UUIDS),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=UUIDS.index,
+        nvmlDeviceGetIndex=lambda handle: handle,
+        nvmlDeviceGetUUID=lambda handle: UUIDS[handle],
+        nvmlDeviceGetName=lambda handle: "NVIDIA H100 80GB HBM3",
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (9, 0),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=H100_BYTES),
+        nvmlDeviceGetNumaNodeId=lambda handle: 0,
+        nvmlDeviceGetP2PStatus=lambda *_: 0,
+        NVML_P2P_CAPS_INDEX_NVLINK=0,
+        NVML_P2P_STATUS_OK=0,
+        NVMLError=RuntimeError,
+    )
+    cuda._cuda_device_count_stateless = lambda *_: len(UUIDS)
+    assert vllm.platforms._current_platform is None
+    vllm.platforms._current_platform = cuda.NvmlCudaPlatform()
+    vllm.platforms.vllm_version_matches_substr = lambda _: False  # for which vLLM would want a Triton for CPUs
+    import vllm.config.vllm
+    from vllm.distributed.device_communicators import cuda_wrapper
+
+    vllm.config.vllm.HAS_TRITON = True
+    cuda_wrapper.CudaRTLibrary.__init__ = lambda _: None
+
+
+def configs(folder: Path) -> dict[str, dict]:
+    """What vLLM makes of our options for every size and kind of placement."""
+    pretend()
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from cluster.placement import WorkerPlacement, WorkerSpec
+    from config import Config
+    from engine.vllm_setup import engine_options
+    from scripts.qwen3_shapes import qwen3_config
+
+    alone = WorkerPlacement(0, 1, None, 1, 0.9)
+    kinds = {
+        "share": (WorkerPlacement(0, 0, 0, 1, 0.4, kv_cache_bytes=KV_BYTES), "ipc", {}),
+        "sleep": (WorkerPlacement(0, 0, 0, 1, 0.8), "ipc", {"colocate": "sleep", "async_ratio": 0.0}),
+        "nccl": (alone, "nccl", {}),
+        "tp 2": (dataclasses.replace(alone, gpu=0, num_gpus=2), "nccl", {"rollout_tp": 2}),
+    }
+    found = {}
+    for size, (kind, (placement, transport, options)) in itertools.product(SIZES, kinds.items()):
+        path = folder / size
+        qwen3_config(size, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(path)
+        config = Config(model=str(path), max_response_tokens=2048, max_running_requests=256, **options)
+        options = engine_options(WorkerSpec(config, placement, str(path), transport, ""))
+        made = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        found[f"{size} {kind}"] = {
+            "max_num_batched_tokens": made.scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": made.scheduler_config.max_num_seqs,
+            "chunked_prefill": made.scheduler_config.enable_chunked_prefill,
+            "async_scheduling": made.scheduler_config.async_scheduling,
+            "v2": made.use_v2_model_runner,
+            "kv_cache_memory_bytes": made.cache_config.kv_cache_memory_bytes,
+            "gpu_memory_utilization": made.cache_config.gpu_memory_utilization,
+            "cudagraph_mode": made.compilation_config.cudagraph_mode.name,
+            "largest_graph": made.compilation_config.max_cudagraph_capture_size,
+            "executor": made.parallel_config.distributed_executor_backend,
+            "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
+            "sleep": made.model_config.enable_sleep_mode,
+            "dtype": str(made.model_config.dtype),
+            "logprobs_mode": made.model_config.logprobs_mode,
+            "transfer": made.weight_transfer_config.backend,
+        }
+    return found
+
+
+class Started(Exception):
+    """The engine would be forked now."""
+
+
+def record_calls() -> list[str]:
+    """From here on, each call that may reach CUDA, and the start of the engine, where all ends."""
+    calls = []
+
+    def recorded(name, answer):
+        def call(*_, **__):
+            calls.append(name)
+            return answer()
+
+        return call
+
+    def start(*_, **__):
+        calls.append(f"engine, {os.environ.get('VLLM_WORKER_MULTIPROC_METHOD', 'fork')}")
+        raise Started
+
+    def is_available():
+        """As torch's own in a build for CUDA: by the driver's management library, once vLLM has asked for that."""
+        return os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1" or get_device_count() > 0
+
+    get_device_count = recorded("_cuda_getDeviceCount", lambda: 1)
+    torch.cuda.is_available, torch.cuda.device_count = is_available, lambda: 1
+    torch.cuda._lazy_init = recorded("_lazy_init", lambda: None)
+    torch.distributed.init_process_group = recorded("init_process_group", lambda: None)
+    pretend()
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    AsyncLLM.from_vllm_config = start
+    return calls
+
+
+def worker(folder: Path) -> list[str]:
+    """Of a rollout worker's process."""
+    calls = record_calls()
+    from multiprocessing import Pipe
+
+    from cluster.placement import WorkerPlacement, WorkerSpec
+    from config import Config
+    from rollout import run_worker
+    from scripts.qwen3_shapes import save_random_qwen3
+
+    save_random_qwen3(folder / "tiny", "tiny")
+    spec = WorkerSpec(
+        Config(model=str(folder / "tiny")), WorkerPlacement(0, 0, 0, 1, 0.4), str(folder / "tiny"), "ipc",
+        str(folder / "log"),
+    )  # fmt: skip
+    try:
+        run_worker(spec, Pipe()[1])
+    except Started:
+        return calls
+    raise RuntimeError("the engine was not started")
+
+
+def pair(folder: Path, group_first: bool = False) -> list[str]:
+    """Of the bench's pair, or of one that forms its group first."""
+    calls = record_calls()
+    from scripts.bench.gpu_setup import Pair
+    from scripts.bench.trainer_alone import Setup
+    from scripts.qwen3_shapes import save_random_qwen3
+
+    save_random_qwen3(folder / "tiny", "tiny")
+    if group_first:
+        torch.distributed.init_process_group()
+        torch.distributed.is_initialized = lambda: True
+    try:
+        Pair(Setup("cuda", "tiny", folder))
+    except Started:
+        return calls
+    raise RuntimeError("the engine was not started")
+
+
+def group_first(folder: Path) -> list[str]:
+    """Of a pair as it must not be."""
+    return pair(folder, group_first=True)
+
+
+if __name__ == "__main__":
+    what, result, folder = sys.argv[1:]
+    found = {f.__name__: f for f in (configs, worker, pair, group_first)}[what](Path(folder))
+    Path(result).write_text(json.dumps(found))
+    os._exit(0)

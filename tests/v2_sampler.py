@@ -1,0 +1,122 @@
+"""vLLM's sampler for GPUs (Model Runner V2) on the CPU, by Triton's interpreter, against the trainer's transform.
+
+To be run as a process, `v2_sampler.py RESULT.json`, with TRITON_INTERPRET=1 and Triton on the path: fake_h100.py has
+vLLM take its code for CUDA, and what that keeps on the GPU is in host memory here.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_h100
+import numpy as np
+import torch
+from scipy.stats import chisquare
+
+from trainer.logprobs import sampling_logits
+
+VOCAB, ROWS = 1500, 24
+FEW, DRAWS = 40, 3000
+CASES = {"plain": (1.0, 1.0), "temperature": (0.7, 1.0), "top_p": (1.0, 0.9), "both": (0.6, 0.8)}
+"""Temperature and top_p."""
+
+
+def make_sampler(num_requests: int, vocab: int, temperature: float, top_p: float):
+    """vLLM's own sampler with as many seeded requests, as our engines ask for them."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    device = torch.device("cpu")
+    states = RequestState(num_requests, 64, 64, 0, vocab, device)
+    options = SimpleNamespace(reasoning_config=None)
+    sampler = Sampler(options, num_requests, vocab, device, states, logprobs_mode="processed_logprobs")
+    for index in range(num_requests):
+        seed = int(np.random.SeedSequence([7, index]).generate_state(1, np.uint64)[0] >> 1)
+        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, logprobs=0)
+        states.add_request(str(index), 3, [1, 2, 3], 0, 32)
+        sampler.add_request(index, params)
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    return sampler
+
+
+def sample(sampler, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [N], their log-probs [N] and the logits [N, V] that they are of; each row is a request."""
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+    rows = torch.arange(len(logits), dtype=torch.int32)
+    position, none = torch.full((len(logits),), 5, dtype=torch.int64), torch.zeros(len(logits), dtype=torch.int32)
+    tokens, processed = sampler.sample(
+        logits.clone(), rows, rows, rows.numpy(), position, none, none, none.numpy() + 6, return_logprobs=True
+    )
+    scores = compute_topk_scores(processed, 0, tokens, None, logprob_token_ids_state=sampler.logprob_token_ids_state)
+    return tokens, scores.logprobs[:, 0], processed
+
+
+def compare(temperature: float, top_p: float) -> dict:
+    """Largest gap of log-probs, tokens on whose place in the nucleus the two differ, χ² of frequencies."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(ROWS, VOCAB, generator=generator)
+    tokens, logprobs, processed = sample(make_sampler(ROWS, VOCAB, temperature, top_p), logits)
+    expected = sampling_logits(logits, tokens, temperature, top_p)
+    gap = (expected.log_softmax(-1).gather(1, tokens[:, None])[:, 0] - logprobs).abs().max()
+    differ = int((expected.isinf() != processed.isinf()).sum())
+    few = 1.5 * torch.randn(1, FEW, generator=generator)
+    drawn, _, _ = sample(make_sampler(DRAWS, FEW, temperature, top_p), few.expand(DRAWS, -1).contiguous())
+    likeliest = few.argmax(-1)
+    probabilities = sampling_logits(few, likeliest, temperature, top_p).double().softmax(-1)[0].numpy()
+    counts = np.bincount(drawn.numpy(), minlength=FEW)
+    often = probabilities * DRAWS >= 5
+    seen, wanted = ([*of[often], of[~often].sum()] for of in (counts, probabilities * DRAWS))
+    kept = np.array(wanted) > 0
+    return {
+        "gap": float(gap),
+        "differ": differ,
+        "outside": int(counts[probabilities == 0].sum()),
+        "p": float(chisquare(np.array(seen)[kept], np.array(wanted)[kept]).pvalue),
+    }
+
+
+def split_differs() -> int:
+    """Tokens on whose place in the nucleus the kernels for few rows, which vLLM has beside, differ from the trainer."""
+    from vllm.v1.sample.ops.topk_topp_triton import _apply_topp_split
+
+    logits = 3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    processed = logits.clone()
+    _apply_topp_split(processed, None, torch.full((4,), 0.9), float("-inf"), 4)
+    return int((sampling_logits(logits, logits.argmax(-1), 1.0, 0.9).isinf() != processed.isinf()).sum())
+
+
+def greedy_differs() -> int:
+    """Rows in which temperature 0 does not give the likeliest token."""
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(2))
+    tokens, _, _ = sample(make_sampler(ROWS, VOCAB, 0.0, 1.0), logits)
+    return int((tokens != logits.argmax(-1)).sum())
+
+
+def main() -> None:
+    """Compare all cases."""
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # which is fused, and not for requests with seeds or log-probs
+    fake_h100.pretend()
+    import vllm.platforms
+    from vllm.triton_utils import HAS_TRITON
+
+    assert HAS_TRITON, "vLLM does not take this Triton"
+    here = vllm.platforms.current_platform
+    here.device_type, here.is_pin_memory_available = "cpu", lambda: False  # buffers are in host memory then
+    from vllm.v1.sample.ops import topk_topp_triton
+    from vllm.v1.worker.gpu import buffer_utils
+
+    buffer_utils.UvaBuffer = buffer_utils.NonUvaBuffer
+    topk_topp_triton.num_compute_units = lambda *_: 4
+    found = {name: compare(*case) for name, case in CASES.items()}
+    found |= {"split differs": split_differs(), "greedy differs": greedy_differs()}
+    Path(sys.argv[1]).write_text(json.dumps(found))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
