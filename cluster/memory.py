@@ -81,7 +81,7 @@ def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_we
     """
     million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
     share = f"{million} parameters / {num_shards} ranks"
-    gathered = Item("gathering weights", 4 * shape.largest_parameter, "4 B × the largest parameter")
+    gathered = Item("gathering weights", 2 * shape.largest_parameter, "2 B × the largest parameter")
     items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
     if "optimizer" not in config.save_memory:
         of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
@@ -89,16 +89,17 @@ def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_we
         if config.lora_rank:
             items.append(Item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
         elif config.kl_coef > 0:
-            items.append(Item("reference model", 4 * shape.num_parameters / num_shards, f"{share} × 4 B"))
+            items.append(Item("reference model", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
     if stages_weights:
         items.append(Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B"))
     return items
 
 
 def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
-    """What one trainer rank needs beside that while it makes a step, at its peak: the end of a forward pass.
+    """What one trainer rank needs beside that while it makes a step, at its peak: in the backward pass.
 
-    AdamW, which is fused, makes no temporaries; offloaded, it runs in host memory, where gradients are then, too.
+    AdamW, which is fused, makes no temporaries; offloaded, it runs in host memory, where gradients are then, too. What
+    FSDP gathers and reduces of other layers is gone by then. tests/trainer/test_memory_of_a_step.py counts all this.
     """
     backward = _pass_items(config, shape, num_ranks)
     if "optimizer" in config.save_memory:
@@ -108,28 +109,28 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: in
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
-    """A forward and backward pass of one micro-batch."""
-    tokens = microbatch_tokens(config, num_ranks)
-    gathered = 2 * (shape.root_parameters + 2 * shape.layer_parameters)
-    reduced = 6 * max(shape.root_parameters, shape.layer_parameters)
-    per_layer = saved_bytes_per_token(shape)
-    if "activations" in config.save_memory:
-        kept = tokens * (2 * shape.hidden_size * shape.num_layers + 2 * per_layer)
-        how = (
-            f"{tokens} tokens × (2 B × {shape.hidden_size} × {shape.num_layers} layers + 2 × {per_layer} B), estimated"
-        )
-    else:
-        kept = tokens * per_layer * (shape.num_layers + 1)
-        how = f"{tokens} tokens × {shape.num_layers + 1} layers × {per_layer} B, estimated"
-    copies = 12 if config.top_p == 1 else 24  # trainer/logprobs.py says why
+    """A forward and backward pass of one micro-batch, at the worse of its two peaks: in the head, or in a layer."""
+    tokens, per_layer, hidden = microbatch_tokens(config, num_ranks), saved_bytes_per_token(shape), shape.hidden_size
+    is_recomputed = "activations" in config.save_memory
+    of_layer = 2 * hidden if is_recomputed else per_layer
+    head = 2 * shape.largest_parameter
     rows = min(tokens, 1024)
-    return [
-        Item("compute copy", gathered, "2 B × (what is outside of layers + 2 layers)"),
-        Item("reduced gradients", reduced, "(2 + 4) B × the largest of the two"),
-        Item("activations", kept, how),
-        Item("attention mask", 3 * tokens * config.max_sequence_tokens, "3 B × tokens × longest sequence"),
-        Item("logits", (copies + 4) * rows * shape.vocab_size, f"{rows} × {shape.vocab_size} × {copies + 4} B"),
+    chunk = 4 * rows * shape.vocab_size
+    copies = 3 * chunk if config.top_p == 1 else 6 * chunk  # trainer/logprobs.py says why
+    in_head = Item("in the head", 10 * tokens * hidden + max(copies, 2 * chunk + head), f"{rows} rows of logits")
+    wide = tokens * (per_layer * is_recomputed + 4 * (hidden + shape.intermediate_size))
+    in_layer = Item("in a layer", wide + 10 * shape.layer_parameters, f"{tokens} tokens, and 10 B × its parameters")
+    how = f"{tokens} tokens × {shape.num_layers} layers × {of_layer} B, estimated"
+    items = [
+        Item("head and its gradient", 2 * head, "2 × 2 B × the largest parameter"),
+        Item("activations", tokens * shape.num_layers * of_layer, how),
+        max(in_head, in_layer, key=lambda item: item.num_bytes),
     ]
+    if shape.needs_mask:  # torch makes a bias of it in every layer, and keeps that for the backward pass
+        copies = 1 + 2 * (1 if is_recomputed else shape.num_layers)
+        mask = copies * tokens * config.max_sequence_tokens
+        items.append(Item("attention mask", mask, f"{copies} B × tokens × longest sequence"))
+    return items
 
 
 def ways_to_fit(config: Config) -> list[Config]:
@@ -161,15 +162,17 @@ def microbatch_tokens(config: Config, num_ranks: int) -> int:
 
 
 def saved_bytes_per_token(shape: ModelShape) -> int:
-    """Bytes that one layer keeps of one token for the backward pass.
+    """Bytes that one layer keeps of one token for the backward pass: bfloat16, and float32 inside the norms.
 
-    bfloat16, and float32 inside the norms: two norms of the hidden state (8 B each), norms of queries and keys (6 B),
-    queries, keys, values and the attention's output (with keys and values repeated for every query head), and four
-    tensors of the feed-forward layer.
+    Those are two norms of the hidden state, norms of queries and keys, queries, keys, values and the attention's
+    output with its sums, and four tensors of the feed-forward layer; under a mask keys and values once per query head.
     """
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
-    return 16 * shape.hidden_size + 6 * (queries + keys) + 10 * queries + 8 * shape.intermediate_size
+    beside = 16 * shape.hidden_size + 8 * shape.intermediate_size
+    if shape.needs_mask:
+        return beside + 16 * queries + 6 * keys
+    return beside + 10 * (queries + keys) + 4 * (2 * shape.num_attention_heads + shape.num_key_value_heads + 2)
 
 
 # The engine

@@ -24,6 +24,8 @@ class ModelShape:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
+    needs_mask: bool = False
+    """Whether a GPU cannot compute its attention without a mask (trainer/attention.py)."""
 
 
 def read_shape(model_path: str) -> ModelShape:
@@ -47,6 +49,7 @@ def read_shape(model_path: str) -> ModelShape:
         if found := _LAYER.search(name):
             layers[found[1]] = layers.get(found[1], 0) + size
     heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(
         num_parameters=sum(sizes.values()),
         layer_parameters=max(layers.values(), default=0),
@@ -57,6 +60,8 @@ def read_shape(model_path: str) -> ModelShape:
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=head_dim,
         vocab_size=config.vocab_size,
+        needs_mask=bool(head_dim % 8 or head_dim > 256)
+        or not (model._supports_attention_backend and model._supports_sdpa),
     )

@@ -53,7 +53,7 @@ def gpu(gib: float, used_gib: float = 0.0) -> Gpu:
         ("4b", 80, LESS, False),
         ("4b", 80, LEAST, True),
         ("8b", 80, LEAST, True),
-        ("8b", 64, LEAST, False),
+        ("8b", 52, LEAST, False),
         ("8b", 80, LEAST | ASLEEP, True),
         ("1.7b", 141, {}, True),
         ("4b", 141, {}, False),
@@ -84,7 +84,7 @@ def test_the_weights_are_counted_as_the_formulas_of_their_bytes():
     parameters = shape("1.7b").num_parameters
     by_name = {item.what: item.num_bytes for item in resident_items(Config(kl_coef=0.1), shape("1.7b"), 4, True)}
     assert by_name["weights and AdamW"] == 12 * parameters / 4
-    assert by_name["reference model"] == 4 * parameters / 4
+    assert by_name["reference model"] == 2 * parameters / 4
     assert by_name["staging buffer"] == 2 * parameters
     gradients = {item.what: item.num_bytes for item in step_items(Config(), shape("1.7b"), 4, 4)}["gradients"]
     assert gradients == 4 * parameters / 4
@@ -137,15 +137,15 @@ def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_l
 def test_host_memory_takes_the_staging_buffers_where_the_gpu_has_no_room():
     config = Config(**LONG, **LEAST)
     with pytest.raises(ValueError, match="--weight-sync shm"):
-        plan_shared(config, shape("8b"), gpu(64))
-    assert "staging" not in plan_shared(config, shape("8b"), gpu(64), Sharing(stages=False))[2]
+        plan_shared(config, shape("8b"), gpu(48))
+    assert "staging" not in plan_shared(config, shape("8b"), gpu(48), Sharing(stages=False))[2]
 
 
 def test_more_ranks_make_a_model_fit_and_a_step_that_may_not_is_only_warned_of():
     config = Config(**LONG)
     with pytest.raises(ValueError, match="AdamW"):
         check_trainer(config, shape("8b"), gpu(80), Sharing(1, 1, True))
-    with pytest.raises(ValueError, match=r"activations 1[23]\d\."):
+    with pytest.raises(ValueError, match=r"activations 118\."):
         check_trainer(config, shape("8b"), gpu(80), Sharing(4, 4, True))
     smaller = dataclasses.replace(config, max_tokens_per_microbatch=4096)
     text = check_trainer(smaller, shape("8b"), gpu(80), Sharing(4, 4, True))

@@ -177,7 +177,7 @@ def chosen(gib: float, num_gpus: int, ranks: int, size: str = "8b", **options) -
         (141, 8, 4, "8b", (), 8192),
         (79.6, 8, 4, "8b", (), 2560),
         (79.6, 8, 1, "8b", ("activations", "optimizer"), 16384),
-        (40, 8, 4, "4b", ("activations",), 8192),
+        (32, 8, 4, "4b", ("activations",), 8192),
     ],
 )
 def test_memory_is_saved_as_far_as_it_must_be_by_smaller_passes_first(gib, num_gpus, ranks, size, save_memory, tokens):
