@@ -112,10 +112,8 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
     """A forward and backward pass of one micro-batch, at the worse of its two peaks: in the head, or in a layer."""
     tokens, per_layer, hidden = microbatch_tokens(config, num_ranks), saved_bytes_per_token(shape), shape.hidden_size
     is_recomputed = "activations" in config.save_memory
-    of_layer = 2 * hidden if is_recomputed else per_layer
-    head = 2 * shape.largest_parameter
-    rows = min(tokens, 1024)
-    chunk = 4 * rows * shape.vocab_size
+    of_layer, rows = 2 * hidden if is_recomputed else per_layer, min(tokens, 1024)
+    head, chunk = 2 * shape.largest_parameter, 4 * rows * shape.vocab_size
     copies = 3 * chunk if config.top_p == 1 else 6 * chunk  # trainer/logprobs.py says why
     in_head = Item("in the head", 10 * tokens * hidden + max(copies, 2 * chunk + head), f"{rows} rows of logits")
     wide = tokens * (per_layer * is_recomputed + 4 * (hidden + shape.intermediate_size))

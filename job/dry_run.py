@@ -17,7 +17,7 @@ from cluster.placement import available_cores, first_that_fits, place, plan_memo
 from cluster.planner import Cluster, Job, Lengths, Pool
 from cluster.shape import read_shape
 from config import Config, nearest
-from weights.models import resolve_model
+from weights.models import MADE_HERE, resolve_model
 
 BETWEEN_MACHINES = 25.0
 """GB/s one way that is taken for the link between two machines: InfiniBand of 200 Gbit/s."""
@@ -32,8 +32,7 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     Raises ValueError, in one line, for GPUs that are not known, and for a model that does not fit.
     """
     pool = read_pool(gpus)
-    is_made_here = config.model in ("tiny", "smollm2")
-    shape = read_shape(resolve_model(config.model, config.task) if is_made_here else config.model)
+    shape = read_shape(resolve_model(config.model, config.task) if config.model in MADE_HERE else config.model)
     job = Job(config, shape, Lengths.lognormal(config.max_prompt_tokens, config.max_response_tokens / 4, 0.8, config))
     cluster = Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
     best = planner.plan(job, cluster)[0]
@@ -50,9 +49,8 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
     yield placement.table()
     yield arithmetic
-    saved = f"--save-memory {' '.join(config.save_memory)}".strip()
-    tokens = f"--max-tokens-per-microbatch {config.max_tokens_per_microbatch}"
-    yield f"so: {saved} {tokens}, weights by {placement.transport}"
+    saved = " ".join(["--save-memory", *config.save_memory, "--max-tokens-per-microbatch"])
+    yield f"so: {saved} {config.max_tokens_per_microbatch}, weights by {placement.transport}"
     if not placement.workers:
         return
     now = planner.of_placement(replace(job, config=config), cluster, placement, num_shards)

