@@ -42,12 +42,14 @@ def _outside_nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
 class TokenLogprobs(nn.Module):
     """A causal LM that returns the log-probs of trained tokens only, and never [tokens, vocabulary] as a whole."""
 
-    def __init__(self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS) -> None:
+    def __init__(self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS, trains_entropy: bool = False) -> None:
+        """`trains_entropy` lets the entropy carry gradient, which keeps two more chunks in the backward pass."""
         super().__init__()
         self.model = model
         self.chunk_rows = chunk_rows
         self.attention: str = model.config._attn_implementation
         """As transformers names it; trainer/attention.py chooses it."""
+        self.trains_entropy = trains_entropy
         self.one_row = self.attention in ONE_ROW
         """Whether that wants a micro-batch packed into one row."""
 
@@ -62,7 +64,7 @@ class TokenLogprobs(nn.Module):
         segment_ids: Tensor | None = None,
         prefix_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs of the targets and the entropy (no gradient) under the sampling transform, [N] float32 nats.
+        """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats.
 
         Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside
         the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
@@ -86,6 +88,9 @@ class TokenLogprobs(nn.Module):
         # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
         logprobs = sampling_logits(head(hidden).float(), targets, temperature, top_p).log_softmax(dim=-1)
         picked = logprobs.gather(1, targets[:, None]).squeeze(1)
+        if self.trains_entropy and torch.is_grad_enabled():
+            chances = logprobs.exp()
+            return picked, -(chances * logprobs.masked_fill(chances == 0, 0.0)).sum(dim=-1)
         with torch.no_grad():  # last, as the backward pass computes this again only up to what it needs
             entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
         return picked, entropy

@@ -18,6 +18,7 @@ from config import Config
 from trainer.attention import check_shares_prefix, choose_attention
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import add_adapters, initial_adapters
+from trainer.optimizer import OptimOptions
 
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
@@ -51,7 +52,7 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    module = TokenLogprobs(model.eval())
+    module = TokenLogprobs(model.eval(), trains_entropy=OptimOptions.of(config).entropy > 0)
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:
         add_adapters(model, layers, config.lora_rank)

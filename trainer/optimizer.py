@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from algos.arguments import Share
+from algos.arguments import NonNegative, Share
 from config import Config, read_arguments
 
 
@@ -20,6 +20,8 @@ class OptimOptions:
     by_ess: bool = False
     """Whether lr is multiplied by √(effective sample size / sequences of the update): VCPO, arXiv 2602.17616, where the
     importance ratios are those of whole sequences; its baseline is not here."""
+    entropy: NonNegative = 0.0
+    """Weight of the policy's entropy, nats, of each trained token, which is subtracted from its loss."""
     beta1: Share = 0.9
     beta2: Share = 0.999
 

@@ -213,12 +213,14 @@ class Policy:
             return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
         behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
         loss, loss_stats = self.loss(replace(_loss_inputs(batch, logprobs, anchor, position), update=whole))
-        of_batch = {"entropy": entropy, "advantage": batch.advantages, "reward": batch.rewards}
+        of_batch = {"entropy": entropy.detach(), "advantage": batch.advantages, "reward": batch.rewards}
         token_stats = drift(logprobs.detach(), behavior) | of_batch | loss_stats
         if self.reference is not None:
             kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
             loss = loss + self.config.kl_coef * kl
             token_stats["kl_ref"] = kl.detach()
+        if self._optim.entropy:
+            loss = loss - self._optim.entropy * entropy
         stats.add(token_stats, lags)
         stats.add_ratios(logprobs.detach() - behavior, batch.sequence_ids)
         logprobs.register_hook(lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags))

@@ -3,11 +3,15 @@
 import math
 
 import pytest
+import torch
 from test_policy import load, make_config, random_sequences, share_of
 from tiny_policy import save_tiny_model
 
 from config import Config
+from trainer.lag_stats import TokenStats
 from trainer.optimizer import OptimOptions
+from trainer.packing import bundle, pack
+from trainer.policy import StepPosition
 
 
 def rates(*items: str, ess: float = 1.0) -> list[float]:
@@ -30,7 +34,10 @@ def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ("shedule=cosine", "the optimizer takes schedule, least, by_ess, beta1, beta2; did you mean schedule?"),
+        (
+            "shedule=cosine",
+            "the optimizer takes schedule, least, by_ess, entropy, beta1, beta2; did you mean schedule?",
+        ),
         ("least=2", r"least of the optimizer must be in \[0, 1\]"),
         ("beta2=1", "must be below 1"),
         ("schedule=step", "must be constant or linear or cosine"),
@@ -48,3 +55,27 @@ def test_the_sequences_of_an_update_set_its_rate(tmp_path):
     stats = policy.train_step(share_of(sequences), 12)
     assert 1 / 6 <= stats["sequence_ess"] < 1
     assert stats["lr"] == pytest.approx(0.01 * math.sqrt(stats["sequence_ess"]))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_the_entropy_bonus_pulls_by_the_gradient_of_the_entropy(tmp_path, top_p):
+    path, sequences = save_tiny_model(tmp_path, tied=True), random_sequences(3)
+    of = {"algo": "reinforce", "algo_args": (), "top_p": top_p}
+    plain, with_bonus = (load(make_config(path, **of, optim_args=items)) for items in ((), ("entropy=0.5",)))
+    batch = [pack(bundle(sequences), plain.one_row, False)]
+    bonus = gradient_of(with_bonus, batch) - gradient_of(plain, batch)
+    _, entropy = with_bonus._forward(with_bonus.module, batch[0])
+    (-0.5 * entropy.mean()).backward()
+    wanted = torch.cat([p.grad.full_tensor().flatten() for p in with_bonus.module.parameters()])
+    torch.testing.assert_close(bonus, wanted, rtol=1e-3, atol=1e-6)
+    assert bonus.norm() > 1e-3
+
+
+def gradient_of(policy, batches) -> torch.Tensor:
+    """The gradient of an update, which is not made."""
+    policy._step = lambda loss, lr: {}
+    policy._update(batches, [None] * len(batches), StepPosition(12, 0.0), TokenStats())
+    found = torch.cat([p.grad.full_tensor().flatten().clone() for p in policy.module.parameters()])
+    policy.optimizer.zero_grad()
+    return found
