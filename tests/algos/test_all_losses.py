@@ -25,10 +25,13 @@ VARIANTS = {
     "decoupled_ppo-truncate": functools.partial(LOSSES["decoupled_ppo"], action="truncate"),
     "cispo-unified_mask": functools.partial(LOSSES["cispo"], unified_mask=True),
     "icepop-sequence": functools.partial(LOSSES["icepop"], level="sequence"),
+    "dppo-kl": functools.partial(LOSSES["dppo"], divergence="kl"),
 }
 """Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
 update: a loss that couples all of its tokens sees the same one in each micro-batch."""
-SEQUENCE_LEVEL = ("gspo", "icepop-sequence")
+SEQUENCE_LEVEL = (
+    "gspo", "icepop-sequence",
+)  # fmt: skip
 TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 
 
