@@ -14,7 +14,7 @@ GIVEN = {
     "action": ("truncate", "truncate"), "unified_mask": ("true", True), "positive_weight": ("2", 2.0),
     "negative_weight": ("0", 0.0), "tau": ("1e-2", 0.01), "low": ("0.9", 0.9), "high": ("1.1", 1.1),
     "level": ("sequence", "sequence"), "cap": ("1.5", 1.5), "m2_threshold": ("100", 100.0),
-    "divergence": ("kl", "kl"), "delta_low": ("0.01", 0.01), "delta_high": ("0.01", 0.01),
+    "divergence": ("kl", "kl"), "delta_low": ("0.01", 0.01), "delta_high": ("0.01", 0.01), "delta": ("0.01", 0.01),
     "tau_positive": ("2", 2.0), "tau_negative": ("2", 2.0),
 }  # fmt: skip
 """A value other than the default for every keyword argument of every loss, as text and as what it means."""
@@ -68,6 +68,7 @@ def test_several_arguments_are_read_and_none_is_none():
         ("dppo", "divergence=js", "divergence of --algo dppo must be tv or kl"),
         ("dppo", "delta_high=0", "delta_high of --algo dppo must be above 0"),
         ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be above 0"),
+        ("opsm", "delta=0", "delta of --algo opsm must be above 0"),
     ],
 )
 def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):
