@@ -26,11 +26,13 @@ VARIANTS = {
     "cispo-unified_mask": functools.partial(LOSSES["cispo"], unified_mask=True),
     "icepop-sequence": functools.partial(LOSSES["icepop"], level="sequence"),
     "dppo-kl": functools.partial(LOSSES["dppo"], divergence="kl"),
+    "mis-sequence": functools.partial(LOSSES["mis"], level="sequence"),
+    "mis-geometric": functools.partial(LOSSES["mis"], level="geometric"),
 }
 """Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
 update: a loss that couples all of its tokens sees the same one in each micro-batch."""
 SEQUENCE_LEVEL = (
-    "gspo", "icepop-sequence", "opsm",
+    "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric",
 )  # fmt: skip
 TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 

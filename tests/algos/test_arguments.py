@@ -69,6 +69,9 @@ def test_several_arguments_are_read_and_none_is_none():
         ("dppo", "delta_high=0", "delta_high of --algo dppo must be above 0"),
         ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be above 0"),
         ("opsm", "delta=0", "delta of --algo opsm must be above 0"),
+        ("mis", "low=1", "low of --algo mis must be at least 0 and below 1, the ratio of a fresh token"),
+        ("mis", "high=0.9", "high of --algo mis must be at least 1, the ratio of a fresh token"),
+        ("mis", "level=batch", "level of --algo mis must be token or sequence or geometric"),
     ],
 )
 def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):
