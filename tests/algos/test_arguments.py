@@ -72,6 +72,7 @@ def test_several_arguments_are_read_and_none_is_none():
         ("mis", "low=1", "low of --algo mis must be at least 0 and below 1, the ratio of a fresh token"),
         ("mis", "high=0.9", "high of --algo mis must be at least 1, the ratio of a fresh token"),
         ("mis", "level=batch", "level of --algo mis must be token or sequence or geometric"),
+        ("tis_ppo", "cap=0.8", "cap of --algo tis_ppo must be at least 1, the ratio of a fresh token"),
     ],
 )
 def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):
