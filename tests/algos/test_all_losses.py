@@ -33,14 +33,14 @@ VARIANTS = {
 """Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
 update: a loss that couples all of its tokens sees the same one in each micro-batch."""
 SEQUENCE_LEVEL = (
-    "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric", "tis_ppo-sequence",
+    "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric", "tis_ppo-sequence", "gmpo",
 )  # fmt: skip
 TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 
 
-# With the default options there is no exception. Two can be made to differ: weighted_topr, by other weights, which is
-# what they are for (its own test); and gspo, whose gradient is spread over the sequence, by advantages or weights that
-# differ between the tokens of one sequence, which no estimator and no aggregation gives.
+# With the default options there is no exception. Three can be made to differ: weighted_topr, by other weights, which is
+# what they are for (its own test); gspo and gmpo, whose gradient is spread over the sequence, by advantages or weights
+# that differ between the tokens of one sequence, which no estimator and no aggregation gives.
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tokens_per_sequence", [1, 10])
 def test_on_policy_every_loss_is_policy_gradient(name, tokens_per_sequence):

@@ -73,6 +73,7 @@ def test_several_arguments_are_read_and_none_is_none():
         ("mis", "high=0.9", "high of --algo mis must be at least 1, the ratio of a fresh token"),
         ("mis", "level=batch", "level of --algo mis must be token or sequence or geometric"),
         ("tis_ppo", "cap=0.8", "cap of --algo tis_ppo must be at least 1, the ratio of a fresh token"),
+        ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be above 0"),
     ],
 )
 def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):
