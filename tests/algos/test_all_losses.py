@@ -33,7 +33,7 @@ VARIANTS = {
 """Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
 update: a loss that couples all of its tokens sees the same one in each micro-batch."""
 SEQUENCE_LEVEL = (
-    "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric", "tis_ppo-sequence", "gmpo",
+    "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric", "tis_ppo-sequence", "gmpo", "vespo",
 )  # fmt: skip
 TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 
