@@ -29,11 +29,13 @@ VARIANTS = {
     "mis-sequence": functools.partial(LOSSES["mis"], level="sequence"),
     "mis-geometric": functools.partial(LOSSES["mis"], level="geometric"),
     "tis_ppo-sequence": functools.partial(LOSSES["tis_ppo"], level="sequence"),
+    "sequence_is-cap": functools.partial(LOSSES["sequence_is"], cap=2.0),
 }
 """Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
 update: a loss that couples all of its tokens sees the same one in each micro-batch."""
 SEQUENCE_LEVEL = (
     "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric", "tis_ppo-sequence", "gmpo", "vespo",
+    "sequence_is", "sequence_is-cap",
 )  # fmt: skip
 TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 

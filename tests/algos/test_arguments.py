@@ -77,6 +77,7 @@ def test_several_arguments_are_read_and_none_is_none():
         ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be above 0"),
         ("vespo", "k_positive=-1", "k_positive of --algo vespo must be at least 0"),
         ("vespo", "lambda_negative=0", "lambda_negative of --algo vespo must be above 0"),
+        ("sequence_is", "cap=0.5", "cap of --algo sequence_is must be at least 1, the ratio of a fresh token"),
     ],
 )
 def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):
