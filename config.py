@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 ALGOS = (
     "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo",
-    "m2po",
+    "m2po", "dppo", "sapo", "opsm", "mis", "tis_ppo", "gmpo", "vespo", "sequence_is",
 )  # fmt: skip
 """Policy losses that come with this code: each is `loss` in the file of algos/ with its name."""
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline"]

@@ -1,4 +1,4 @@
-"""Means over the tokens of each sequence, for losses that weigh or clip a sequence as a whole."""
+"""Sums and means over the tokens of each sequence, for losses that weigh or clip a sequence as a whole."""
 
 from torch import Tensor
 
@@ -8,7 +8,13 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
     sequence_ids as in LossInputs. The exponential of a mean log-ratio is the geometric mean of the ratios.
     """
-    num_sequences = int(sequence_ids.max()) + 1
-    totals = values.new_zeros(num_sequences).index_add(0, sequence_ids, values)
-    lengths = sequence_ids.bincount(minlength=num_sequences)
-    return (totals / lengths)[sequence_ids]
+    return sequence_sum(values, sequence_ids) / sequence_ids.bincount()[sequence_ids]
+
+
+def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Give every token the sum of `values` [N] over its own sequence, [N]; carries gradient.
+
+    sequence_ids as in LossInputs. The exponential of a sum of log-ratios is the ratio of the whole sequence.
+    """
+    totals = values.new_zeros(int(sequence_ids.max()) + 1).index_add(0, sequence_ids, values)
+    return totals[sequence_ids]

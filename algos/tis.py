@@ -5,6 +5,7 @@
 
 ROLL Flash, arXiv 2510.11345, «Truncated IS»; the clipped weight is that of IMPALA, arXiv 1802.01561, section 4.1.
 Differs from the paper: nothing known; the defaults [0, 1] are those of its code.
+What verl, NeMo RL, SkyRL and slime call TIS is another formula, a PPO clip times a truncated weight: tis_ppo.py.
 """
 
 from torch import Tensor

@@ -79,8 +79,8 @@ def losses() -> str:
     """What each loss does, its paper, and what a publish delay costs it: mean paired difference of the level."""
     found = grids.differences(grids.read_records(RESULTS / "losses" / "cells.jsonl"))
     rows = []
-    for algo, loss in LOSSES.items():
-        text = inspect.getmodule(loss).__doc__
+    for algo in found["loss"].unique():
+        text = inspect.getmodule(LOSSES[algo]).__doc__
         paper = re.search(r"arXiv (\d{4}\.\d{5})", text)
         what = text.partition("\n")[0].partition(": ")[2].rstrip(".")
         linked = f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "Williams 1992"

@@ -11,8 +11,8 @@ the advantage is the reward minus that policy's own mean reward (a group's mean,
 of one arm's gradient are sums over all V^T arms, weighted by their probability: nothing is sampled, so the only error
 is between the random starts. T = 1 is the textbook bandit, where a token's ratio is the arm's; with T > 1 a token's
 ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The row
-`arm_ratio` is no loss of ours: importance weights of whole arms, never clipped, unbiased at every lag. A loss that
-couples all tokens of an update has no gradient of one arm, and is left out.
+`arm_ratio` is written down here: importance weights of whole arms, never clipped, unbiased at every lag; `sequence_is`
+must equal it. A loss that couples all tokens of an update has no gradient of one arm, and is left out.
 """
 
 import argparse
@@ -142,16 +142,17 @@ def study(num_tokens: int, num_choices: int, max_lag: int, num_starts: int, lr: 
 
 
 def by_lag(records: list[dict], num_tokens: int, name: str) -> pandas.DataFrame:
-    """Means over the starts of what `name` is a key of: a row per loss, a column per lag."""
+    """Means over the starts of what `name` is a key of: a row per loss that was recorded, a column per lag."""
     of_length = [record for record in records if record.get("tokens") == num_tokens]
-    return pandas.DataFrame(of_length).pivot(index="algo", columns="lag", values=name).loc[list(ROWS)]
+    found = pandas.DataFrame(of_length).pivot(index="algo", columns="lag", values=name)
+    return found.loc[[algo for algo in ROWS if algo in found.index]]
 
 
 def table(records: list[dict], num_tokens: int, name: str) -> list[str]:
     """Markdown lines of one measure for one arm length: a row per loss, a column for each lag that is shown."""
     frame, drift = (by_lag(records, num_tokens, key) for key in (name, "drift"))
     lags = [lag for lag in SHOWN_LAGS if lag in frame]
-    rows = [[f"`{algo}`", *(format(frame[lag][algo], MEASURES[name][1]) for lag in lags)] for algo in ROWS]
+    rows = [[f"`{algo}`", *(format(frame[lag][algo], MEASURES[name][1]) for lag in lags)] for algo in frame.index]
     rows.insert(0, ["*drift, nats per token*", *(f"*{drift[lag].iloc[0]:.3f}*" for lag in lags)])
     return markdown([f"{name}, T = {num_tokens}", *(f"lag {lag}" for lag in lags)], rows)
 

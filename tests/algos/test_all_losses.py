@@ -25,16 +25,24 @@ VARIANTS = {
     "decoupled_ppo-truncate": functools.partial(LOSSES["decoupled_ppo"], action="truncate"),
     "cispo-unified_mask": functools.partial(LOSSES["cispo"], unified_mask=True),
     "icepop-sequence": functools.partial(LOSSES["icepop"], level="sequence"),
+    "dppo-kl": functools.partial(LOSSES["dppo"], divergence="kl"),
+    "mis-sequence": functools.partial(LOSSES["mis"], level="sequence"),
+    "mis-geometric": functools.partial(LOSSES["mis"], level="geometric"),
+    "tis_ppo-sequence": functools.partial(LOSSES["tis_ppo"], level="sequence"),
+    "sequence_is-cap": functools.partial(LOSSES["sequence_is"], cap=2.0),
 }
 """Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
 update: a loss that couples all of its tokens sees the same one in each micro-batch."""
-SEQUENCE_LEVEL = ("gspo", "icepop-sequence")
+SEQUENCE_LEVEL = (
+    "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric", "tis_ppo-sequence", "gmpo", "vespo",
+    "sequence_is", "sequence_is-cap",
+)  # fmt: skip
 TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 
 
-# With the default options there is no exception. Two can be made to differ: weighted_topr, by other weights, which is
-# what they are for (its own test); and gspo, whose gradient is spread over the sequence, by advantages or weights that
-# differ between the tokens of one sequence, which no estimator and no aggregation gives.
+# With the default options there is no exception. Three can be made to differ: weighted_topr, by other weights, which is
+# what they are for (its own test); gspo and gmpo, whose gradient is spread over the sequence, by advantages or weights
+# that differ between the tokens of one sequence, which no estimator and no aggregation gives.
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tokens_per_sequence", [1, 10])
 def test_on_policy_every_loss_is_policy_gradient(name, tokens_per_sequence):

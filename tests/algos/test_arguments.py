@@ -14,6 +14,9 @@ GIVEN = {
     "action": ("truncate", "truncate"), "unified_mask": ("true", True), "positive_weight": ("2", 2.0),
     "negative_weight": ("0", 0.0), "tau": ("1e-2", 0.01), "low": ("0.9", 0.9), "high": ("1.1", 1.1),
     "level": ("sequence", "sequence"), "cap": ("1.5", 1.5), "m2_threshold": ("100", 100.0),
+    "divergence": ("kl", "kl"), "delta_low": ("0.01", 0.01), "delta_high": ("0.01", 0.01), "delta": ("0.01", 0.01),
+    "tau_positive": ("2", 2.0), "tau_negative": ("2", 2.0), "k_positive": ("1", 1.0), "lambda_positive": ("1", 1.0),
+    "k_negative": ("1", 1.0), "lambda_negative": ("1", 1.0),
 }  # fmt: skip
 """A value other than the default for every keyword argument of every loss, as text and as what it means."""
 KEYWORDS = [(algo, name) for algo, loss in LOSSES.items() for name in list(inspect.signature(loss).parameters)[1:]]
@@ -63,6 +66,18 @@ def test_several_arguments_are_read_and_none_is_none():
         ("cispo", "unified_mask=yes", "unified_mask of --algo cispo must be true or false"),
         ("decoupled_ppo", "action=cut", "action of --algo decoupled_ppo must be mask or truncate"),
         ("icepop", "level=tokens", "level of --algo icepop must be token or sequence"),
+        ("dppo", "divergence=js", "divergence of --algo dppo must be tv or kl"),
+        ("dppo", "delta_high=0", "delta_high of --algo dppo must be above 0"),
+        ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be above 0"),
+        ("opsm", "delta=0", "delta of --algo opsm must be above 0"),
+        ("mis", "low=1", "low of --algo mis must be at least 0 and below 1, the ratio of a fresh token"),
+        ("mis", "high=0.9", "high of --algo mis must be at least 1, the ratio of a fresh token"),
+        ("mis", "level=batch", "level of --algo mis must be token or sequence or geometric"),
+        ("tis_ppo", "cap=0.8", "cap of --algo tis_ppo must be at least 1, the ratio of a fresh token"),
+        ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be above 0"),
+        ("vespo", "k_positive=-1", "k_positive of --algo vespo must be at least 0"),
+        ("vespo", "lambda_negative=0", "lambda_negative of --algo vespo must be above 0"),
+        ("sequence_is", "cap=0.5", "cap of --algo sequence_is must be at least 1, the ratio of a fresh token"),
     ],
 )
 def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):

@@ -74,6 +74,30 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
     assert gradient(dual, one_token(math.log(1.1), 2.0)).item() == pytest.approx(-2.2)
 
 
+@pytest.mark.parametrize("bound", [1.2, 1.5, 3.0])
+@pytest.mark.parametrize("advantage", [-2.0, 2.0])
+@pytest.mark.parametrize("ratio", [0.01, 0.79, 0.81, 1.0, 1.19, 1.21, 1.49, 1.51, 2.9, 3.1, 50.0])
+def test_the_dual_clip_is_the_two_sided_clip_of_intellect_2(bound, advantage, ratio):
+    # arXiv 2505.07291: min(min(r, δ)·A, clip(r, 1 − ε, 1 + ε)·A), with δ of at least 1 + ε.
+    inputs = one_token(math.log(ratio), advantage)
+    objective = min(min(ratio, bound) * advantage, clip(ratio, 0.8, 1.2) * advantage)
+    assert loss(inputs, dual_clip=bound)[0].item() == pytest.approx(-objective)
+
+
+@pytest.mark.parametrize(
+    ("dual_clip", "ratios", "advantages", "expected"),
+    [
+        # NeMo RL, tests/unit/algorithms/test_loss_functions.py, test_clipped_pg_loss_dual_clip; SkyRL has the same.
+        (3.0, [0.5, 1.0, 10.0], [1.0, -1.0, -4.0], [-0.5, 1.0, 12.0]),
+        # slime, tests/test_policy_loss.py, test_compute_policy_loss_applies_dual_clip_to_negative_advantages.
+        (1.5, [2.0, 2.0, 0.5], [2.0, -2.0, 2.0], [-2.4, 3.0, -1.0]),
+    ],
+)
+def test_losses_with_the_dual_clip_are_those_of_other_projects(dual_clip, ratios, advantages, expected):
+    tokens = [one_token(math.log(ratio), advantage) for ratio, advantage in zip(ratios, advantages, strict=True)]
+    assert [loss(token, dual_clip=dual_clip)[0].item() for token in tokens] == pytest.approx(expected, abs=1e-5)
+
+
 @settings(deadline=None)
 @given(st.floats(-4, 4), st.floats(-3, 3))
 def test_clipping_never_lowers_the_loss(log_ratio, advantage):

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import json
 import math
@@ -60,6 +61,32 @@ def test_weights_of_whole_arms_are_unbiased_at_every_lag_and_no_weights_are_not(
     assert lag == 0 or bias["reinforce"] > 0.01
 
 
+def stale_arms(lag, rows=bandit.ROWS):
+    """Measures of the rows on arms of 4 tokens that a policy `lag` large updates earlier sampled."""
+    arms, rewards = bandit.all_arms(num_tokens=4, num_choices=3)
+    path = bandit.policies(8, 3, 4.0, arms, rewards, seed=1)
+    true = bandit.true_gradient(path[-1], arms, rewards)
+    return {
+        row: bandit.measure(*bandit.arm_gradients(row, path[-1], path[-1 - lag], arms, rewards), true) for row in rows
+    }
+
+
+@pytest.mark.parametrize("lag", [2, 8])
+def test_on_stale_arms_only_the_ratios_of_whole_sequences_are_unbiased(lag):
+    found = stale_arms(lag)
+    assert {row for row, of in found.items() if of["bias"] < 0.05} == {"sequence_is", "arm_ratio"}
+    assert found["sequence_is"] == pytest.approx(found["arm_ratio"], abs=1e-9) and found["sequence_is"]["bias"] < 1e-9
+
+
+def test_on_very_stale_arms_none_varies_as_much_as_whole_sequences_and_a_cap_trades_that_for_bias(monkeypatch):
+    monkeypatch.setitem(LOSSES, "capped", functools.partial(LOSSES["sequence_is"], cap=2.0))
+    found = stale_arms(8, (*bandit.ROWS, "capped"))
+    whole, capped = found.pop("sequence_is"), found.pop("capped")
+    del found["arm_ratio"]
+    assert whole["std"] > 1.5 * max(of["std"] for of in found.values())
+    assert capped["std"] < whole["std"] / 2 and capped["bias"] > 0.05
+
+
 def test_on_arms_of_one_token_a_token_s_weight_is_the_arm_s():
     arms, rewards = bandit.all_arms(num_tokens=1, num_choices=3)
     path = bandit.policies(1, 3, 0.5, arms, rewards, seed=0)
@@ -67,7 +94,7 @@ def test_on_arms_of_one_token_a_token_s_weight_is_the_arm_s():
     torch.testing.assert_close(of_token, of_arm)
 
 
-@pytest.mark.parametrize("algo", ["reinforce", "tis", "gspo", "kimi"])
+@pytest.mark.parametrize("algo", ["reinforce", "tis", "gspo", "kimi", "sequence_is"])
 def test_exact_mean_and_variance_agree_with_sampled_arms(problem, algo):
     arms, rewards, path = problem
     gradients, probs = bandit.arm_gradients(algo, path[-1], path[0], arms, rewards)

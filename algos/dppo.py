@@ -1,0 +1,60 @@
+"""DPPO: a token is left out once its own probability, and not its ratio, has moved too far.
+
+    p      = π(t),  b = π_behavior(t),  r_t = p/b
+    D_t    = |p − b|                                                  with divergence "tv"
+             b·log(b/p) + (1 − b)·log((1 − b)/(1 − p))                with divergence "kl"
+    M_t    = 0 where the update goes on moving away: A > 0, p > b and D_t > delta_high,
+             or A < 0, p < b and D_t > delta_low; else 1
+    loss_t = −sg(M_t·min(r_t, cap))·A·log π(t)          sg = stop-gradient
+
+Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
+may double, which PPO's clip forbids; a sure one may not fall by a fifth, which the clip allows. The cap is of section
+5.4. Defaults are verl's: 0.15 for "tv" and 0.05 for "kl" in its example, the cap of 20 in its code.
+Differs from the paper: its top-k divergences are not here; a token left out stays in the denominator of the mean.
+Others: verl stops the gradient at the ratio, as here; SkyRL lets it pass and has no cap. Up to the cap the gradients
+are the same; above it a ratio with gradient would have none, where ours is bounded.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algos.arguments import Cap, Positive
+from algos.clipping import is_past
+from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
+
+_DELTA = {"tv": 0.15, "kl": 0.05}
+
+
+def loss(
+    inputs: LossInputs,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    delta_low: Positive | None = None,
+    delta_high: Positive | None = None,
+    cap: Cap = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio).
+
+    `delta_low` and `delta_high` are a probability with "tv" and nats with "kl". Raises ValueError for another one.
+    """
+    if divergence not in _DELTA:
+        raise ValueError(f"divergence must be tv or kl, got {divergence!r}")
+    low, high = (_DELTA[divergence] if delta is None else delta for delta in (delta_low, delta_high))
+    logprobs, behavior_logprobs = inputs.logprobs.detach(), inputs.behavior_logprobs
+    moved = logprobs.exp() - behavior_logprobs.exp()
+    if divergence == "kl":
+        moved = moved.sign() * _binary_kl(behavior_logprobs, logprobs)
+    ratio = importance_ratio(logprobs - behavior_logprobs)
+    weight = torch.where(is_past(moved, inputs.advantages, -low, high), 0.0, ratio.clamp(max=cap))
+    per_token_loss = -weight * inputs.advantages * inputs.logprobs
+    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}
+
+
+def _binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """KL of «this token or another», [N] nats; infinite where the other policy is sure of the token and this is not."""
+    rest, other_rest = ((-torch.expm1(values)).clamp(min=0) for values in (logprobs, other_logprobs))
+    # xlogy has 0·log 0 = 0, where both policies are sure.
+    return logprobs.exp() * (logprobs - other_logprobs) + rest.xlogy(rest) - rest.xlogy(other_rest)

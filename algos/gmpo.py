@@ -1,0 +1,42 @@
+"""GMPO: tokens are clipped one by one, and the sequence weighs by the geometric mean of what is left.
+
+    l_t    = log π(t) − log π_behavior(t), at most clip_high where A > 0, at least −clip_low where A < 0
+    g      = exp(mean over the sequence of l)
+    loss_t = −g·A          for every token; gradient flows through g to the tokens that are not clipped
+
+Geometric-Mean Policy Optimization, arXiv 2507.20673; the defaults are its range of ratios, exp(−0.4) … exp(0.4).
+gspo.py takes the mean first and clips afterwards: there a sequence is cut as a whole, here token by token.
+Differs from the paper: the denominator is the engine's own log-prob; the loss of a sequence is repeated on each of its
+tokens, so `loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same; the
+mean log-ratio is clamped to ±20 nats. Others: verl and TRL clip in nats too, as here.
+The gradient of one token's loss is spread over the sequence, −g·A/length to each token. Summed over a sequence whose
+tokens share one advantage and one weight, as with every `loss_aggregation`, it is −g·A: on fresh data policy gradient.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.arguments import Positive
+from algos.clipping import is_past
+from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
+from algos.sequence_mean import sequence_mean
+
+
+def loss(
+    inputs: LossInputs, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
+
+    `clip_low` and `clip_high` are in nats; weight is g, and 0 where a token is clipped.
+    """
+    log_ratio = inputs.logprobs - inputs.behavior_logprobs
+    detached = log_ratio.detach()
+    clipped = is_past(detached, inputs.advantages, -clip_low, clip_high)
+    log_clipped = torch.where(clipped, detached.clamp(-clip_low, clip_high), log_ratio)
+    mean_ratio = importance_ratio(sequence_mean(log_clipped, inputs.sequence_ids))
+    return -mean_ratio * inputs.advantages, {
+        "ratio": importance_ratio(detached),
+        "weight": torch.where(clipped, 0.0, mean_ratio.detach()),
+        "clipped": clipped.to(detached.dtype),
+    }

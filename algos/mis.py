@@ -1,0 +1,53 @@
+"""MIS: masked importance sampling. What lies outside a band of ratios is left out, where TIS would truncate it.
+
+    r_t    = exp(log π(t) − log π_behavior(t))
+    level "token":      w_t = r_t where low ≤ r_t ≤ high, else 0
+    level "sequence":   w_t = s where low ≤ s ≤ high, else 0, with s = Π r over the sequence
+    level "geometric":  w_t = r_t where low ≤ g ≤ high, else 0, with g = exp(mean over the sequence of log r)
+    loss_t = −sg(w_t)·A·log π(t)          sg = stop-gradient
+
+Trust Region Masking, arXiv 2512.23075, has the theory: per-token clips cannot bound the error of a long sequence, so a
+sequence goes or stays as a whole. g says how far a token moved on average, whatever the length; s favours the short.
+Useful bands are far narrower for g: SkyRL has 0.99 … 1.01 and NeMo RL 0.999 … 1.002 for long responses.
+Differs from the paper: there the largest divergence of a token decides, over the whole vocabulary; here it is the
+ratios of what was sampled, as in public code. What is left out stays in the denominator of the mean.
+Others: verl, TRL, SkyRL and NeMo RL mask by π_proximal/π_behavior on top of a PPO clip, as icepop.py does; here it is
+the current policy and no clip. With "sequence" TRL weighs by s, as here, and SkyRL by a ratio of its own choice; with
+"geometric" NeMo RL weighs by r_t, as here, and verl not at all: g itself is no importance weight. The gradient stops at
+the weight, or it would be spread over the sequence.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algos.arguments import BelowOne, Cap
+from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
+from algos.sequence_mean import sequence_mean, sequence_sum
+
+
+def loss(
+    inputs: LossInputs,
+    *,
+    low: BelowOne = 0.5,
+    high: Cap = 2.0,
+    level: Literal["token", "sequence", "geometric"] = "token",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight (w), clipped (1 where left out).
+
+    Raises ValueError for another level.
+    """
+    if level not in ("token", "sequence", "geometric"):
+        raise ValueError(f"level must be token, sequence or geometric, got {level!r}")
+    log_ratio = inputs.logprobs.detach() - inputs.behavior_logprobs
+    ratio = judged = weight = importance_ratio(log_ratio)
+    if level == "sequence":
+        judged = weight = importance_ratio(sequence_sum(log_ratio, inputs.sequence_ids))
+    elif level == "geometric":
+        judged = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))
+    outside = (judged < low) | (judged > high)
+    weight = torch.where(outside, 0.0, weight)
+    per_token_loss = -weight * inputs.advantages * inputs.logprobs
+    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": outside.to(ratio.dtype)}

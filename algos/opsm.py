@@ -1,0 +1,41 @@
+"""OPSM: on top of GRPO's clip, a bad response that the policy has moved away from is left out as a whole.
+
+    r_t    = exp(log π(t) − log π_behavior(t))
+    M      = 0 where A < 0 and mean over the sequence of log π_behavior(t) − log π(t) > delta; else 1
+    loss_t = −M·min(r_t·A, clip(r_t, 1 − clip_low, 1 + clip_high)·A)
+
+DeepSeek-V3.2, arXiv 2512.02556, eq. 9, «off-policy sequence masking». M carries no gradient. The mean estimates
+KL(behavior ‖ π) in nats per token; good responses stay, however far.
+Differs from the paper: it gives no delta. TRL's example is 0.5, the default here; slime's default is 1e-4. The KL term
+is the trainer's (`kl_coef`), 1/length is a choice of `loss_aggregation`, a sequence left out stays in the denominator
+of the mean, and log-ratios are clamped to ±20 nats.
+Others: TRL has the policy that sampled in the mask, as here, and its trainer's own log-probs in the clip; slime has
+those in both, unless it is told to use the engine's.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.arguments import NonNegative, Positive, Share
+from algos.clipping import clipped_objective
+from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
+from algos.sequence_mean import sequence_mean
+
+
+def loss(
+    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.2, delta: Positive = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
+
+    `delta` is in nats per token; weight is the ratio, and 0 where the sequence is left out.
+    """
+    log_ratio = inputs.logprobs - inputs.behavior_logprobs
+    left_out = (inputs.advantages < 0) & (-sequence_mean(log_ratio.detach(), inputs.sequence_ids) > delta)
+    ratio = importance_ratio(log_ratio)
+    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
+    return torch.where(left_out, 0.0, -objective), {
+        "ratio": ratio.detach(),
+        "weight": torch.where(left_out, 0.0, ratio.detach()),
+        "clipped": (clipped | left_out).to(ratio.dtype),
+    }

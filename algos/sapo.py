@@ -1,0 +1,35 @@
+"""SAPO: the clip is a smooth gate, so that a token counts less the further it moved and none is cut.
+
+    r_t    = exp(log π(t) − log π_behavior(t))
+    loss_t = −4/τ·σ(τ·(r_t − 1))·A          τ = tau_positive where A > 0, else tau_negative; gradient flows through r
+
+Its gradient is that of importance sampling times 4·σ·(1 − σ), which is 1 at r_t = 1 and less on either side, for good
+tokens and bad ones. PPO's clip cuts one side only.
+
+Soft Adaptive Policy Optimization, arXiv 2511.20347; the defaults are those of its authors, and τ is larger where A < 0
+because pushing one token down raises all the others.
+Differs from the paper: the denominator is the engine's own log-prob; 1/length is a choice of `loss_aggregation`
+(`sequence_mean` there); log-ratios are clamped to ±20 nats. Others: verl, TRL, AReaL and SkyRL have the same gate, with
+the trainer's own log-probs of the start of the step below the line. Its value at r_t = 1 is −2·A/τ and not −A: only
+its gradient means anything.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.arguments import Positive
+from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
+
+
+def loss(
+    inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight (of −A·∇log π in the gradient)."""
+    advantages = inputs.advantages
+    tau = torch.where(advantages > 0, tau_positive, torch.full_like(advantages, tau_negative))
+    ratio = importance_ratio(inputs.logprobs - inputs.behavior_logprobs)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    opened = gate.detach()
+    weight = 4 * opened * (1 - opened) * ratio.detach()
+    return -4 / tau * gate * advantages, {"ratio": ratio.detach(), "weight": weight}

@@ -1,0 +1,53 @@
+"""TIS-PPO: PPO's clip against the proximal policy, times a truncated weight for how stale the token was.
+
+    u_t    = exp(log π(t) − log π_proximal(t))
+    w_t    = min(exp(log π_proximal(t) − log π_behavior(t)), cap)
+             with level "sequence" the cap is on the product of the sequence's ratios, which all its tokens get
+    loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
+
+What verl, NeMo RL, SkyRL and slime call TIS: Yao et al. 2025, «Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training»; truncation is IMPALA's, arXiv 1802.01561, section 4.1, the clip PPO's, arXiv 1707.06347, eq. 7.
+It is decoupled_ppo.py with `action=truncate` and a cap of 2, to the bit at level "token". ROLL's TIS (tis.py) is
+another formula: no clip, one ratio from the current policy to the one that sampled, truncated at 1.
+Differs from the paper: its weight is only training engine against inference engine at one version, ours holds the
+staleness as well; log-ratios are clamped to ±20 nats. The gradient passes through u and never through w, as everywhere.
+The proximal policy of a step's first update is the current one, as in decoupled_ppo.py.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from algos.arguments import Cap, NonNegative, Share
+from algos.clipping import clipped_objective
+from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
+from algos.sequence_mean import sequence_sum
+
+
+def loss(
+    inputs: LossInputs,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.2,
+    cap: Cap = 2.0,
+    level: Literal["token", "sequence"] = "token",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
+
+    `clipped` is 1 where the clip cuts the gradient to 0, or the cap makes it smaller. Raises ValueError for another
+    level.
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level must be token or sequence, got {level!r}")
+    log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
+    stale = importance_ratio(sequence_sum(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale)
+    weight = stale.clamp(max=cap)
+    ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
+    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
+    return -weight * objective, {
+        "ratio": importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs),
+        "proximal_ratio": ratio.detach(),
+        "weight": weight,
+        "clipped": (clipped | (stale > cap)).to(ratio.dtype),
+    }

@@ -1,0 +1,41 @@
+"""VESPO: a sequence weighs by a smooth bump of its whole importance ratio, highest near 1 and 0 far away.
+
+    w      = exp(sum over the sequence of log π(t) − log π_behavior(t))
+    φ(w)   = e^λ·w^k·e^(−λ·w)          k_positive and lambda_positive where A ≥ 0, else k_negative and lambda_negative
+    loss_t = −sg(φ(w))·A·log π(t)      sg = stop-gradient
+
+φ(1) = 1, and its highest point is at w = k/λ: at 2/3 for good responses, at 3/2 for bad ones. k says how fast it falls
+to 0 with w, λ how fast it falls as w grows.
+
+VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there); the defaults are those of its code and of TRL.
+Differs from the paper: nothing known, but that the log-ratio of a sequence is clamped to ±20 nats. As there the weight
+is a sequence's and no length enters: the longer a response, the further from 1 is w and the less it counts. TRL
+multiplies π/π_proximal by its capped π_proximal/π_behavior, here it is one ratio.
+"""
+
+import torch
+from torch import Tensor
+
+from algos.arguments import NonNegative, Positive
+from algos.inputs import LossInputs
+from algos.ratio import importance_ratio
+from algos.sequence_mean import sequence_sum
+
+
+def loss(
+    inputs: LossInputs,
+    *,
+    k_positive: NonNegative = 2.0,
+    lambda_positive: Positive = 3.0,
+    k_negative: NonNegative = 3.0,
+    lambda_negative: Positive = 2.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's, w), weight (φ)."""
+    advantages = inputs.advantages
+    k, lam = (
+        torch.where(advantages >= 0, positive, torch.full_like(advantages, negative))
+        for positive, negative in ((k_positive, k_negative), (lambda_positive, lambda_negative))
+    )
+    ratio = importance_ratio(sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids))
+    weight = torch.exp(lam + k * ratio.log() - lam * ratio)
+    return -weight * advantages * inputs.logprobs, {"ratio": ratio, "weight": weight}
