@@ -133,6 +133,8 @@ def test_arguments_of_the_loss_survive_json_and_may_be_given_as_none():
 def test_switches_need_no_value():
     config = parse_config(["--drop-zero-variance", "--no-replicate-prompts"])
     assert config.drop_zero_variance and not config.replicate_prompts
+    of_three = [parse_config(args).compile for args in ([], ["--compile"], ["--no-compile"])]
+    assert of_three == [None, True, False]
 
 
 def test_a_run_may_do_without_rollout_workers_where_machines_join():

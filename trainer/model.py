@@ -5,8 +5,11 @@ CPU in float32, or by --dtype as a GPU does; what is frozen beside adapters is k
 says with which attention.
 """
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,12 +44,17 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.dtype_on(device.type))
 
 
-def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device) -> TokenLogprobs:
-    """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights."""
+def load_model(
+    config: Config, path: str, mesh: DeviceMesh, device: torch.device, *, is_trained: bool = True
+) -> TokenLogprobs:
+    """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights.
+
+    What is not trained, as a reference or below adapters, is kept in the dtype of computing.
+    """
     hf_config = _read_config(path)
     if config.share_prefix:
         check_shares_prefix(hf_config, path)
-    dtype = compute_dtype(config, device) if config.lora_rank else torch.float32
+    dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
         attention = choose_attention(device, hf_config, config.share_prefix)
         model = AutoModelForCausalLM.from_config(
@@ -58,7 +66,7 @@ def load_model(config: Config, path: str, mesh: DeviceMesh, device: torch.device
         add_adapters(model, layers, config.lora_rank)
     if "activations" in config.save_memory:
         recompute_layers(model, layers)
-    if compiles(config, device):
+    if is_trained and compiles(config, device):
         compile_layers(layers)
     offload = "optimizer" in config.save_memory
     shard([*layers, *embedding_apart(model), module], mesh, compute_dtype(config, device), offload)
@@ -100,16 +108,30 @@ def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, see
 
 
 def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Read a model to host memory; its weights stay bfloat16 where all are, and every rank widens its shard."""
     options = {"use_safetensors": True, "trust_remote_code": False}
     # Shapes that differ are taken, and refused here: transformers would only point at a table printed before.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    read_as = torch.bfloat16 if _stored_dtypes(path) == {"BF16"} else dtype
+    full, info = AutoModelForCausalLM.from_pretrained(path, dtype=read_as, **options)
+    if dtype != torch.bfloat16 and torch.bfloat16 in {buffer.dtype for buffer in full.buffers()}:
+        # One that is made in the dtype of the weights would be rounded.
+        full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
             f"--model {path}: {name} is {list(found)} in its safetensors and {list(expected)} by its config.json; "
             "the two are not of one model"
         )
     return full
+
+
+def _stored_dtypes(path: str) -> set[str]:
+    """Dtypes of the weights in a folder's safetensors files, as they name them."""
+    found = set()
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            found |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  it is no dict
+    return found
 
 
 def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:

@@ -296,6 +296,5 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     if config.kl_coef > 0 and config.lora_rank:
         reference = module
     elif config.kl_coef > 0:
-        interpreted = replace(config, compile=False)  # compile_layers says why
-        reference = load_model(interpreted, model_path, mesh, device).requires_grad_(False)
+        reference = load_model(config, model_path, mesh, device, is_trained=False).requires_grad_(False)
     return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

@@ -19,7 +19,14 @@ from trainer.policy import load_policy
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 STEPS = 4
-OPTIONS = {"plain": {}, "share_prefix": {"share_prefix": True}, "lora": {"lora_rank": 8, "lr": 1e-3}}
+AS_IT_IS = {"compile": False}
+OPTIONS = {
+    "plain": AS_IT_IS,
+    "share_prefix": AS_IT_IS | {"share_prefix": True},
+    "share_prefix_compiled": {"share_prefix": True},
+    "lora": AS_IT_IS | {"lora_rank": 8, "lr": 1e-3},
+    "lora_compiled": {"lora_rank": 8, "lr": 1e-3},
+}
 
 
 def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
@@ -52,9 +59,10 @@ def found(needs_gpu, random_qwen3_of_8_layers, tmp_path_factory) -> dict[str, di
     return results
 
 
-def test_flexattention_reads_prompts_once_and_makes_the_same_updates(found):
+@pytest.mark.parametrize("name", ["share_prefix", "share_prefix_compiled"])
+def test_flexattention_reads_prompts_once_and_makes_the_same_updates(found, name):
     """Tolerance 2 %: bfloat16 keeps 8 bits, and another kernel rounds elsewhere."""
-    shared, plain = found["share_prefix"], found["plain"]
+    shared, plain = found[name], found["plain"]
     assert shared["attention"] == "flex_attention"
     for mine, expected in zip(shared["metrics"], plain["metrics"], strict=True):
         assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02) and mine["grad_norm"] > 0
@@ -62,8 +70,9 @@ def test_flexattention_reads_prompts_once_and_makes_the_same_updates(found):
         assert mine["tokens/forward"] < expected["tokens/forward"] / 3
 
 
-def test_adapters_train_with_a_fraction_of_the_memory(found):
-    adapters, plain = found["lora"]["metrics"], found["plain"]["metrics"]
+@pytest.mark.parametrize("name", ["lora", "lora_compiled"])
+def test_adapters_train_with_a_fraction_of_the_memory(found, name):
+    adapters, plain = found[name]["metrics"], found["plain"]["metrics"]
     assert all(line["grad_norm"] > 0 for line in adapters)
     assert adapters[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.02, abs=1e-3), "B is zero at first"
     # Of 16 bytes per parameter (weight, gradient, two moments) 2 are left, and activations are as they were.

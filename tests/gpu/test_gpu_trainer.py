@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from dense_varlen import backward, forward
 from tiny_policy import random_sequences
+from torch.nn.attention.varlen import varlen_attn
 
+import trainer.model
 from config import Config
 from trainer.batch import distribute
 from trainer.policy import load_policy
@@ -41,6 +44,7 @@ class Found:
     grad_norms: list[float]
     peak_gib: float
     num_parameters: int
+    attention: str
 
 
 def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
@@ -48,16 +52,20 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
     store = dist.HashStore()
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if name == "sdpa":
+        trainer.model.choose_attention = lambda *_: "sdpa"
     config = Config(model=path, algo="tis", lr=1e-5, warmup=0, **OPTIONS[name])
     policy = load_policy(config, path, torch.device(device))
     policy.module.chunk_rows = 4 * CHUNK_ROWS if name == "large_chunks" else CHUNK_ROWS
     updates = [random_sequences(64, seed, 64, 256) for seed in range(STEPS)]
-    metrics = [policy.train_step(distribute([update], 1, 16384)[0], policy_version=12) for update in updates]
+    shares = [distribute([update], 1, 16384, one_row=policy.one_row)[0] for update in updates]
+    metrics = [policy.train_step(share, policy_version=12) for share in shares]
     found = Found(
         [line["loss"] for line in metrics],
         [line["grad_norm"] for line in metrics],
         metrics[-1].get("memory/peak_gib", 0.0),
         sum(parameter.numel() for parameter in policy.module.parameters()),
+        policy.module.attention,
     )
     torch.save(found, result)
     dist.destroy_process_group()
@@ -81,6 +89,34 @@ def test_no_option_changes_the_trace_beyond_bfloat16(found, name):
     assert all(norm > 0 for norm in found["plain"].grad_norms)
     assert found[name].grad_norms == pytest.approx(found["plain"].grad_norms, rel=0.02)
     assert found[name].losses == pytest.approx(found["plain"].losses, rel=0.02, abs=1e-3)
+
+
+def test_sequences_are_attended_without_a_mask_and_with_one_cost_more(found):
+    assert found["plain"].attention in ("varlen", "flash_attention_2") and found["sdpa"].attention == "sdpa"
+    assert found["sdpa"].peak_gib > found["plain"].peak_gib
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (4, 0)])
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(16, 8, 128), (4, 4, 64), (8, 1, 256), (4, 2, 40)])
+def test_the_kernel_computes_what_its_bounds_and_window_say(needs_gpu, heads, key_heads, head_dim, window):
+    """Forward and backward, of sequences of 1 to 300 tokens; tolerance 2 % of the largest entry, as of bfloat16."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([0, 300, 1, 2, 129, 64, 17])
+    bounds, longest, total = lengths.cumsum(0).int(), int(lengths.max()), int(lengths.sum())
+    sizes = ((total, heads, head_dim), (total, key_heads, head_dim), (total, key_heads, head_dim))
+    query, key, value = (torch.randn(size, dtype=torch.bfloat16) for size in sizes)
+    on_gpu = [x.cuda().requires_grad_() for x in (query, key, value)]
+    at = (bounds.cuda(), bounds.cuda(), longest, longest)
+    out = varlen_attn(*on_gpu, *at, window_size=window, enable_gqa=True)
+    grad = torch.randn_like(query)
+    out.backward(grad.cuda())
+    options = {"scale": None, "window_size": list(window)}
+    expected, lse, _ = forward(query, key, value, bounds, bounds, longest, longest, enable_gqa=True, **options)
+    of_inputs = backward(
+        grad, query, key, value, expected, lse, bounds, bounds, longest, longest, window == (-1, 0), None, **options
+    )
+    for mine, reference in zip([out, *(x.grad for x in on_gpu)], [expected, *of_inputs], strict=True):
+        assert (mine.cpu().float() - reference.float()).abs().max() <= 0.02 * reference.float().abs().max()
 
 
 def test_three_chunks_of_logits_more_cost_three_times_their_bytes_each(found):

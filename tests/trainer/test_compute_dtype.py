@@ -1,15 +1,29 @@
 """--dtype bfloat16 on the CPU: what is computed in it is close to float32, and what is trained stays float32."""
 
+import shutil
+
+import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import first_gradient, grouped_sequences, load, random_sequences, save_tiny_model, train_on_two_ranks
+from tiny_policy import (
+    VOCAB,
+    first_gradient,
+    grouped_sequences,
+    load,
+    random_sequences,
+    save_tiny_model,
+    train_on_two_ranks,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
+import trainer.model
 from cluster.placement import place
-from config import Config
+from config import ALGOS, Config
 from trainer.batch import distribute
+from trainer.model import _read_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -20,8 +34,14 @@ def model(tmp_path_factory):
 
 
 def make_config(model, **options):
-    clip = {"algo": "tis", "algo_args": ("clip_high=10",), "max_grad_norm": 1e9}
-    return Config(model=model, **clip, **options)
+    clip = {"algo": "tis", "algo_args": () if "algo" in options else ("clip_high=10",), "max_grad_norm": 1e9}
+    return Config(**{"model": model, **clip, **options})
+
+
+def gradient_of(policy):
+    """Full gradient by parameter name, before the optimizer has it."""
+    named = policy.module.model.named_parameters()
+    return {name: p.grad.full_tensor().clone() for name, p in named if p.requires_grad}
 
 
 def close(actual, expected) -> bool:
@@ -31,16 +51,40 @@ def close(actual, expected) -> bool:
     return bool((a - b).norm() < 0.05 * b.norm())
 
 
-@pytest.mark.parametrize("options", [{}, {"share_prefix": True, "save_memory": ("activations",)}, {"lora_rank": 4}])
-def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, options):
-    sequences = grouped_sequences(5, 3)
+OPTIONS = {
+    "plain": {},
+    "shared prompts, recomputed": {"share_prefix": True, "save_memory": ("activations",)},
+    "adapters": {"lora_rank": 4},
+    "adapters and KL": {"lora_rank": 4, "kl_coef": 0.1},
+    "KL": {"kl_coef": 0.1},
+    "offloaded": {"save_memory": ("optimizer",)},
+    "both saved": {"save_memory": ("activations", "optimizer")},
+    "two updates": {"minibatches": 2},
+    "two updates, interpolated": {"minibatches": 2, "proximal": "loglinear", "algo": "decoupled_ppo"},
+    "cold": {"temperature": 0.7},
+    "every loss aggregated by sequence": {"loss_aggregation": "sequence_mean"},
+    **{algo: {"algo": algo, "algo_args": ()} for algo in ALGOS},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, name, attention, monkeypatch):
+    """As a GPU computes; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
+    options, sequences = OPTIONS[name], grouped_sequences(6, 4)
+    monkeypatch.setattr(
+        trainer.model, "choose_attention", lambda *_: "sdpa" if "share_prefix" in options else attention
+    )
     found = {}
     for dtype in ("float32", "bfloat16"):
         policy = load(make_config(model, dtype=dtype, **options))
         scores = policy.score([sequences])[0]
-        share = distribute([sequences], 1, 10_000, policy.config.share_prefix)[0]
+        updates = [sequences[i :: policy.config.minibatches] for i in range(policy.config.minibatches)]
+        share = distribute(updates, 1, 200, policy.config.share_prefix, policy.one_row)[0]
+        gradients = []
+        policy.optimizer.register_step_pre_hook(lambda *_, policy=policy, of=gradients: of.append(gradient_of(policy)))
         metrics = policy.train_step(share, policy_version=12)
-        found[dtype] = (scores, metrics, first_gradient(policy))
+        found[dtype] = (scores, metrics, gradients[0])
     (exact, _, gradient), (rounded, metrics, rounded_gradient) = found["float32"], found["bfloat16"]
     assert exact.dtype == rounded.dtype == torch.float32
     assert 1e-4 < (exact - rounded).abs().mean() < 0.05
@@ -106,6 +150,18 @@ def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in
     assert merged.keys() == plain.keys() and found["adapters"][2] > 2 * per_rank
 
 
+def test_a_reference_is_kept_in_what_it_computes_in(model):
+    """And computes what float32 weights do, which are rounded to it before each use."""
+    sequences, found = [random_sequences(8)], {}
+    for dtype in ("float32", "bfloat16"):
+        policy = load(make_config(model, dtype=dtype, kl_coef=0.1))
+        found[dtype] = {parameter.dtype for parameter in policy.reference.parameters()}
+    assert found == {"float32": {torch.float32}, "bfloat16": {torch.bfloat16}}
+    scores = policy.score(sequences)[0]
+    policy.module = policy.reference
+    assert torch.equal(policy.score(sequences)[0], scores)
+
+
 def test_two_ranks_in_bfloat16_find_the_gradient_of_one(model, tmp_path):
     config = make_config(model, dtype="bfloat16")
     assert run_ranks(train_on_two_ranks, 2, str(tmp_path), {"bfloat16": (config, 1024)}) == [0, 0]
@@ -123,3 +179,33 @@ def test_auto_is_float32_on_the_cpu_and_bfloat16_on_a_gpu_which_takes_nothing_el
     place(Config(dtype="float32"), 0, 2, 1)
     with pytest.raises(ValueError, match="--dtype float32 is for the CPU, and 2 GPUs are visible"):
         place(Config(dtype="float32"), 2, 8, 1)
+
+
+# Reading
+
+
+def gemma_in_bfloat16(path):
+    """Its embedding's scale is a buffer, √40, which bfloat16 rounds."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 8}
+    config = Gemma3TextConfig(vocab_size=VOCAB, hidden_size=40, intermediate_size=48, pad_token_id=0, **sizes)
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+def test_a_model_that_is_stored_in_bfloat16_is_read_in_it_and_widened_shard_by_shard(model, tmp_path):
+    folder = str(shutil.copytree(model, tmp_path / "model"))
+    AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+    read = _read_model(folder, torch.float32)
+    assert {parameter.dtype for parameter in read.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in read.buffers()} == {torch.float32}
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    for name, tensor in load(make_config(folder)).named_full_parameters():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[name])
+    assert {parameter.dtype for parameter in _read_model(model, torch.float32).parameters()} == {torch.float32}
+
+
+def test_a_buffer_that_bfloat16_would_round_is_not_rounded(tmp_path):
+    path = gemma_in_bfloat16(tmp_path)
+    assert _read_model(path, torch.float32).model.embed_tokens.embed_scale.item() == pytest.approx(40**0.5, abs=1e-6)
+    policy = load(make_config(path))
+    assert policy.module.model.model.embed_tokens.embed_scale.item() == pytest.approx(40**0.5, abs=1e-6)
