@@ -4,6 +4,7 @@ To be run as a process, `v2_sampler.py RESULT.json`, with TRITON_INTERPRET=1 and
 vLLM take its code for CUDA, and what that keeps on the GPU is in host memory here.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from scipy.stats import chisquare
 from trainer.logprobs import sampling_logits
 
 VOCAB, ROWS = 1500, 24
-FEW, DRAWS = 40, 3000
+FEW, DRAWS = 30, 1500
 CASES = {"plain": (1.0, 1.0), "temperature": (0.7, 1.0), "top_p": (1.0, 0.9), "both": (0.6, 0.8)}
 """Temperature and top_p."""
 
@@ -43,29 +44,28 @@ def make_sampler(num_requests: int, vocab: int, temperature: float, top_p: float
     return sampler
 
 
-def sample(sampler, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens [N], their log-probs [N] and the logits [N, V] that they are of; each row is a request."""
-    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-
+def sample(sampler, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [N] and the logits [N, V] that they are drawn by; each row is a request."""
     rows = torch.arange(len(logits), dtype=torch.int32)
     position, none = torch.full((len(logits),), 5, dtype=torch.int64), torch.zeros(len(logits), dtype=torch.int32)
-    tokens, processed = sampler.sample(
+    return sampler.sample(
         logits.clone(), rows, rows, rows.numpy(), position, none, none, none.numpy() + 6, return_logprobs=True
     )
-    scores = compute_topk_scores(processed, 0, tokens, None, logprob_token_ids_state=sampler.logprob_token_ids_state)
-    return tokens, scores.logprobs[:, 0], processed
 
 
 def compare(temperature: float, top_p: float) -> dict:
     """Largest gap of log-probs, tokens on whose place in the nucleus the two differ, χ² of frequencies."""
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(ROWS, VOCAB, generator=generator)
-    tokens, logprobs, processed = sample(make_sampler(ROWS, VOCAB, temperature, top_p), logits)
+    tokens, processed = sample(make_sampler(ROWS, VOCAB, temperature, top_p), logits)
     expected = sampling_logits(logits, tokens, temperature, top_p)
-    gap = (expected.log_softmax(-1).gather(1, tokens[:, None])[:, 0] - logprobs).abs().max()
+    logprobs = compute_topk_scores(processed, 0, tokens).logprobs
+    gap = (expected.log_softmax(-1).gather(1, tokens[:, None]) - logprobs).abs().max()
     differ = int((expected.isinf() != processed.isinf()).sum())
     few = 1.5 * torch.randn(1, FEW, generator=generator)
-    drawn, _, _ = sample(make_sampler(DRAWS, FEW, temperature, top_p), few.expand(DRAWS, -1).contiguous())
+    drawn, _ = sample(make_sampler(DRAWS, FEW, temperature, top_p), few.expand(DRAWS, -1).contiguous())
     likeliest = few.argmax(-1)
     probabilities = sampling_logits(few, likeliest, temperature, top_p).double().softmax(-1)[0].numpy()
     counts = np.bincount(drawn.numpy(), minlength=FEW)
@@ -93,8 +93,19 @@ def split_differs() -> int:
 def greedy_differs() -> int:
     """Rows in which temperature 0 does not give the likeliest token."""
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(2))
-    tokens, _, _ = sample(make_sampler(ROWS, VOCAB, 0.0, 1.0), logits)
+    tokens, _ = sample(make_sampler(ROWS, VOCAB, 0.0, 1.0), logits)
     return int((tokens != logits.argmax(-1)).sum())
+
+
+def count_rows_by_int(folder: Path) -> None:
+    """Let the row in vLLM's kernel for top_p be what the interpreter's loop gives: Python's int, which has no `to`."""
+    name = "vllm.v1.sample.ops.topk_topp_triton"
+    source, changed = Path(importlib.util.find_spec(name).origin).read_text(), folder / "topk_topp_triton.py"
+    assert source.count("row_id.to(tl.int64)") == 1
+    changed.write_text(source.replace("row_id.to(tl.int64)", "row_id"))
+    spec = importlib.util.spec_from_file_location(name, changed)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
 
 
 def main() -> None:
@@ -107,6 +118,7 @@ def main() -> None:
     assert HAS_TRITON, "vLLM does not take this Triton"
     here = vllm.platforms.current_platform
     here.device_type, here.is_pin_memory_available = "cpu", lambda: False  # buffers are in host memory then
+    count_rows_by_int(Path(sys.argv[1]).parent)
     from vllm.v1.sample.ops import topk_topp_triton
     from vllm.v1.worker.gpu import buffer_utils
 
