@@ -2,6 +2,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,10 @@ def test_the_script_writes_records_with_their_command_a_table_and_a_figure(tmp_p
     text = (tmp_path / "README.md").read_text()
     assert made_by["command"] in text and "n = 2" in text and text.count("| `gspo` | 0.00 |") == 2
     assert (tmp_path / "bandit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_recorded_page_is_made_from_its_records_whatever_losses_came_since(tmp_path):
+    recorded = ROOT / "results" / "bandit"
+    shutil.copy(recorded / "bandit.jsonl", tmp_path)
+    bandit.write(tmp_path)
+    assert (tmp_path / "README.md").read_text() == (recorded / "README.md").read_text()
