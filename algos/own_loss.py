@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -48,7 +48,15 @@ def describe(algo: str, loss: Callable) -> str:
     """What a loss is, in a line, and its keyword arguments with their defaults and ranges."""
     text = (inspect.getmodule(loss).__doc__ if loss.__module__.startswith("algos.") else inspect.getdoc(loss)) or ""
     _, *keywords = inspect.signature(loss, eval_str=True).parameters.values()
-    rows = [(f"{k.name}={k.default}", getattr(k.annotation, "__metadata__", [""])[0]) for k in keywords]
+    rows = [(f"{k.name}={k.default}", _allowed(k.annotation)) for k in keywords]
     what = text.strip().splitlines()[0] if text else "no docstring"
     shown = [f"  {row:28}{words}".rstrip() for row, words in rows] or ["  none"]
     return "\n".join([f"--algo {algo}: {what}", "", "--algo-args, NAME=VALUE each:", *shown])
+
+
+def _allowed(annotation: Any) -> str:
+    """The values that an annotation allows, in words; none where any of its type is."""
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    kinds = (annotation, *get_args(annotation))  # with None, the range is that of the other
+    return next((kind.__metadata__[0] for kind in kinds if hasattr(kind, "__metadata__")), "")

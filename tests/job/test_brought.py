@@ -108,7 +108,12 @@ def test_a_task_whose_score_takes_self_is_refused_unless_a_reward_takes_its_plac
 
 def test_help_for_a_loss_lists_its_keyword_arguments_with_defaults_and_ranges(tmp_path, capsys):
     path = write_own(tmp_path, LOSS)
-    for algo, shown in (("tis", "clip_low=0.0                in [0, 1]"), (f"{path}:loss", "  clip=0.2")):
+    for algo, shown in (
+        ("tis", "clip_low=0.0                in [0, 1]"),
+        ("grpo", "dual_clip=None              above 1"),
+        ("dppo", "divergence=tv               tv or kl"),
+        (f"{path}:loss", "  clip=0.2"),
+    ):
         with pytest.raises(SystemExit) as exit_:
             parse_config(["--algo", algo, "--help"])
         assert exit_.value.code == 0 and shown in capsys.readouterr().out
