@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from cluster.gpus import visible_gpus
+from cluster.memory import Sharing
 from cluster.placement import Placement, WorkerSpec, available_cores, place, plan_memory
 from cluster.shape import read_shape
 from config import Config
@@ -29,7 +30,7 @@ def place_here(config: Config, device: str) -> Placement:
     placement = place(config, len(gpus), available_cores(), 1)
     if not gpus:
         return placement
-    placement, arithmetic = plan_memory(config, placement, read_shape(config.model), gpus, num_ranks=1, num_shards=1)
+    placement, arithmetic = plan_memory(config, placement, read_shape(config.model), gpus, Sharing())
     print(arithmetic, flush=True)
     return placement
 
