@@ -1,7 +1,6 @@
-"""Summarise and draw runs: `python scripts/plot.py RUN [RUN ...] [--out PNG]`, RUN the directory of a run.
+"""Summarise and draw runs, also while they go on: `python scripts/plot.py RUN [RUN ...] [--out PNG]`.
 
-Prints a table and writes a figure: reward and held-out accuracy over samples and over time, staleness and the phases of
-a step over steps. It also works on a run that is still going.
+Prints a table and writes a figure: reward, held-out accuracy, staleness, and the phases of a step.
 """
 
 import argparse

@@ -57,7 +57,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--async-ration", "2"], "--async-ration is no option; did you mean --async-ratio?"),
         (["--steps", "many"], "--steps must be a whole number, got 'many'"),
         (["--lr"], "--lr expected one argument"),
-        (["--save-memory", "gradients"], "--save-memory must be one of activations, optimizer, got 'gradients'"),
+        (["--save-memory", "gradients"], "--save-memory must be one of auto, activations, optimizer, got 'gradients'"),
         (["--lora-rank", "-1"], "--lora-rank must be at least 0, got -1"),
         (["--algo-args", "clip_high"], "--algo-args takes NAME=VALUE, as in clip_high=0.28, got 'clip_high'"),
         (["--algo-args", "clip_high="], "--algo-args takes NAME=VALUE, as in clip_high=0.28, got 'clip_high='"),

@@ -10,9 +10,8 @@ The policy takes exact gradient steps. Its last one is trained on arms that the 
 the advantage is the reward minus that policy's own mean reward (a group's mean, without its noise). Means and variances
 of one arm's gradient are sums over all V^T arms, weighted by their probability: nothing is sampled, so the only error
 is between the random starts. T = 1 is the textbook bandit, where a token's ratio is the arm's; with T > 1 a token's
-ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The row
-`arm_ratio` is written down here: importance weights of whole arms, never clipped, unbiased at every lag; `sequence_is`
-must equal it. A loss that couples all tokens of an update has no gradient of one arm, and is left out.
+ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The reference
+is `sequence_is`: weights of whole arms, never clipped. A loss that couples all tokens of an update is left out.
 """
 
 import argparse
@@ -37,8 +36,7 @@ MEASURES = {
 }
 """What is measured of a loss's negative gradient g: its formula, and how it is shown."""
 SHOWN_LAGS = (0, 1, 2, 4, 8, 16)
-REFERENCE = "arm_ratio"
-ROWS = (*(algo for algo, loss in LOSSES.items() if not hasattr(loss, "needs_update")), REFERENCE)
+ROWS = tuple(algo for algo, loss in LOSSES.items() if not hasattr(loss, "needs_update"))
 """What is measured: every loss that gives an arm the same gradient whatever the others are."""
 
 
@@ -94,17 +92,10 @@ def arm_gradients(algo: str, current: Tensor, behavior: Tensor, arms: Tensor, re
         rewards=rewards.repeat_interleave(num_tokens),
         sequence_ids=torch.arange(len(arms)).repeat_interleave(num_tokens),
     )
-    losses = _arm_ratio_loss(inputs, num_tokens) if algo == REFERENCE else LOSSES[algo](inputs)[0]
-    (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
+    (slopes,) = torch.autograd.grad(LOSSES[algo](inputs)[0].sum(), logprobs)
     # ∂ log π_t(token) / ∂θ(t, v) = [token = v] − π_t(v)
     scores = torch.nn.functional.one_hot(arms, current.shape[1]) - current.softmax(dim=-1)
     return -slopes.view(-1, num_tokens, 1) * scores, behavior_logprobs.sum(dim=1).exp()
-
-
-def _arm_ratio_loss(inputs: LossInputs, num_tokens: int) -> Tensor:
-    log_ratio = (inputs.logprobs.detach() - inputs.behavior_logprobs).view(-1, num_tokens)
-    weight = log_ratio.sum(dim=1).exp().repeat_interleave(num_tokens)
-    return -weight * inputs.advantages * inputs.logprobs
 
 
 def measure(gradients: Tensor, probs: Tensor, true: Tensor) -> dict[str, float]:
@@ -142,10 +133,9 @@ def study(num_tokens: int, num_choices: int, max_lag: int, num_starts: int, lr: 
 
 
 def by_lag(records: list[dict], num_tokens: int, name: str) -> pandas.DataFrame:
-    """Means over the starts of what `name` is a key of: a row per loss that was recorded, a column per lag."""
+    """Means over the starts of what `name` is a key of: a row per loss, a column per lag."""
     of_length = [record for record in records if record.get("tokens") == num_tokens]
-    found = pandas.DataFrame(of_length).pivot(index="algo", columns="lag", values=name)
-    return found.loc[[algo for algo in ROWS if algo in found.index]]
+    return pandas.DataFrame(of_length).pivot(index="algo", columns="lag", values=name).loc[[*ROWS]]
 
 
 def table(records: list[dict], num_tokens: int, name: str) -> list[str]:
@@ -162,9 +152,7 @@ def draw(records: list[dict], lengths: list[int], path: Path) -> None:
     figure = Figure(figsize=(13, 4 * len(lengths)), layout="constrained")
     panels = figure.subplots(len(lengths), len(MEASURES), squeeze=False)
     # Several losses lie on each other: dashes of different phase let all of them show.
-    styles = [
-        f"{'k' if algo == REFERENCE else f'C{i % 10}'}{('-', '--', '-.', ':')[i % 4]}" for i, algo in enumerate(ROWS)
-    ]
+    styles = [f"C{i % 10}{('-', '--', '-.', ':')[i % 4]}" for i, _ in enumerate(ROWS)]
     for panel, (num_tokens, name) in zip(panels.flat, itertools.product(lengths, MEASURES), strict=True):
         by_lag(records, num_tokens, name).T.plot(ax=panel, style=styles, legend=False, grid=True)
         panel.set(xlabel="lag, updates", title=f"{MEASURES[name][0]},  T = {num_tokens}")
@@ -178,11 +166,10 @@ def write(out: Path) -> None:
     """Write bandit.png and README.md from bandit.jsonl, whose first line says what made it."""
     made, *records = read(out / "bandit.jsonl")
     lengths = sorted({record["tokens"] for record in records})
-    dirty, torch_version = ", with changes" * made.get("dirty", False), made.get("torch") or made["packages"]["torch"]
     draw(records, lengths, out / "bandit.png")
     text = [
         "# Which gradient survives stale data: a tabular softmax bandit",
-        f"`{made['command']}`: commit {made['commit']}{dirty}; {made['hardware']}; torch {torch_version}; "
+        f"`{made['command']}`: commit {made['commit']}; {made['hardware']}; torch {made['packages']['torch']}; "
         f"n = {made['n']} random starts, {made['choices']} choices per token, lr {made['lr']}; every loss with "
         "its default options.",
         "Means over the starts (their standard deviations are in `bandit.jsonl`) of "
@@ -211,9 +198,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.report:
         made = provenance() | {"n": given.starts, "lr": given.lr, "choices": given.choices}
-        lines = [made] + [
-            r for t in given.tokens for r in study(t, given.choices, given.max_lag, given.starts, given.lr)
-        ]
+        of = (given.choices, given.max_lag, given.starts, given.lr)
+        lines = [made, *itertools.chain(*(study(tokens, *of) for tokens in given.tokens))]
         (given.out / "bandit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     write(given.out)
     print(f"records: {given.out}")

@@ -28,11 +28,8 @@ PARTS = {
     "rollout 0.6b": 110, "bare 0.6b": 110, "job-sync 0.6b": 150, "sync 1.7b": 110, "job-sleep 0.6b": 150,
     "sync 4b": 150,
 }  # fmt: skip
-"""What is done (FUNCTIONS in trainer_alone.py and gpu_parts.py) and with which model -> most seconds.
-
-In the order of what a minute tells: first what needs no vLLM, then the engine's first start, which compiles, and
-whether its log-probs are the trainer's, then a whole job.
-"""
+"""What is done, and with which model -> most seconds; in the order of what a minute tells. First is what needs no vLLM,
+then the engine's first start, which compiles, and whether its log-probs are the trainer's, then a whole job."""
 TINY_PARTS = {f"{kind} tiny": 200 for kind in ("sync", "trainer", "rollout", "bare", "job-sync", "job-async")}
 
 

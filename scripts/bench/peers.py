@@ -11,19 +11,17 @@ Nobody evaluates while learning: weights are kept every few steps, and scored af
 same held-out problems, at temperature 1.
 
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
-checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache; it is on policy
-and needs no log-probs. `colocate` is vLLM in the trainer's process with our engine options, without the importance
-correction, which would cost a forward pass to correct by 1e-6 (on `smollm2` by more). `async` is TRL's asynchronous
-trainer and a vLLM server with our engine options, its default staleness of 4, and a whole batch in each step. Where TRL
-cannot run without a GPU, it gets the fastest that we have (peers_cpu.py): weights through shared memory, torch's
-attention, vLLM's reload. One thread and two are tried; what is compared is the best arm of each.
+checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache, on policy.
+`colocate` is vLLM in the trainer's process with our engine options, without the importance correction, which would cost
+a forward pass to correct by 1e-6 (on `smollm2` by more). `async` is TRL's asynchronous trainer and a vLLM server with
+our engine options, and its default staleness of 4. Where TRL cannot run without a GPU, it gets the fastest that we have
+(peers_cpu.py). One thread and two are tried; what is compared is the best arm of each.
 
 Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the steps
 to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to an
 accuracy is from the start of the process, or from when the engine was up (TRL: training begins); infinite if not met.
 
-The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time per sample that
-it takes. The records also have generation and training alone, whose code is in the history at their commit.
+The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time that it takes.
 """
 
 import argparse

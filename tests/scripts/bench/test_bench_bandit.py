@@ -56,9 +56,9 @@ def test_weights_of_whole_arms_are_unbiased_at_every_lag_and_no_weights_are_not(
     true = bandit.true_gradient(path[-1], arms, rewards)
     bias = {
         algo: bandit.measure(*bandit.arm_gradients(algo, path[-1], path[-1 - lag], arms, rewards), true)["bias"]
-        for algo in ("arm_ratio", "reinforce")
+        for algo in ("sequence_is", "reinforce")
     }
-    assert bias["arm_ratio"] < 1e-12
+    assert bias["sequence_is"] < 1e-12
     assert lag == 0 or bias["reinforce"] > 0.01
 
 
@@ -75,15 +75,14 @@ def stale_arms(lag, rows=bandit.ROWS):
 @pytest.mark.parametrize("lag", [2, 8])
 def test_on_stale_arms_only_the_ratios_of_whole_sequences_are_unbiased(lag):
     found = stale_arms(lag)
-    assert {row for row, of in found.items() if of["bias"] < 0.05} == {"sequence_is", "arm_ratio"}
-    assert found["sequence_is"] == pytest.approx(found["arm_ratio"], abs=1e-9) and found["sequence_is"]["bias"] < 1e-9
+    assert {row for row, of in found.items() if of["bias"] < 0.05} == {"sequence_is"}
+    assert found["sequence_is"]["bias"] < 1e-9
 
 
 def test_on_very_stale_arms_none_varies_as_much_as_whole_sequences_and_a_cap_trades_that_for_bias(monkeypatch):
     monkeypatch.setitem(LOSSES, "capped", functools.partial(LOSSES["sequence_is"], cap=2.0))
     found = stale_arms(8, (*bandit.ROWS, "capped"))
     whole, capped = found.pop("sequence_is"), found.pop("capped")
-    del found["arm_ratio"]
     assert whole["std"] > 1.5 * max(of["std"] for of in found.values())
     assert capped["std"] < whole["std"] / 2 and capped["bias"] > 0.05
 
@@ -91,7 +90,7 @@ def test_on_very_stale_arms_none_varies_as_much_as_whole_sequences_and_a_cap_tra
 def test_on_arms_of_one_token_a_token_s_weight_is_the_arm_s():
     arms, rewards = bandit.all_arms(num_tokens=1, num_choices=3)
     path = bandit.policies(1, 3, 0.5, arms, rewards, seed=0)
-    of_token, of_arm = (bandit.arm_gradients(algo, *path[::-1], arms, rewards)[0] for algo in ("aipo", "arm_ratio"))
+    of_token, of_arm = (bandit.arm_gradients(algo, *path[::-1], arms, rewards)[0] for algo in ("aipo", "sequence_is"))
     torch.testing.assert_close(of_token, of_arm)
 
 
@@ -128,7 +127,7 @@ def test_the_script_writes_records_with_their_command_a_table_and_a_figure(tmp_p
     made_by, *records = map(json.loads, (tmp_path / "bandit.jsonl").read_text().splitlines())
     assert made_by["command"].startswith("python scripts/bench/bandit.py --tokens 1 2") and made_by["n"] == 2
     keys = {(r["tokens"], r["algo"], r["lag"]) for r in records}
-    measured = {*LOSSES, "arm_ratio"} - {"m2po"}
+    measured = {*LOSSES} - {"m2po"}
     assert keys == set(itertools.product((1, 2), measured, range(3))) and len(records) == len(keys)
     text = (tmp_path / "README.md").read_text()
     assert made_by["command"] in text and "n = 2" in text and text.count("| `gspo` | 0.00 |") == 2
