@@ -1,7 +1,4 @@
-"""A trainer joined to an engine, for the parts of gpu.py and for tests.
-
-All on the first visible GPU, with random models in the shapes of Qwen3. On the CPU the same code runs with a tiny one.
-"""
+"""A trainer joined to an engine, on the first visible GPU or on the CPU, for the parts of gpu.py and for tests."""
 
 import asyncio
 import os
