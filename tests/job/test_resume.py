@@ -49,8 +49,8 @@ def make_run(tmp_path, **options):
 
 def changed(field):
     """The arguments that change an option, and the value that they give it."""
-    if isinstance(field.default, bool):
-        return [f"--{'no-' * field.default}{field.name}"]
+    if field.type in (bool, bool | None):
+        return [f"--{'no-' * bool(field.default)}{field.name}"]
     return [f"--{field.name}", OTHER.get(field.name) or str((field.default or 0) + 1)]
 
 
