@@ -18,15 +18,22 @@ from scipy.stats import chisquare
 
 from trainer.logprobs import sampling_logits
 
-VOCAB, ROWS = 1500, 24
+VOCAB, ROWS = 600, 8
 FEW, DRAWS = 30, 1500
 CASES = {"plain": (1.0, 1.0), "temperature": (0.7, 1.0), "top_p": (1.0, 0.9), "both": (0.6, 0.8)}
 """Temperature and top_p."""
 
 
+def request(index: int, temperature: float, top_p: float):
+    """What vLLM is told of a request."""
+    from vllm.sampling_params import SamplingParams
+
+    seed = int(np.random.SeedSequence([7, index]).generate_state(1, np.uint64)[0] >> 1)
+    return SamplingParams(temperature=temperature, top_p=top_p, seed=seed, logprobs=0)
+
+
 def make_sampler(num_requests: int, vocab: int, temperature: float, top_p: float):
     """vLLM's own sampler with as many seeded requests, as our engines ask for them."""
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -35,10 +42,8 @@ def make_sampler(num_requests: int, vocab: int, temperature: float, top_p: float
     options = SimpleNamespace(reasoning_config=None)
     sampler = Sampler(options, num_requests, vocab, device, states, logprobs_mode="processed_logprobs")
     for index in range(num_requests):
-        seed = int(np.random.SeedSequence([7, index]).generate_state(1, np.uint64)[0] >> 1)
-        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, logprobs=0)
         states.add_request(str(index), 3, [1, 2, 3], 0, 32)
-        sampler.add_request(index, params)
+        sampler.add_request(index, request(index, temperature, top_p))
     states.apply_staged_writes()
     sampler.apply_staged_writes()
     return sampler
@@ -53,6 +58,20 @@ def sample(sampler, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def draw(processed: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """DRAWS tokens by the same logits [1, V], each for a request of its own, as the sampler draws them."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    states, rows = SamplingStates(DRAWS, processed.shape[1]), torch.arange(DRAWS, dtype=torch.int32)
+    for index in range(DRAWS):
+        states.add_request(index, request(index, temperature, top_p))
+    states.apply_staged_writes()
+    of_requests = states.temperature.gpu, states.seeds.gpu, torch.full((DRAWS,), 5, dtype=torch.int64)
+    logits = processed.expand(DRAWS, -1).contiguous()
+    return gumbel_sample(logits, rows, *of_requests, apply_temperature=False, is_drafting=False)
+
+
 def compare(temperature: float, top_p: float) -> dict:
     """Largest gap of log-probs, tokens on whose place in the nucleus the two differ, χ² of frequencies."""
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -64,8 +83,8 @@ def compare(temperature: float, top_p: float) -> dict:
     logprobs = compute_topk_scores(processed, 0, tokens).logprobs
     gap = (expected.log_softmax(-1).gather(1, tokens[:, None]) - logprobs).abs().max()
     differ = int((expected.isinf() != processed.isinf()).sum())
-    few = 1.5 * torch.randn(1, FEW, generator=generator)
-    drawn, _ = sample(make_sampler(DRAWS, FEW, temperature, top_p), few.expand(DRAWS, -1).contiguous())
+    few = 0.8 * torch.randn(1, FEW, generator=generator)
+    drawn = draw(sample(make_sampler(1, FEW, temperature, top_p), few)[1], temperature, top_p)
     likeliest = few.argmax(-1)
     probabilities = sampling_logits(few, likeliest, temperature, top_p).double().softmax(-1)[0].numpy()
     counts = np.bincount(drawn.numpy(), minlength=FEW)

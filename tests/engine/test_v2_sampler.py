@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.study, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Triton is installed into a folder of its own, which is kept."""
+    """Triton is installed into a folder of its own, which is kept: 0.7 GB."""
     folder, result = ROOT / ".cache" / TRITON, tmp_path_factory.mktemp("sampler") / "result"
     if not folder.exists():
         making = folder.with_name(f"{TRITON}-{os.getpid()}")
