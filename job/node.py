@@ -40,6 +40,7 @@ from records.manifest import Checkpoint, how_to_go_on
 from records.run_directory import RunDirectory
 from records.standstill import dump_stacks, end_what_is_stopped, write_stacks_to
 from records.time_ledger import TrainerClock
+from weights.ipc import check_allocator
 from weights.models import load_tokenizer, resolve_model
 
 if TYPE_CHECKING:
@@ -210,6 +211,8 @@ def _fit_memory(start: Start, model_path: str) -> Start:
     config = ways[max(cluster.gather(first_that_fits(ways, *placed)))]
     placement, arithmetic = plan_memory(config, *placed)
     print(arithmetic, flush=True)
+    if placement.transport == "ipc":
+        check_allocator()
     return replace(start, config=config, placement=placement)
 
 
