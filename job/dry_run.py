@@ -26,9 +26,9 @@ WORTH_A_CHANGE = 1.1
 
 
 def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
-    """Lines that say what the run would do on `gpus`, as in 8xH100 or 2x8xH100, or on those of this machine.
+    """Lines that say what the run would do on `gpus`, as in 8xH100 or 2x8xH100, or on those of this machine, with
+    torchrun's --nproc-per-node, or the best number, of trainer ranks on each machine.
 
-    torchrun's --nproc-per-node is the number of trainer ranks on each machine; without torchrun the best is taken.
     Raises ValueError, in one line, for GPUs that are not known, and for a model that does not fit.
     """
     pool = read_pool(gpus)
@@ -40,9 +40,9 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     if not per_machine:
         raise ValueError(f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or scripts/plan.py")
     placed = place(config, pool.gpus, available_cores(), per_machine)
-    num_ranks = per_machine * pool.count
+    ways, num_ranks = ways_to_fit(config), per_machine * pool.count
     check_shares(config, pool.count, num_ranks)
-    ways, num_shards = ways_to_fit(config), num_ranks // config.replicas
+    num_shards = num_ranks // config.replicas
     fits = (placed, shape, [pool.device] * pool.gpus, Sharing(num_ranks, num_shards))
     config = ways[first_that_fits(ways, *fits)]
     placement, arithmetic = plan_memory(config, *fits)
@@ -63,8 +63,8 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
         f"{job.lengths.prompt:.0f} tokens and responses of {job.lengths.response:.0f} on average; nothing was measured"
     )
     if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
-        sampling = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)
-        yield f"faster: --nproc-per-node {best.training.gpus} and {sampling}: about {best.step_s:.1f} s"
+        to_sample = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)
+        yield f"faster: --nproc-per-node {best.training.gpus} and {to_sample}: about {best.step_s:.1f} s"
 
 
 def read_pool(text: str | None) -> Pool:
@@ -79,7 +79,7 @@ def read_pool(text: str | None) -> Pool:
     if not found or "0" in found.groups():
         raise ValueError(f"--gpus {text}: give NUMBERxKIND or MACHINESxNUMBERxKIND, as in 8xH100 or 2x8xH100")
     machines, gpus, kind = found.groups()
-    named = [name for name in sheets if name == kind] or [name for name in sheets if name.startswith(f"{kind} ")]
-    if not named:
+    name = next((name for name in sheets if name == kind or name.startswith(f"{kind} ")), None)
+    if name is None:
         raise ValueError(f"--gpus {text}: {kind!r} is none of {', '.join(sheets)}{nearest(kind, sheets)}")
-    return Pool(named[0], named[0], int(machines or 1), int(gpus), 0.0, **sheets[named[0]])
+    return Pool(name, name, int(machines or 1), int(gpus), 0.0, **sheets[name])
