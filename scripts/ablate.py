@@ -39,10 +39,10 @@ def read_value(name: str, text: str) -> dict:
     algo, own = re.fullmatch(r"(.*?)(?::(\w+=.*))?", text).groups()
     if name == "algo" and own:
         return read_value("algo", algo) | read_value("algo_args", own)
-    default = getattr(Config(), name, None)
-    if isinstance(default, bool) and text not in ("true", "false"):
+    default, is_switch = getattr(Config(), name, None), Config.__annotations__.get(name) in (bool, bool | None)
+    if is_switch and text not in ("true", "false"):
         raise ValueError(f"--{flag(name)} is true or false, got {text!r}")
-    value = text == "true" if isinstance(default, bool) else text.split() if isinstance(default, tuple) else text
+    value = text == "true" if is_switch else text.split() if isinstance(default, tuple) else text
     value = getattr(read_options(options({name: value})), name)
     return {name: list(value) if isinstance(value, tuple) else value}
 

@@ -95,6 +95,7 @@ def test_any_option_can_be_swept_whatever_its_type():
         (["--sweep", "lrr=1|2"], "--lrr is no option; did you mean --lr"),
         (["--sweep", "lr=a|2"], "--lr must be a number, got 'a'"),
         (["--sweep", "share_prefix=yes|no"], "--share-prefix is true or false, got 'yes'"),
+        (["--sweep", "compile=yes|no"], "--compile is true or false, got 'yes'"),
         (["--algos", "grop"], "--algo must be one of"),
         (["--algos", "grpo", "grpo"], "grpo-a0-k0-s0, or an option of it, is there twice"),
         (
