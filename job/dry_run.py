@@ -19,10 +19,9 @@ from cluster.shape import read_shape
 from config import Config, nearest
 from weights.models import MADE_HERE, resolve_model
 
-BETWEEN_MACHINES = 25.0
-"""GB/s one way that is taken for the link between two machines: InfiniBand of 200 Gbit/s."""
-WORTH_A_CHANGE = 1.1
-"""A split of the GPUs is recommended where it is predicted to be faster by this factor."""
+BETWEEN_MACHINES, WORTH_A_CHANGE = 25.0, 1.1
+"""GB/s one way that a link between machines is taken for, InfiniBand of 200 Gbit/s; and by which factor a split of the
+GPUs must be predicted to be faster to be recommended."""
 
 
 def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
@@ -47,8 +46,7 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     config = ways[first_that_fits(ways, *fits)]
     placement, arithmetic = plan_memory(config, *fits)
     yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
-    yield placement.table()
-    yield arithmetic
+    yield f"{placement.table()}\n{arithmetic}"
     saved = " ".join(["--save-memory", *config.save_memory, "--max-tokens-per-microbatch"])
     yield f"so: {saved} {config.max_tokens_per_microbatch}, weights by {placement.transport}"
     if not placement.workers:
