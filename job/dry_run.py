@@ -41,8 +41,7 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     placed = place(config, pool.gpus, available_cores(), per_machine)
     ways, num_ranks = ways_to_fit(config), per_machine * pool.count
     check_shares(config, pool.count, num_ranks)
-    num_shards = num_ranks // config.replicas
-    fits = (placed, shape, [pool.device] * pool.gpus, Sharing(num_ranks, num_shards))
+    fits = (placed, shape, [pool.device] * pool.gpus, Sharing(num_ranks, num_ranks // config.replicas))
     config = ways[first_that_fits(ways, *fits)]
     placement, arithmetic = plan_memory(config, *fits)
     yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
@@ -51,7 +50,7 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     yield f"so: {saved} {config.max_tokens_per_microbatch}, weights by {placement.transport}"
     if not placement.workers:
         return
-    now = planner.of_placement(replace(job, config=config), cluster, placement, num_shards)
+    now = planner.of_placement(replace(job, config=config), cluster, placement)
     yield (
         f"step: about {now.step_s:.1f} s; training {now.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
         f"{now.update_s:.1f} s, {'one after the other' if now.alpha == 0 else f'which overlap at α = {now.alpha:g}'}"
