@@ -609,9 +609,8 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
     """What a step takes if all machines, of one kind, have this placement of `placement.py`."""
     (pool,), config, weights = cluster.pools, job.config, 2 * job.shape.num_parameters
     ranks, worker = len(placement.trainer_gpus), placement.workers[0]
-    options = (config.save_memory, config.max_tokens_per_microbatch)
-    shards = ranks * pool.count // config.replicas
-    training = Training(pool, pool.count, ranks, shards, *options, placement.transport != "shm")
+    shards, saved = ranks * pool.count // config.replicas, (config.save_memory, config.max_tokens_per_microbatch)
+    training = Training(pool, pool.count, ranks, shards, *saved, placement.transport != "shm")
     # By ipc the engine copies what it reads, by shm both ends do.
     update_s = {
         "nccl": weights / (pool.gb_per_s * 1e9),
