@@ -244,10 +244,10 @@ def findings() -> str:
     """What came out, hits and misses, a point for each study."""
     arms = peers_bench.arms_of(records_of("peers"))
     rates = {w: [peers_bench.rate(a[peers_bench.best(a, who)]) for who in ("ours", "TRL")] for w, a in arms.items()}
-    shown = (f"{us / trl:.2f}× on `{w}` (we aim at {peers_bench.TARGETS[w]:g}×)" for w, (us, trl) in rates.items())
+    shown = (f"{us / trl:.2f}× on `{w}` (aim {peers_bench.TARGETS[w]:g}×)" for w, (us, trl) in rates.items())
     points = [
-        f"Samples per second against TRL's fastest mode: {', '.join(shown)}. Responses end as they end, or have forced "
-        "lengths, long-tailed or of 4 tokens. [More](docs/results.md#against-trl)"
+        f"Samples per second against TRL's fastest mode: {', '.join(shown)}. On two of them "
+        "lengths are forced. [More](docs/results.md#against-trl)"
     ]
     steps = [(run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean()) for run in staleness_runs()]
     seconds = {a: statistics.mean(s for ratio, s in steps if ratio == a) for a in (0, 1, 2)}
@@ -262,7 +262,7 @@ def findings() -> str:
         f" 128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
         "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
     ]
-    return lines(line for point in points for line in textwrap.wrap(f"- {point}", 150, subsequent_indent="  "))
+    return lines(line for point in points for line in textwrap.wrap(f"- {point}", 160, subsequent_indent="  "))
 
 
 # The planner
