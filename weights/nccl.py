@@ -39,7 +39,7 @@ def import_communicator() -> None:
     before = os.environ.get(COMPILE_THREADS)
     import vllm.distributed.device_communicators.pynccl  # noqa: F401
 
-    del os.environ[COMPILE_THREADS]
+    os.environ.pop(COMPILE_THREADS, None)  # vLLM sets it once
     if before is not None:
         os.environ[COMPILE_THREADS] = before
 

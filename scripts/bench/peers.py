@@ -204,12 +204,13 @@ def steady_state(lines: list[dict]) -> dict[str, float]:
 
 def accuracy_curve(out: Path, work: Work, model_path: str, started_at: float) -> list[tuple[int, float, float]]:
     """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept; deletes these."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=work.config().dtype_on("cpu"))
-    curve = []
+    dtype, curve = work.config().dtype_on("cpu"), []
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     for weights in [*out.glob("snapshots/step_*/*.safetensors"), *out.glob("run/checkpoints/step_*/*.safetensors")]:
         model.load_state_dict(load_file(weights), strict=False)
         step, seconds = int(weights.parent.name.removeprefix("step_")), weights.stat().st_mtime - started_at
-        curve.append((step, seconds, accuracy(model, work, AutoTokenizer.from_pretrained(model_path))))
+        curve.append((step, seconds, accuracy(model, work, tokenizer)))
         weights.unlink()  # half a gigabyte each
     return sorted(curve)
 

@@ -13,10 +13,9 @@ from planner_records import keep
 from scipy.stats import spearmanr
 
 from cluster import planner
-from cluster.planner import Cluster, Job, Lengths, Plan, Pool, make_engine
+from cluster.planner import Cluster, Job, Lengths, Plan, Pool, make_engine, read_sheets
 from cluster.shape import read_shape
 from config import Config
-from scripts.plan_inputs import read_sheets
 from scripts.qwen3_shapes import qwen3_config
 from scripts.simulation.cluster import Case, Simulation
 from scripts.simulation.cluster import Cluster as Simulated

@@ -64,6 +64,8 @@ OPTIONS = {
     "cold": {"temperature": 0.7},
     "every loss aggregated by sequence": {"loss_aggregation": "sequence_mean"},
     **{algo: {"algo": algo, "algo_args": ()} for algo in ALGOS},
+    # A token that rounding puts beyond the clip would change the gradient of its whole sequence.
+    "gmpo": {"algo": "gmpo", "algo_args": ("clip_low=9", "clip_high=9")},
 }
 
 
