@@ -342,7 +342,7 @@ def test_a_worker_whose_engine_dies_ends_at_once_whatever_it_waits_for(message, 
 def test_how_far_responses_are_is_said_while_an_update_still_waits_for_them(ticket):
     said = []
     with pytest.raises(RuntimeError, match="the engine is dead"):
-        serve(MortalEngine(0.5), [Tickets([ticket]), Update(0, [], ()), Cut()], said)
+        serve(MortalEngine(2.0), [Tickets([ticket]), Update(0, [], ()), Cut()], said)
     assert [type(message) for message in said] == [Ready, InFlight]
     assert said[1].lost in ({ticket.ticket_id: 0}, {})  # nothing is known of a ticket that has not begun yet
 
