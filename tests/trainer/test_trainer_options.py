@@ -1,6 +1,7 @@
 """Options that trade time for memory, and must leave the update alone: checkpointing, compilation, offload, chunks."""
 
 import functools
+import itertools
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -228,6 +229,8 @@ class Kernels(TorchDispatchMode):
 
 
 INDUCTOR = pytest.param(
+    4,
+    "varlen",
     "inductor",
     marks=[
         pytest.mark.slow,
@@ -237,9 +240,10 @@ INDUCTOR = pytest.param(
 )
 
 
-@pytest.mark.parametrize("backend", ["eager", INDUCTOR])
-@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize(
+    ("lora_rank", "attention", "backend"),
+    [*itertools.product([0, 4], ["sdpa", "varlen"], ["eager"]), INDUCTOR],
+)
 def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
     five_layers, lora_rank, attention, backend, monkeypatch
 ):
