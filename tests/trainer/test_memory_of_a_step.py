@@ -159,7 +159,11 @@ def peaks_of_step(model_config, tokens: int, config: Config, monkeypatch) -> tup
 
 @pytest.mark.parametrize("options", [{}, {"save_memory": ("activations",)}])
 @pytest.mark.parametrize(
-    ("size", "num_layers"), [*((size, 6) for size in SIZES), pytest.param("8b", 36, marks=pytest.mark.study)]
+    ("size", "num_layers"),
+    [
+        *((size, 6) for size in SIZES[::2]),
+        *(pytest.param(*of, marks=pytest.mark.study) for of in (("1.7b", 6), ("8b", 36))),
+    ],
 )
 def test_the_peak_of_a_step_is_that_of_the_plan(size, num_layers, options, tmp_path, fake_ranks, monkeypatch):
     config = Config(max_tokens_per_microbatch=16384, max_prompt_tokens=512, max_response_tokens=1536, **options)

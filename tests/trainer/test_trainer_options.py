@@ -1,7 +1,6 @@
 """Options that trade time for memory, and must leave the update alone: checkpointing, compilation, offload, chunks."""
 
 import functools
-import itertools
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -242,7 +241,7 @@ INDUCTOR = pytest.param(
 
 @pytest.mark.parametrize(
     ("lora_rank", "attention", "backend"),
-    [*itertools.product([0, 4], ["sdpa", "varlen"], ["eager"]), INDUCTOR],
+    [(0, "sdpa", "eager"), (4, "varlen", "eager"), INDUCTOR],
 )
 def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
     five_layers, lora_rank, attention, backend, monkeypatch
@@ -270,8 +269,8 @@ def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
     ("options", "most"),
     [
         ({}, 2),
-        ({"save_memory": ("activations",)}, 4),
-        ({"lora_rank": 2, "kl_coef": 0.1}, 4),
+        pytest.param({"save_memory": ("activations",)}, 4, marks=pytest.mark.study),
+        pytest.param({"lora_rank": 2, "kl_coef": 0.1}, 4, marks=pytest.mark.study),
         ({"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",)}, 6),
     ],
 )
