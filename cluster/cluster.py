@@ -133,8 +133,8 @@ def join(
 ) -> Cluster:
     """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
 
-    Without torchrun this is the only one. `check_same` compares the fingerprints of all nodes, and with them the kind
-    of device. Raises ValueError, on every one, if it does, and RuntimeError if ranks are missing.
+    Without torchrun this is the only one. `check_same` raises ValueError, on every one, if the fingerprints of nodes,
+    or their kinds of device, differ. Raises RuntimeError if ranks are missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -622,9 +622,8 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
     engine, colocate = largest_engine(job, pool, config.rollout_tp, room), config.colocate if is_shared else None
     site, count = Site(pool, pool.count, pool.gpus - ranks, True), len(placement.workers) * pool.count
     seconds = training_s(job, cluster, training)
-    return Plan(job, training, seconds, update_s, 0.0, ((site, engine),), colocate=colocate).sampled_by(
-        [(site, engine, count)]
-    )
+    plan = Plan(job, training, seconds, update_s, 0.0, ((site, engine),), colocate=colocate)
+    return plan.sampled_by([(site, engine, count)])
 
 
 def _refusal(job: Job, cluster: Cluster) -> str:

@@ -1,8 +1,5 @@
-"""What a run would do on GPUs that are not here: `train_async.py --model NAME --dry-run --gpus 8xH100`.
-
-It places the processes and plans their memory as a run does, and predicts a step by the planner's arithmetic, which
-docs/planner.md explains. Nothing is started, and of the model its config.json is enough.
-"""
+"""What a run would do on GPUs that are not here: it is placed and its memory planned as a run's, its step predicted by
+the planner's arithmetic (docs/planner.md). Nothing is started, and of the model its config.json is enough."""
 
 import os
 import re
