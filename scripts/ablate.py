@@ -3,10 +3,12 @@
     python scripts/ablate.py --algos grpo grpo:clip_high=0.4 tis --async-ratio 0 --publish-delay 0 4 --seeds 3
     python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=true|false' -- --steps 40
     python scripts/ablate.py --replay runs/A runs/B --algos tis topr    # on the batches of runs made with --record
+    python scripts/ablate.py --study lag --parallel 2                   # a part of docs/staleness.md, or all of it
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out goes on where it stopped. What follows `--` is handed to
-every run. grids.py says what is kept, and makes table.md, paired.md, cells.csv and the figures of it.
+every run. A part of --study is what study.toml says, in OUT/PART. grids.py says what is kept, and makes table.md,
+paired.md, cells.csv and the figures of it.
 """
 
 import argparse
@@ -19,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from config import Config, flag
+from config import Config, flag, nearest
 from job.command_line import check, read_options
 from scripts.grids import RECORDED, key, loss, read_records, record_of, report
 from scripts.runs import load
@@ -31,6 +34,8 @@ from scripts.table import show
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
+NAMED = "ablation-%Y%m%d-%H%M%S"
+STUDY = ROOT / "scripts" / "study.toml"
 REPLAY = (sys.executable, "scripts/replay.py")
 
 
@@ -157,6 +162,8 @@ def read_arguments(args: list[str] | None = None) -> argparse.Namespace:
     text = "values of any option of train_async.py, a list's items apart by blanks; may be given several times"
     add("--sweep", action="append", default=[], metavar="OPTION=V1|V2", help=text)
     add("--replay", nargs="+", default=[], type=Path, metavar="RUN", help="replay these runs with each of --algos")
+    text = "run these parts of study.toml, or all; --out, --parallel, --keep-runs and --report alone go with it"
+    add("--study", nargs="*", metavar="PART", help=text)
     add("--out", type=Path, help="where records, tables and figures go; unset makes runs/ablation-DATE-TIME")
     add("--keep-runs", action="store_true", help="keep the directories of the runs, in OUT/runs")
     add("--parallel", type=int, default=1, metavar="N", help="runs at a time; above 1, times mean less (default: 1)")
@@ -209,10 +216,8 @@ def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
     return cells
 
 
-def main() -> None:
-    """Read the command line, run what is missing, report."""
-    arguments = read_arguments()
-    out = arguments.out or Path("runs") / f"ablation-{time.strftime('%Y%m%d-%H%M%S')}"
+def run_grid(arguments: argparse.Namespace, cells: list[dict], out: Path) -> None:
+    """Run what is missing of a grid, and report. Raises ValueError as `run_missing` and `report` do."""
     recorded, extra = {run.resolve().name: run.resolve() for run in arguments.replay}, arguments.extra
 
     def run(cell: dict) -> dict:
@@ -221,13 +226,39 @@ def main() -> None:
         command = [*REPLAY, str(recorded[cell["of"]]), "--evaluate"] if recorded else TRAIN
         return run_cell(cell, [*command, *options(cell, extra)], out / "runs" if arguments.keep_runs else None)
 
+    if not arguments.report:
+        path = out / ("replays.jsonl" if recorded else "cells.jsonl")
+        run_missing(cells, path, run, extra, arguments.parallel)
+    report(out)
+
+
+def run_study(chosen: argparse.Namespace, out: Path) -> None:
+    """Run what is missing of the chosen parts of the study, or of all, each in its folder of `out`.
+
+    All cells are read before the first runs. Raises ValueError for a part that there is not.
+    """
+    parts, grids = tomllib.loads(STUDY.read_text(encoding="utf-8")), {}
+    for name in chosen.study or parts:
+        if name not in parts:
+            raise ValueError(f"--study {name}: the parts are {', '.join(parts)}{nearest(name, parts)}")
+        extra = shlex.split(parts[name]["extra"])
+        of_part = [read_arguments([*shlex.split(words), "--", *extra]) for words in parts[name]["grids"]]
+        cells = [cell for arguments in of_part for cell in cells_of(arguments)]
+        grids[name] = sorted(cells, key=lambda cell: cell["seed"]), extra  # whole seeds first, over all grids
+    for name, (cells, extra) in grids.items():
+        run_grid(argparse.Namespace(**vars(chosen) | {"replay": [], "extra": extra}), cells, out / name)
+
+
+def main() -> None:
+    """Read the command line, run what is missing, report."""
+    arguments = read_arguments()
+    out = arguments.out or Path("runs") / ("study" if arguments.study is not None else time.strftime(NAMED))
     try:
+        if arguments.study is not None:
+            return run_study(arguments, out)
         if arguments.report and not arguments.out:
             raise ValueError("--report needs --out, the directory of a grid")
-        if not arguments.report:
-            path = out / ("replays.jsonl" if recorded else "cells.jsonl")
-            run_missing(cells_of(arguments), path, run, extra, arguments.parallel)
-        report(out)
+        run_grid(arguments, [] if arguments.report else cells_of(arguments), out)
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same --out goes on: --out {shlex.quote(str(out))}")
     except ValueError as error:
