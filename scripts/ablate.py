@@ -232,21 +232,20 @@ def run_grid(arguments: argparse.Namespace, cells: list[dict], out: Path) -> Non
     report(out)
 
 
-def run_study(chosen: argparse.Namespace, out: Path) -> None:
-    """Run what is missing of the chosen parts of the study, or of all, each in its folder of `out`.
+def study(names: Sequence[str]) -> dict[str, tuple[list[dict], list[str]]]:
+    """The chosen parts of study.toml, or all: cells, whole seeds first over all grids, and options of every run.
 
-    All cells are read before the first runs. Raises ValueError for a part that there is not.
+    Raises ValueError for a part that there is not.
     """
-    parts, grids = tomllib.loads(STUDY.read_text(encoding="utf-8")), {}
-    for name in chosen.study or parts:
+    parts, chosen = tomllib.loads(STUDY.read_text(encoding="utf-8")), {}
+    for name in names or parts:
         if name not in parts:
             raise ValueError(f"--study {name}: the parts are {', '.join(parts)}{nearest(name, parts)}")
         extra = shlex.split(parts[name]["extra"])
         of_part = [read_arguments([*shlex.split(words), "--", *extra]) for words in parts[name]["grids"]]
         cells = [cell for arguments in of_part for cell in cells_of(arguments)]
-        grids[name] = sorted(cells, key=lambda cell: cell["seed"]), extra  # whole seeds first, over all grids
-    for name, (cells, extra) in grids.items():
-        run_grid(argparse.Namespace(**vars(chosen) | {"replay": [], "extra": extra}), cells, out / name)
+        chosen[name] = sorted(cells, key=lambda cell: cell["seed"]), extra
+    return chosen
 
 
 def main() -> None:
@@ -255,7 +254,10 @@ def main() -> None:
     out = arguments.out or Path("runs") / ("study" if arguments.study is not None else time.strftime(NAMED))
     try:
         if arguments.study is not None:
-            return run_study(arguments, out)
+            for name, (cells, extra) in study(arguments.study).items():
+                arguments.extra = extra
+                run_grid(arguments, cells, out / name)
+            return
         if arguments.report and not arguments.out:
             raise ValueError("--report needs --out, the directory of a grid")
         run_grid(arguments, [] if arguments.report else cells_of(arguments), out)

@@ -234,6 +234,32 @@ def test_the_script_goes_on_with_a_grid_that_is_finished_without_running_anythin
     assert (tmp_path / "curves.png").exists()
 
 
+def test_the_study_is_cells_that_runs_accept_each_once_with_whole_seeds_first():
+    parts = ablate.study([])
+    assert list(parts) == ["lag", "smollm2", "rates", "time"] and [*ablate.study(["rates"])] == ["rates"]
+    for name, (cells, extra) in parts.items():
+        seeds = [cell["seed"] for cell in cells]
+        assert len({key(cell) for cell in cells}) == len(cells) and seeds == sorted(seeds), name
+        assert {f"--{word}" for word in ("async-ratio", "publish-delay", "seed")}.isdisjoint(extra), name
+    of_lag = [(cell["algo"], cell["publish_delay"]) for cell in parts["lag"][0] if cell["seed"] == 4]
+    assert len({algo for algo, lag in of_lag if lag == 16}) == 12, "twelve losses at the longest lag"
+    assert {lag for _, lag in of_lag} == {0, 1, 4, 16}
+
+
+def test_a_part_of_the_study_goes_on_where_it_stopped_and_one_that_is_not_there_is_refused(tmp_path):
+    cells, extra = ablate.study(["time"])["time"]
+    (tmp_path / "time").mkdir()
+    curves = {"reward": [0.5, 0.6], "staleness_mean": [0.0, 1.0], "staleness_max": [0, 1], "step_s": [1.0, 1.0],
+              "samples": [8, 16]}  # fmt: skip
+    write_cells(tmp_path / "time", [make_record(c, options=options(c, extra), series=curves) for c in cells])
+    finished = run_script("--study", "time", "--out", tmp_path)
+    assert f"{len(cells)} cells, {len(cells)} of them finished before" in finished.stdout, finished.stderr
+    assert (tmp_path / "time" / "table.md").exists()
+    refused = run_script("--study", "lags", "--out", tmp_path)
+    said = "error: --study lags: the parts are lag, smollm2, rates, time; did you mean lag?"
+    assert refused.stderr.strip() == said and refused.returncode == 1
+
+
 def test_a_report_needs_to_be_told_of_which_grid():
     done = run_script("--report")
     assert done.returncode == 1 and done.stderr == "error: --report needs --out, the directory of a grid\n"
