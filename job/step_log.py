@@ -96,8 +96,7 @@ class StepLog:
 
     def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
         """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
-        controller = self.node.controller
-        batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
+        batch, controller = batch_metrics(groups, step - 1, self.node.config), self.node.controller
         report, mismatches = controller.take_report(), self.node.probe.compare(controller.take_probes())
         for worker, mismatch in mismatches.items():
             self.node.run.record("mismatch", worker=worker, **mismatch)

@@ -92,6 +92,8 @@ class MicroBatch:
     """Tokens in the rows, without padding."""
     num_unshared: int = 0
     """Tokens of all sequences: what num_read would be if no prompt were shared."""
+    returns: Tensor | None = None
+    """[N] float32, what the value head is to foretell; None without one."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
