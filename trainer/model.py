@@ -31,8 +31,8 @@ transformers_logging.disable_progress_bar()  # loading and saving would draw ove
 class ValueHead(nn.Module):
     """The value of a state from its last hidden state: one linear map, in float32 whatever the model computes in.
 
-    It is zero at first. It stands on the trained model itself, which so learns from both losses: a value model of its
-    own would take as much memory again. No engine is sent it.
+    It is zero when a run begins, whatever its model was trained with. It stands on the trained model itself, which so
+    learns from both losses: a value model of its own would take as much memory again. No engine is sent it.
     """
 
     def __init__(self, hidden_size: int) -> None:
