@@ -109,8 +109,12 @@ def test_a_shared_prompt_changes_no_gradient_of_values(model):
     assert_same_gradient(found[1][1], found[0][1], relative=2e-5)
 
 
+def updates_of(step):
+    return [random_sequences(3, seed=10 * step + i) for i in range(2)]
+
+
 def train_with_values(rank, folder, configs, num_ranks):
-    """Body of a rank: two steps of two updates of 3 sequences, which leave a rank of two without any now and then."""
+    """Body of a rank: two steps of two updates."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, f"store {num_ranks}"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
@@ -118,8 +122,7 @@ def train_with_values(rank, folder, configs, num_ranks):
     for name, config in configs.items():
         policy = load(config)
         for step in range(2):
-            updates = [random_sequences(3, seed=10 * step + i) for i in range(2)]
-            share = distribute(updates, num_ranks, 24)[rank]
+            share = distribute(updates_of(step), num_ranks, 24)[rank]
             stats = policy.train_step(share, policy_version=12)
         found[name] = stats, gradient_of(policy), policy.module.value_head.weight.full_tensor().clone()
     if rank == 0:
@@ -128,7 +131,9 @@ def train_with_values(rank, folder, configs, num_ranks):
 
 
 def test_two_ranks_train_the_head_as_one_does(model, tmp_path):
-    """Tolerance 1e-2: after AdamW's first steps, near ±lr whatever the gradient's size, rounding is amplified."""
+    """Now and then one has nothing. Tolerance 1e-2: AdamW's first steps are near ±lr whatever the gradient's size, and
+    amplify rounding."""
+    assert any(not bundles for rank in distribute(updates_of(1), 2, 24) for update in rank for bundles in update)
     options = {"advantage": "gae", "lr": 1e-3, "minibatches": 2, "advantage_args": ARGS}
     variants = {"whole": {}, "lora": {"lora_rank": 2, "kl_coef": 0.1}, "offloaded": {"save_memory": ("optimizer",)}}
     configs = {name: make_config(model, **options, **of) for name, of in variants.items()}
