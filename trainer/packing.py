@@ -33,7 +33,7 @@ class TrainSequence:
     policy_versions: np.ndarray
     """[T] int32, steps; read where loss_mask is True."""
     advantage: float
-    """Advantage of the whole sequence."""
+    """Advantage of the whole sequence; with --advantage gae the reward, of which algos/gae.py makes those of tokens."""
     reward: float
     """Reward that the task gave."""
     group_id: int | None = None

@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from trainer.batch import distribute
+from trainer.model import ValueHead
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ARGS = ("gamma=0.99", "lam=0.9", "value_lam=0.8", "value_coef=0.3")
@@ -201,6 +202,16 @@ def test_the_head_computes_in_float32_above_a_model_in_bfloat16(model):
     ((hidden, values),) = seen
     assert hidden.dtype == torch.bfloat16 and values.dtype == torch.float32
     assert torch.equal(values, hidden.float() @ random_head())
+
+
+def test_the_backward_pass_keeps_no_float32_copy_of_hidden_states():
+    head, kept = ValueHead(8).to_empty(device="cpu"), []
+    torch.nn.init.ones_(head.weight)
+    hidden = torch.ones(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        head(hidden).sum().backward()
+    assert not [tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.shape == hidden.shape]
+    assert torch.equal(hidden.grad, torch.ones_like(hidden)) and torch.equal(head.weight.grad, torch.full((8,), 5.0))
 
 
 def test_without_gae_nothing_has_a_head(model):
