@@ -19,7 +19,7 @@ ALGOS = (
     "m2po", "dppo", "sapo", "opsm", "mis", "tis_ppo", "gmpo", "vespo", "sequence_is",
 )  # fmt: skip
 """Policy losses that come with this code: each is `loss` in the file of algos/ with its name."""
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline", "gae"]
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 MAX_RESUMES = 4
 """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
@@ -110,7 +110,9 @@ class Config:
 
     # Optimisation
     advantage: Advantage = "grpo"
-    """Advantage estimator, algos/advantages.py."""
+    """Advantage estimator, algos/advantages.py; `gae` is per token, by a value head that is trained along."""
+    advantage_args: tuple[str, ...] = ()
+    """NAME=VALUE each, as in `overlong=8`: the fields of AdvantageOptions in algos/advantages.py, with defaults."""
     minibatches: int = 1
     """Optimizer updates per step; must divide groups_per_step."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
@@ -350,8 +352,8 @@ def _mistakes_in_texts(config: Config) -> Mistakes:
 def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Whether two options clash, and both."""
     alone, one = config.group_size == 1, "--group-size 1"
-    of_one = f"{one}, which leaves nothing to compare: every advantage would be 0; --advantage reinforce is possible"
-    yield alone and config.advantage != "reinforce", f"--advantage {config.advantage}", of_one
+    of_one = f"{one}, which leaves nothing to compare: every advantage would be 0; use reinforce or gae"
+    yield alone and config.advantage not in ("reinforce", "gae"), f"--advantage {config.advantage}", of_one
     yield alone and config.share_prefix, "--share-prefix", f"{one}, which leaves nothing to share"
     chosen = [way for way in config.save_memory if way != "auto"]
     yield bool(chosen) and chosen != [*config.save_memory], "--save-memory auto", f"--save-memory {' '.join(chosen)}"

@@ -7,10 +7,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from algos import advantages, kl
+from algos.advantages import AdvantageOptions, overlong_penalty
 from algos.inputs import LossInputs
 from config import ALGOS, read_arguments
 
-__all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs", "choose_loss", "hyperparameters"]
+__all__ = [
+    "ADVANTAGES",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "AdvantageOptions",
+    "LossInputs",
+    "choose_loss",
+    "hyperparameters",
+    "overlong_penalty",
+]
 
 LOSSES: dict[str, Callable] = {name: importlib.import_module(f"algos.{name}").loss for name in ALGOS}
 
@@ -20,6 +30,7 @@ ADVANTAGES: dict[str, Callable] = {
     "rloo": advantages.rloo,
     "reinforce": advantages.reinforce,
     "reinforce_baseline": advantages.reinforce_baseline,
+    "gae": advantages.reward_itself,
 }
 
 KL_ESTIMATORS = kl.ESTIMATORS

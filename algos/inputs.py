@@ -18,7 +18,7 @@ class LossInputs:
     proximal_logprobs: Tensor
     """[N] nats, trainer's policy at the start of the step, before its first update; see also algos/proximal.py."""
     advantages: Tensor
-    """[N] advantage of the token's sequence."""
+    """[N] advantage of the token: that of its sequence, but with `--advantage gae` its own."""
     rewards: Tensor
     """[N] task reward of the token's sequence."""
     sequence_ids: Tensor

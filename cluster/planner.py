@@ -50,11 +50,10 @@ HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
 TPS = (1, 2, 4, 8)
 """GPUs of an engine to choose from."""
 SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
-FINE = 32
-"""Which part of the number of engines lies between two numbers that are tried beside the best."""
 SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
-GAP = 1e-4
-"""How far from the best a MILP's answer may be, relative."""
+FINE, GAP = 32, 1e-4
+"""Which part of the number of engines lies between two numbers that are tried beside the best; how far from the best a
+MILP's answer may be, relative."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +159,9 @@ class Job:
 
     @property
     def extra_passes(self) -> int:
-        """Without gradient: the reference, and proximal log-probs."""
-        return (self.config.kl_coef > 0) + (self.config.minibatches > 1 and self.config.proximal == "recompute")
+        """Without gradient: the reference, and proximal log-probs or values."""
+        anchors = self.config.minibatches > 1 and self.config.proximal == "recompute"
+        return (self.config.kl_coef > 0) + (anchors or self.config.advantage == "gae")
 
     @property
     def requests(self) -> int:

@@ -106,6 +106,11 @@ class Trajectory:
         return int(self.loss_mask.sum())
 
     @property
+    def num_beyond_prompt(self) -> int:
+        """Tokens after the prompt, those of an environment between turns included; needs a generated token."""
+        return len(self.tokens) - int(self.loss_mask.argmax())
+
+    @property
     def min_version(self) -> int:
         """Oldest version among its generated tokens, steps; needs at least one such token."""
         return int(self.policy_versions[self.loss_mask].min())

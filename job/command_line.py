@@ -94,10 +94,11 @@ def resolved(options: dict[str, typing.Any]) -> dict[str, typing.Any]:
 def check(config: Config) -> None:
     """Raise ValueError, in one line, for an option of a loss or a task that it does not take, and for something of the
     user's own that does not load or is not what it must be."""
+    from algos import AdvantageOptions
     from trainer.optimizer import OptimOptions
 
     _check_loss(config)
-    OptimOptions.of(config)
+    OptimOptions.of(config), AdvantageOptions.of(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:
         load_score(config.task, config.reward)

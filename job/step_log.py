@@ -82,8 +82,7 @@ class StepLog:
             **known.evaluation,
             **rollout_metrics(known.rollout, self.tokens_before, times["time/step_s"]),
             **training_metrics(stats),
-            **known.mismatch,
-            **known.swarm,
+            **known.mismatch | known.swarm,
             **times,
         }
         self._advise(step, groups, metrics, known.rollout)
@@ -96,8 +95,7 @@ class StepLog:
 
     def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
         """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
-        controller = self.node.controller
-        batch = batch_metrics(groups, step - 1, self.node.config.publish_delay)
+        batch, controller = batch_metrics(groups, step - 1, self.node.config), self.node.controller
         report, mismatches = controller.take_report(), self.node.probe.compare(controller.take_probes())
         for worker, mismatch in mismatches.items():
             self.node.run.record("mismatch", worker=worker, **mismatch)
@@ -124,7 +122,8 @@ class StepLog:
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Say, once, that the run has learnt nothing from its first steps, and where to look."""
-        self.has_signal |= metrics["reward/zero_variance_groups"] < 1
+        compares_all = self.node.config.advantage in ("reinforce", "gae")  # and not the members of a group alone
+        self.has_signal |= metrics["reward/zero_variance_groups"] < 1 or (compares_all and metrics["reward/std"] > 0)
         if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, self.node.config.steps):
             print(
                 f"warning: in {step} steps no group had unequal rewards (mean {metrics['reward/mean']:g}): nothing is "

@@ -8,28 +8,32 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from algos import AdvantageOptions, overlong_penalty
+from config import Config
 from data.messages import SampledTokens
 from data.records import Group
 from records.time_ledger import TRAINER_STATES, TRAINING, WAITING, WORKER_STATES, shares
 
 
-def batch_metrics(groups: list[Group], policy_version: int, publish_delay: int = 0) -> dict[str, float]:
+def batch_metrics(groups: list[Group], policy_version: int, config: Config) -> dict[str, float]:
     """Metrics of a batch consumed at the trainer's `policy_version`; what is published is publish_delay steps older."""
     trajectories = [t for group in groups for t in group.trajectories]
     staleness = np.array([policy_version - t.min_version for t in trajectories])
     lengths = np.array([t.num_generated for t in trajectories])
-    versions = [t.policy_versions[t.loss_mask] for t in trajectories]
+    versions, published = [t.policy_versions[t.loss_mask] for t in trajectories], policy_version - config.publish_delay
     rewards = np.array([t.reward for t in trajectories])
+    penalties = [overlong_penalty(t.num_beyond_prompt, config) for t in trajectories]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         **_part_means([t.reward_parts for t in trajectories]),
+        **({"reward/overlong_penalty": float(np.mean(penalties))} if AdvantageOptions.of(config).overlong else {}),
         "reward/zero_variance_groups": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": int(lengths.max()),
         "response/cut": float(np.mean([t.finish_reason == "length" for t in trajectories])),
         "response/turns_mean": float(np.mean([t.num_turns for t in trajectories])),
-        "response/inherited_share": float(np.mean(np.concatenate(versions) < max(0, policy_version - publish_delay))),
+        "response/inherited_share": float(np.mean(np.concatenate(versions) < max(0, published))),
         "response/mixed_versions": float(np.mean([len(np.unique(v)) > 1 for v in versions])),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": int(staleness.max()),
@@ -136,13 +140,13 @@ def _swarm_over_nodes(of_nodes: list[dict[str, float]]) -> dict[str, float]:
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
-    """The policy's stats under the names of the log: loss/*, but for drift/*, memory/* and tokens/*."""
+    """The policy's stats under the names of the log: loss/*, but for drift/*, memory/*, tokens/* and value/*."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
     metrics = {}
     for name, value in stats.items():
         if name.startswith("tokens/lag_"):
             name = name.replace("tokens/", "tokens/trained_")
-        elif not name.startswith(("drift/", "memory/", "tokens/")):
+        elif not name.startswith(("drift/", "memory/", "tokens/", "value/")):
             name = renamed.get(name, f"loss/{name}")
         metrics[name] = value
     return metrics

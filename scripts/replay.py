@@ -36,7 +36,7 @@ from rollout import run_worker
 from train_async import run_job
 
 OF_TRAINING = (
-    "algo", "advantage", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "algo_args",
+    "algo", "advantage", "advantage_args", "steps", "lr", "warmup", "weight_decay", "max_grad_norm", "algo_args",
     "minibatches", "proximal", "loss_aggregation", "kl_coef", "kl_estimator", "max_tokens_per_microbatch",
     "save_memory", "compile", "share_prefix", "lora_rank", "replicas",
 )  # fmt: skip
@@ -219,7 +219,7 @@ def write_metrics(
         "step": step,
         "policy_version": step,
         "samples": step * config.groups_per_step * config.group_size,
-        **batch_metrics(groups, step - 1, config.publish_delay),
+        **batch_metrics(groups, step - 1, config),
         **evaluated,
         "tokens/generated": 0,
         **training_metrics(stats),

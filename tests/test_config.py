@@ -50,7 +50,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
             ["--share-prefix", "--group-size", "1", "--advantage", "reinforce"],
             "--group-size 1, which leaves nothing to share",
         ),
-        (["--drop-zero-variance", "--group-size", "1", "--advantage", "reinforce"], "every group would be dropped"),
+        (["--drop-zero-variance", "--group-size", "1", "--advantage", "gae"], "every group would be dropped"),
         (["--run-name", ""], "--run-name may hold letters"),
         (["--algo", "grop"], "got 'grop'; did you mean grpo?"),
         (["--task", "addtion"], "got 'addtion'; did you mean addition?"),

@@ -44,7 +44,7 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
         on_update="recompute",
         stale_policy="drop",
         algo="tis",
-        advantage="rloo",
+        advantage="gae",
         temperature=0.8,
         top_p=0.95,
         max_prompt_tokens=400,
@@ -52,7 +52,8 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
         eval_every=2,
         lora_rank=4,
     )
-    assert (job.run_path / "checkpoints" / "step_3" / "adapter" / "adapter_model.safetensors").exists()
+    for name in ("adapter/adapter_model.safetensors", "value_head/value_head.safetensors"):
+        assert (job.run_path / "checkpoints" / "step_3" / name).exists()
     metrics = job.metrics()
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
     assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6

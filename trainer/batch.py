@@ -7,7 +7,7 @@ the whole step, and the number of micro-batches.
 import numpy as np
 import torch
 
-from algos import ADVANTAGES
+from algos import ADVANTAGES, overlong_penalty
 from cluster.cluster import Cluster
 from config import Config
 from data.records import Group
@@ -53,7 +53,8 @@ def make_updates(
     if config.minibatches > 1:
         groups = [groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))]
     trajectories = [t for group in groups for t in group.trajectories]
-    advantages = _advantages([(t.reward, t.group_id) for t in trajectories], config, cluster or Cluster())
+    rewards = [(t.reward - overlong_penalty(t.num_beyond_prompt, config), t.group_id) for t in trajectories]
+    advantages = _advantages(rewards, config, cluster or Cluster())
     sequences = [
         TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, advantage, t.reward, t.group_id)
         for t, advantage in zip(trajectories, advantages, strict=True)

@@ -4,6 +4,7 @@ Shards are written by torch.distributed.checkpoint as safetensors, each rank its
 and any number of ranks reads them. They are written from copies, in the background; `StagedState` is such copies.
 """
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -15,19 +16,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trainer import lora
+from trainer.logprobs import TokenLogprobs
 
 BYTES_BESIDE_WEIGHTS = 32e6
 """Room for tokenizer, config and what else is small."""
 SHARD_FILE_BYTES = 1 << 30
 """Size from which a rank's shards go to another file, as each file is put together in memory, bytes."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+VALUE_HEAD = "value_head.weight"
+"""Name of the value head's weight, where there is one, which is none of the model's."""
 StagedState = dict[str, Tensor]
 """Copies of `training_state` in host memory, sharded like it."""
 
@@ -50,8 +55,15 @@ class WeightWriter:
             self._tokenizer = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
     def write(self, weights: dict[str, Tensor], adapters: dict[str, Tensor], folder: str) -> None:
-        """Write full weights by Hugging Face name to `folder`, and full adapters, if any, to `folder`/adapter."""
-        self._skeleton.save_pretrained(folder, state_dict=weights)
+        """Write full weights by Hugging Face name to `folder`, and full adapters, if any, to `folder`/adapter.
+
+        A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
+        """
+        head = {name: weights[name] for name in weights.keys() & {VALUE_HEAD}}
+        self._skeleton.save_pretrained(folder, state_dict={n: w for n, w in weights.items() if n not in head})
+        if head:
+            os.makedirs(os.path.join(folder, "value_head"))
+            save_file(head, os.path.join(folder, "value_head", "value_head.safetensors"))
         for name, content in self._tokenizer.items():
             Path(folder, name).write_bytes(content)
         if adapters:
@@ -92,17 +104,16 @@ def together(act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> 
     return [result for result, _ in everyone]
 
 
-def save_for_people(
-    model: PreTrainedModel, base_path: str, parameters: Iterable[tuple[str, Tensor]], path: str
-) -> None:
-    """Write full weights, and the model's adapters, to the new folder `path` on rank 0; collective.
+def save_for_people(module: TokenLogprobs, base_path: str, parameters: Iterable[tuple[str, Tensor]], path: str) -> None:
+    """Write full weights, and the model's adapters and value head, to the new folder `path` on rank 0; collective.
 
     Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
     """
-    weights = copies_on_rank_0(parameters)
-    adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in lora.named_adapters(model))
+    head = () if module.value_head is None else [(VALUE_HEAD, module.value_head.weight.detach().full_tensor())]
+    weights = copies_on_rank_0(itertools.chain(parameters, head))
+    adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in lora.named_adapters(module.model))
     is_writer = dist.get_rank() == 0
-    together(lambda: is_writer and write_folder(WeightWriter(model, base_path), weights, adapters, path))
+    together(lambda: is_writer and write_folder(WeightWriter(module.model, base_path), weights, adapters, path))
 
 
 def copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -135,12 +146,13 @@ def check_finite(state: StagedState) -> None:
             raise OSError(f"{name} is not finite; the checkpoints before it are kept")
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+def training_state(module: TokenLogprobs, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """All that training changes here, by name: trained weights, AdamW's moments and its count of updates, and the
     random numbers of this rank. Live, and sharded as the model is; an optimizer that has made no update has zeros."""
     state, counts = {}, []
-    for name, parameter in model.named_parameters():
+    for name, parameter in module.named_parameters():
         if parameter.requires_grad:
+            name = name.removeprefix("model.")  # by Hugging Face's name, or VALUE_HEAD
             moments = optimizer.state[parameter]
             if not moments:
                 moments |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
@@ -212,15 +224,15 @@ def _load(state: dict[str, Tensor], reader: dcp.StorageReader, group: dist.Proce
 
 
 def restore_training_state(
-    model: nn.Module, optimizer: torch.optim.AdamW, folder: str, group: dist.ProcessGroup
+    module: TokenLogprobs, optimizer: torch.optim.AdamW, folder: str, group: dist.ProcessGroup
 ) -> int:
-    """Have model, optimizer and random numbers go on from a folder of `write_shards`; collective.
+    """Have model, value head, optimizer and random numbers go on from a folder of `write_shards`; collective.
 
     Returns the number of updates that were made.
     """
-    state = training_state(model, optimizer)
+    state = training_state(module, optimizer)
     read_shards(state, folder, group)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter, count in zip(trained, state["updates"], strict=True):
         optimizer.state[parameter]["step"].copy_(count)
     on_cpu, on_gpu = _random_names(dist.get_rank())
@@ -231,7 +243,7 @@ def restore_training_state(
 
 
 def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Full trained weights, and full adapters, from a folder of `write_shards`; by one process.
+    """Full trained weights, and full adapters, from a folder of `write_shards`; by one process. VALUE_HEAD is a weight.
 
     `base` are the frozen weights, into which adapters are merged; without them all is trained.
     """
@@ -242,7 +254,8 @@ def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, T
     weights = {name.removeprefix("weights."): tensor for name, tensor in state.items()}
     if not base:
         return weights, {}
-    return {name: lora.merge(name, weight, weights) for name, weight in base.items()}, weights
+    head = {VALUE_HEAD: weights.pop(VALUE_HEAD)} if VALUE_HEAD in weights else {}
+    return {name: lora.merge(name, weight, weights) for name, weight in base.items()} | head, weights
 
 
 def _reason(error: CheckpointException) -> str:

@@ -46,6 +46,8 @@ class TokenLogprobs(nn.Module):
         """`trains_entropy` lets the entropy carry gradient, which keeps two more chunks in the backward pass."""
         super().__init__()
         self.model = model
+        self.value_head: nn.Module | None = None
+        """What trainer/model.py adds with --advantage gae: from hidden states [N, H] to values [N] float32."""
         self.chunk_rows = chunk_rows
         self.attention: str = model.config._attn_implementation
         """As transformers names it; trainer/attention.py chooses it."""
@@ -63,8 +65,9 @@ class TokenLogprobs(nn.Module):
         top_p: float,
         segment_ids: Tensor | None = None,
         prefix_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats, and values
+        of the states before them, [N] float32, 0 without a value head.
 
         Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside
         the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
@@ -80,7 +83,8 @@ class TokenLogprobs(nn.Module):
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
         ]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+        values = torch.zeros(len(rows), device=rows.device) if self.value_head is None else self.value_head(rows)
+        return *(torch.cat(column) for column in zip(*parts, strict=True)), values
 
     def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -25,6 +26,26 @@ from trainer.optimizer import OptimOptions
 
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
+
+
+class ValueHead(nn.Module):
+    """The value of a state from its last hidden state: one linear map, in float32 whatever the model computes in.
+
+    It is zero when a run begins, whatever its model was trained with. It stands on the trained model itself, which so
+    learns from both losses: a value model of its own would take as much memory again. No engine is sent it.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32, device="meta"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return values [N] float32 of hidden states [N, H], whose float32 copy no backward pass keeps."""
+        return checkpoint(_float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False)
+
+
+def _float_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.float() @ weight
 
 
 def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
@@ -61,6 +82,9 @@ def load_model(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     module = TokenLogprobs(model.eval(), trains_entropy=OptimOptions.of(config).entropy > 0)
+    if is_trained and config.advantage == "gae":
+        module.value_head = ValueHead(model.get_output_embeddings().in_features)
+        shard([module.value_head], mesh, None, "optimizer" in config.save_memory)
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:
         add_adapters(model, layers, config.lora_rank)
@@ -73,6 +97,8 @@ def load_model(
     module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, config.seed)
+    if module.value_head is not None:
+        nn.init.zeros_(module.value_head.weight)
     return module
 
 
@@ -168,8 +194,9 @@ def embedding_apart(model: PreTrainedModel) -> list[nn.Module]:
     return [] if embedding.weight is head.weight else [embedding]
 
 
-def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, offload: bool) -> None:
-    """Shard each module's float32 parameters; it computes in `dtype`, and gradients are reduced in float32.
+def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool) -> None:
+    """Shard each module's float32 parameters; it computes in `dtype`, None for theirs, and gradients are reduced in
+    float32.
 
     `offload` keeps the shards in host memory. Gradients then go there too, and AdamW, which makes its state beside the
     weights, steps there.

@@ -3,7 +3,9 @@
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from torch import nn
 
 from algos.arguments import NonNegative, Share
 from config import Config, read_arguments
@@ -43,3 +45,10 @@ class OptimOptions:
             falls = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
             lr *= self.least + (1 - self.least) * falls
         return lr * math.sqrt(sequence_ess) if self.by_ess else lr
+
+
+def parameter_groups(model: nn.Module, head: nn.Module | None, head_lr: float) -> list[dict[str, Any]]:
+    """AdamW's groups: what is trained of the model, and the value head, if any; `scale` is of the learning rate."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    of_head = [] if head is None else [{"params": list(head.parameters()), "scale": head_lr}]
+    return [{"params": trained, "scale": 1.0}, *of_head]

@@ -33,7 +33,7 @@ class TrainSequence:
     policy_versions: np.ndarray
     """[T] int32, steps; read where loss_mask is True."""
     advantage: float
-    """Advantage of the whole sequence."""
+    """Advantage of the whole sequence; with --advantage gae the reward, of which algos/gae.py makes those of tokens."""
     reward: float
     """Reward that the task gave."""
     group_id: int | None = None
@@ -92,6 +92,8 @@ class MicroBatch:
     """Tokens in the rows, without padding."""
     num_unshared: int = 0
     """Tokens of all sequences: what num_read would be if no prompt were shared."""
+    returns: Tensor | None = None
+    """[N] float32, what the value head is to foretell; None without one."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""

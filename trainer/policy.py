@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
+from algos import KL_ESTIMATORS, LOSSES, AdvantageOptions, LossInputs, choose_loss, gae
 from algos.inputs import joined
 from algos.proximal import loglinear
 from config import Config
@@ -23,7 +23,7 @@ from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
-from trainer.optimizer import OptimOptions
+from trainer.optimizer import OptimOptions, parameter_groups
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
 
@@ -56,8 +56,8 @@ class Policy:
     num_updates: int = 0
 
     def __post_init__(self) -> None:
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._optim = OptimOptions.of(self.config)
+        self._optim, self._advantage = OptimOptions.of(self.config), AdvantageOptions.of(self.config)
+        trained = parameter_groups(self.module.model, self.module.value_head, self._advantage.value_lr)
         options = {"lr": self.config.lr, "weight_decay": self.config.weight_decay}
         options["betas"] = (self._optim.beta1, self._optim.beta2)
         self.optimizer = torch.optim.AdamW(trained, **options, fused=True)  # without temporaries of the weights' size
@@ -72,23 +72,28 @@ class Policy:
 
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss`, `grad_norm` (before
         clipping) and `changed_weights` (share that an update changes in bfloat16), means over the updates; `lr` of the
-        last; `tokens/forward` and `tokens/saved_share`; and the means of
+        last; `tokens/forward` and `tokens/saved_share`; with a value head what gae.of_step says of it; and the means of
         TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
         self.clock.enter("forward_backward")
         packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
-        anchors = [[None] * len(update) for update in packed]
-        if len(packed) > 1 and self.config.proximal == "recompute":
+        anchors, of_values = [[None] * len(update) for update in packed], {}
+        recomputes = len(packed) > 1 and self.config.proximal == "recompute"
+        if recomputes or self.module.value_head is not None:
             with torch.no_grad():
-                anchors = [[self._forward(self.module, batch)[0] for batch in update] for update in packed]
+                before = [[self._forward(self.module, batch) for batch in update] for update in packed]
+            anchors = [[logprobs for logprobs, *_ in update] for update in before] if recomputes else anchors
+        if self.module.value_head is not None:
+            values = [[of for *_, of in update] for update in before]
+            packed, of_values = gae.of_step(packed, values, self._advantage, self._sum_over_ranks)
         stats = TokenStats()
         results = [
             self._update(update, anchor, StepPosition(policy_version, i / len(packed)), stats)
             for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
         ]
-        mean = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        mean = of_values | {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
 
     def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
@@ -139,15 +144,15 @@ class Policy:
         With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
         Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
         """
-        save_for_people(self.module.model, self.model_path, self.named_full_parameters(), path)
+        save_for_people(self.module, self.model_path, self.named_full_parameters(), path)
 
     def state(self) -> dict[str, Tensor]:
         """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""
-        return training_state(self.module.model, self.optimizer)
+        return training_state(self.module, self.optimizer)
 
     def restore(self, folder: str, group: dist.ProcessGroup) -> None:
         """Go on from a state that `write_shards` wrote, warm-up included; collective on the gloo group of all ranks."""
-        self.num_updates = restore_training_state(self.module.model, self.optimizer, folder, group)
+        self.num_updates = restore_training_state(self.module, self.optimizer, folder, group)
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         batch = pack(bundles, self.module.one_row, self.config.share_prefix)
@@ -159,8 +164,8 @@ class Policy:
             )
         return batch.to(self.device)
 
-    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy [N] of the trained tokens."""
+    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropy [N] of the trained tokens, and the values [N] before them."""
         temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
         inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
         scored = module(*inputs, temperature, top_p, batch.segment_ids, batch.prefix_ids)
@@ -207,10 +212,10 @@ class Policy:
         """Loss [N] of each trained token, KL penalty included; its stats go to `stats`."""
         if self.reference is not None:
             with torch.no_grad(), without_adapters(self.reference):
-                ref_logprobs, _ = self._forward(self.reference, batch)
-        logprobs, entropy = self._forward(self.module, batch)
+                ref_logprobs, *_ = self._forward(self.reference, batch)
+        logprobs, entropy, values = self._forward(self.module, batch)
         if not len(batch.targets):
-            return logprobs  # [0], but in the graph: this rank's FSDP collectives must still run backwards
+            return logprobs + values  # [0], but in the graph: this rank's FSDP collectives must still run backwards
         behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
         loss, loss_stats = self.loss(replace(_loss_inputs(batch, logprobs, anchor, position), update=whole))
         of_batch = {"entropy": entropy.detach(), "advantage": batch.advantages, "reward": batch.rewards}
@@ -221,6 +226,9 @@ class Policy:
             token_stats["kl_ref"] = kl.detach()
         if self._optim.entropy:
             loss = loss - self._optim.entropy * entropy
+        if batch.returns is not None:
+            token_stats["value/loss"] = (errors := (values - batch.returns) ** 2 / 2).detach()
+            loss = loss + self._advantage.value_coef * errors
         stats.add(token_stats, lags)
         stats.add_ratios(logprobs.detach() - behavior, batch.sequence_ids)
         logprobs.register_hook(lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags))
@@ -241,16 +249,17 @@ class Policy:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
         # Reading `loss` has just waited for the device, so the host's time is the device's.
         self.clock.enter("optimizer")
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.max_grad_norm)
-        grad_norm = float(norm.full_tensor())
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        groups, most = self.optimizer.param_groups, self.config.max_grad_norm
+        # Each by itself: errors of values, which are large at first, must not scale down the model's gradient.
+        grad_norm, *of_head = [float(nn.utils.clip_grad_norm_(of["params"], most).full_tensor()) for of in groups]
+        if not all(map(math.isfinite, [loss, grad_norm, *of_head])):
             raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for group in groups:
+            group["lr"] = lr * group["scale"]
+        parameters = groups[0]["params"]
         before = [_in_bfloat16(parameter) for parameter in parameters]
         self.optimizer.step()
         changed = sum((old != _in_bfloat16(p)).sum() for old, p in zip(before, parameters, strict=True))

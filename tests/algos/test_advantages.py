@@ -38,6 +38,7 @@ FORMULAS = {
     "reinforce_baseline": lambda reward, members, others, groups: (
         (reward - mean(members)) / (std(centered(groups)) + EPS)
     ),
+    "gae": lambda reward, members, others, groups: reward,
 }
 
 

@@ -78,7 +78,7 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
     folders = [tmp_path / "unbroken", tmp_path / "killed"]
     for folder in folders:
         folder.mkdir()
-    unbroken, job = (start(folder, steps=24, async_ratio=0) for folder in folders)
+    unbroken, job = (start(folder, steps=24, async_ratio=0, advantage="gae") for folder in folders)
     job.wait_until(lambda: has_saved(job, 1) and job.num_steps() >= 6)
     num_steps = kill(job)
     assert num_steps < 24, "it ended before it was killed"
@@ -87,11 +87,13 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
     (resumed,) = job.events("run_resumed")
     assert 4 <= resumed["step"] <= num_steps and resumed["step"] % 4 == 0
     lines, expected = ([without_times(line) for line in run.metrics()] for run in (job, unbroken))
-    assert lines == expected and {"loss/grad_norm", "drift/k3"} < lines[0].keys()
+    assert lines == expected and {"loss/grad_norm", "drift/k3", "value/loss"} < lines[0].keys()
     assert evaluations(job) == evaluations(unbroken) and evaluations(job).keys() >= {0, 24}
     for step in (20, 24):
         folder = f"checkpoints/step_{step}"
         assert weights_sha256(job.run_path / folder) == weights_sha256(unbroken.run_path / folder)
+        heads = [run.run_path / folder / "value_head/value_head.safetensors" for run in (job, unbroken)]
+        assert heads[0].read_bytes() == heads[1].read_bytes()
     assert_every_group_is_consumed_once(job, 24)
 
 

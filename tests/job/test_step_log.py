@@ -17,12 +17,13 @@ from records.metrics import RolloutReport
 from records.time_ledger import TrainerClock
 
 
-def said(shares, steps, capsys):
+def said(shares, steps, capsys, advantage="grpo", std=0.0):
     """What is printed after steps in which these shares of the groups had equal rewards."""
-    node = SimpleNamespace(config=Config(steps=steps), clock=TrainerClock(), run=SimpleNamespace(path=Path("runs/one")))
-    log = StepLog(node)
+    config, run = Config(steps=steps, advantage=advantage), SimpleNamespace(path=Path("runs/one"))
+    log = StepLog(SimpleNamespace(config=config, clock=TrainerClock(), run=run))
     for step, share in enumerate(shares, start=1):
-        log.warn_of_equal_rewards(step, {"reward/zero_variance_groups": share, "reward/mean": 0.0})
+        rewards = {"reward/zero_variance_groups": share, "reward/mean": 0.0, "reward/std": std}
+        log.warn_of_equal_rewards(step, rewards)
     return capsys.readouterr().out
 
 
@@ -35,6 +36,11 @@ def test_a_run_whose_groups_all_had_equal_rewards_says_once_that_it_learns_nothi
 @pytest.mark.parametrize("shares", [[0.9, 1.0, 1.0, 1.0], [1.0, 1.0, 0.97, 1.0], [0.2] * 3 + [1.0] * 7])
 def test_a_run_that_has_learnt_from_any_group_says_nothing(shares, capsys):
     assert said(shares, 10, capsys) == ""
+
+
+@pytest.mark.parametrize(("advantage", "std", "warns"), [("grpo", 0.5, 1), ("gae", 0.5, 0), ("gae", 0.0, 1)])
+def test_rewards_that_are_equal_within_groups_alone_teach_what_compares_all(advantage, std, warns, capsys):
+    assert said([1.0] * 10, 10, capsys, advantage=advantage, std=std).count("\n") == warns
 
 
 def advised(options, groups, capsys):

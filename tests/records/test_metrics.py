@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from trajectories import make_group, make_trajectory
 
+from algos import overlong_penalty
+from config import Config
 from controller.evaluation import Evaluation, evaluation_metrics
 from data.messages import SampledTokens
 from data.records import Group
@@ -22,14 +24,14 @@ from records.metrics import (
 
 def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
     group = Group(0, (make_trajectory(0, 0, (3, 5)), make_trajectory(0, 1, (5, 5))))
-    metrics = batch_metrics([group], policy_version=5)
+    metrics = batch_metrics([group], 5, Config())
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
     assert metrics["staleness/token_mean"] == pytest.approx(0.5)
     assert metrics["response/mixed_versions"] == 0.5
 
 
 def test_rewards_are_over_the_batch_and_zero_variance_over_its_groups():
-    metrics = batch_metrics([make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0))], policy_version=0)
+    metrics = batch_metrics([make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0))], 0, Config())
     assert metrics["reward/mean"] == 0.75 and metrics["reward/zero_variance_groups"] == 0.5
 
 
@@ -39,8 +41,17 @@ def test_each_part_of_the_rewards_has_its_mean_over_the_batch_where_a_trajectory
         dataclasses.replace(one, reward=3.0, reward_parts={"right": 1.0, "length": 2.0}),
         dataclasses.replace(other, reward=1.0, reward_parts={"right": 1.0}),
     )
-    metrics = batch_metrics([Group(0, tuple(trajectories))], policy_version=0)
+    metrics = batch_metrics([Group(0, tuple(trajectories))], 0, Config())
     assert metrics["reward/right"] == 0.5 and metrics["reward/length"] == 0.5 and metrics["reward/mean"] == 1.0
+
+
+def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they_are():
+    """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
+    members = tuple(make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6)))
+    config = Config(max_response_tokens=6, advantage_args=("overlong=4",))
+    assert [overlong_penalty(t.num_beyond_prompt, config) for t in members] == [0.0, 0.5, 1.0]
+    with_it, without = (batch_metrics([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6)))
+    assert with_it == without | {"reward/overlong_penalty": 0.5} and "reward/overlong_penalty" not in without
 
 
 def test_training_stats_get_their_names_in_the_log():
@@ -80,8 +91,8 @@ def test_tokens_per_second_are_those_of_this_step():
 
 def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
     group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
-    assert batch_metrics([group], policy_version=2)["response/inherited_share"] == 0.25
-    assert batch_metrics([group], policy_version=3, publish_delay=1)["response/inherited_share"] == 0.25
+    assert batch_metrics([group], 2, Config())["response/inherited_share"] == 0.25
+    assert batch_metrics([group], 3, Config(publish_delay=1))["response/inherited_share"] == 0.25
 
 
 def test_metrics_over_nodes_are_those_of_the_whole_batch():
@@ -97,10 +108,11 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
         return Group(group_id, tuple(members))
 
     nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
-    whole = batch_metrics([group for groups in nodes for group in groups], 5, 1)
+    config = Config(publish_delay=1, advantage_args=("overlong=47",))
+    whole = batch_metrics([group for groups in nodes for group in groups], 5, config)
     evaluations = ({"eval/accuracy": 0.5}, {}, {}, {})  # only the first samples held-out problems
     of_nodes = zip(nodes, evaluations, strict=True)
-    known = over_nodes([StepOfNode(batch_metrics(groups, 5, 1), make_report(), e, {}) for groups, e in of_nodes])
+    known = over_nodes([StepOfNode(batch_metrics(groups, 5, config), make_report(), e, {}) for groups, e in of_nodes])
     found = known.batch
     assert known.evaluation == {"eval/accuracy": 0.5}
     assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()

@@ -90,7 +90,7 @@ def test_flexattention_s_mask_gives_the_logprobs_of_single_sequences(untied):
     assert batch.input_ids.shape[0] == 1
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
     with torch.compiler.set_stance("force_eager"):
-        logprobs, _ = module(*inputs, segment_ids=batch.segment_ids, prefix_ids=batch.prefix_ids)
+        logprobs, *_ = module(*inputs, segment_ids=batch.segment_ids, prefix_ids=batch.prefix_ids)
     torch.testing.assert_close(logprobs, plain_logprobs(untied, sequences), rtol=1e-5, atol=1e-5)
 
 

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from trajectories import make_group
+from trajectories import make_group, make_trajectory
 
 from cluster.cluster import Cluster
 from config import Config
+from data.records import Group
 from trainer.batch import make_updates
 
 
@@ -65,6 +66,16 @@ def test_advantages_are_estimated_over_the_whole_step_and_not_per_minibatch():
     config = Config(groups_per_step=2, group_size=2, minibatches=2, advantage="reinforce")
     updates = make_updates(groups, config, step=1)
     assert all((s.advantage > 0) == (s.reward > 0) and s.advantage for update in updates for s in update)
+
+
+def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
+    """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
+    members = [make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6))]
+    config = Config(
+        groups_per_step=1, group_size=3, max_response_tokens=6, advantage="dr_grpo", advantage_args=("overlong=4",)
+    )
+    (update,) = make_updates([Group(0, tuple(members))], config, step=1)
+    assert [(s.advantage, s.reward) for s in update] == [(0.5, 0.0), (0.0, 0.0), (-0.5, 0.0)]
 
 
 def test_a_group_of_equal_rewards_has_no_advantage():

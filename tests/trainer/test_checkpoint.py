@@ -30,6 +30,8 @@ VARIANTS = {
     "activations": {"save_memory": ("activations",)},
     "two replicas": {"replicas": 2},
     "minibatches": {"minibatches": 2},
+    "value head": {"advantage": "gae", "minibatches": 2},
+    "lora with a value head": {"advantage": "gae", "lora_rank": 1},
 }
 
 
@@ -117,6 +119,7 @@ def assert_goes_on(folder: pathlib.Path, config: Config, num_ranks: int, is_equa
     measured, ended, began, num_updates = torch.load(folder / f"resumed on {num_ranks}.pt")
     assert num_updates == STEPS * config.minibatches, "warm-up begins anew where what was restored is ignored"
     for_people = load_file(folder / "people" / "model.safetensors")
+    assert (folder / "people" / "value_head" / "value_head.safetensors").exists() == (config.advantage == "gae")
     assert began.keys() == for_people.keys() == weights.keys()
     assert any(not torch.equal(weights[name], tensor) for name, tensor in began.items()), "training moved nothing"
     for name, tensor in began.items():

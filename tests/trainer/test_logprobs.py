@@ -63,7 +63,7 @@ def test_the_backward_pass_does_not_compute_the_entropy_again(tied):
 def test_entropy_is_that_of_the_transformed_distribution(tied):
     model, sequences = AutoModelForCausalLM.from_pretrained(tied).eval(), random_sequences(3)
     batch = pack(bundle(sequences), one_row=False)
-    _, entropy = score(model, batch, 1.0, 0.5)
+    _, entropy, _ = score(model, batch, 1.0, 0.5)
     logits = model(torch.from_numpy(sequences[0].tokens)[None]).logits[0]
     for t, row in enumerate(logits[np.flatnonzero(sequences[0].loss_mask) - 1]):
         probs = brute_force_nucleus(row, int(batch.targets[t]), 1.0, 0.5).softmax(dim=-1)
@@ -80,7 +80,7 @@ def gradient_of(path, dtype, top_p, chunk_rows):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     batch = pack(bundle(random_sequences(12)), one_row=False)
     advantages = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(0))
-    logprobs, entropy = score(model, batch, 0.8, top_p, chunk_rows)
+    logprobs, entropy, _ = score(model, batch, 0.8, top_p, chunk_rows)
     (logprobs * advantages).sum().backward()
     return logprobs.detach(), entropy, {name: p.grad.float() for name, p in model.named_parameters()}
 
@@ -102,7 +102,7 @@ def test_the_head_in_chunks_gives_values_and_gradients_of_the_head_at_once(tying
 def test_bfloat16_weights_give_a_float32_log_softmax_of_their_logits(untied):
     model = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.bfloat16).eval()
     (sequence,) = random_sequences(1)
-    logprobs, entropy = score(model, pack(bundle([sequence]), one_row=False))
+    logprobs, entropy, _ = score(model, pack(bundle([sequence]), one_row=False))
     assert logprobs.dtype == entropy.dtype == torch.float32
     logits = model(torch.from_numpy(sequence.tokens)[None]).logits[0].double()
     places = np.flatnonzero(sequence.loss_mask)

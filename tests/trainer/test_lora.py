@@ -168,7 +168,7 @@ def test_a_frozen_bfloat16_base_with_float32_adapters_trains_and_merges_in_float
     shard([*inner.model.layers, module], init_device_mesh("cpu", (1,)), torch.bfloat16, offload=False)
     batch = pack(bundle(random_sequences(12)), one_row=False)
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
-    logprobs, _ = module(*inputs)
+    logprobs, *_ = module(*inputs)
     with torch.no_grad(), without_adapters(module):
         assert (module(*inputs)[0] - logprobs).abs().max() > 0.01
     logprobs.sum().backward()

@@ -65,7 +65,7 @@ def test_the_entropy_bonus_pulls_by_the_gradient_of_the_entropy(tmp_path, top_p)
     plain, with_bonus = (load(make_config(path, **of, optim_args=items)) for items in ((), ("entropy=0.5",)))
     batch = [pack(bundle(sequences), plain.one_row, False)]
     bonus = gradient_of(with_bonus, batch) - gradient_of(plain, batch)
-    _, entropy = with_bonus._forward(with_bonus.module, batch[0])
+    _, entropy, _ = with_bonus._forward(with_bonus.module, batch[0])
     (-0.5 * entropy.mean()).backward()
     wanted = torch.cat([p.grad.full_tensor().flatten() for p in with_bonus.module.parameters()])
     torch.testing.assert_close(bonus, wanted, rtol=1e-3, atol=1e-6)

@@ -404,7 +404,7 @@ def test_the_kl_penalty_adds_the_estimator_s_own_gradient_to_that_of_the_loss(ti
     with torch.no_grad():  # another reference, or there would be nothing to pull at
         for parameter in policy.reference.parameters():
             parameter.mul_(0.9)
-        ref_logprobs, _ = policy._forward(policy.reference, pack(bundle(sequences), False))
+        ref_logprobs, *_ = policy._forward(policy.reference, pack(bundle(sequences), False))
     by_hand = load(make_config(tied))
     plain = by_hand.loss
 

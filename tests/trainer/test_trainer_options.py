@@ -307,7 +307,7 @@ def test_bfloat16_compute_leaves_weights_gradients_and_logprobs_in_float32(model
     for part in (inner.model.layers[0].mlp.up_proj, inner.lm_head):
         part.register_forward_hook(lambda part, _, output: seen.append((part.weight.dtype, output.dtype)))
     batch = pack(bundle(random_sequences(12)), one_row=False)
-    logprobs, entropy = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    logprobs, entropy, _ = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
     logprobs.sum().backward()
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)} and len(seen) > 20
     assert logprobs.dtype == entropy.dtype == torch.float32
