@@ -47,9 +47,11 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
         (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
         (
-            ["--share-prefix", "--group-size", "1", "--advantage", "reinforce"],
+            ["--share-prefix", "prompt", "--group-size", "1", "--advantage", "reinforce"],
             "--group-size 1, which leaves nothing to share",
         ),
+        (["--share-prefix", "trie"], "--share-prefix must be one of off, prompt, tree, got 'trie'; did you mean tree?"),
+        (["--share-prefix"], "--share-prefix expected one argument"),
         (["--drop-zero-variance", "--group-size", "1", "--advantage", "reinforce"], "every group would be dropped"),
         (["--run-name", ""], "--run-name may hold letters"),
         (["--algo", "grop"], "got 'grop'; did you mean grpo?"),

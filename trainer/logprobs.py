@@ -61,18 +61,22 @@ class TokenLogprobs(nn.Module):
         targets: Tensor,
         temperature: float,
         top_p: float,
-        segment_ids: Tensor | None = None,
-        prefix_ids: Tensor | None = None,
+        visible_until: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats.
 
-        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside
+        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass; where
+        prefixes are shared on each distinct (source, target) once, however many branches train it. Beside
         the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
         (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
         int64 order), or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
         151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
         """
-        seen = attention_inputs(self.attention, position_ids, segment_ids, prefix_ids)
+        places = None
+        if visible_until is not None:  # both are below 2³¹, so one int64 holds the two
+            pairs, places = torch.unique(sources << 32 | targets, return_inverse=True)
+            sources, targets = pairs >> 32, pairs & 0xFFFFFFFF
+        seen = attention_inputs(self.attention, position_ids, visible_until)
         outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
@@ -80,7 +84,8 @@ class TokenLogprobs(nn.Module):
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
         ]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        return (logprobs, entropy) if places is None else (logprobs[places], entropy[places])
 
     def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()

@@ -1,8 +1,8 @@
 """From sequences to rows: bundle them, pack bundles without waste, and weigh each token once for the whole update.
 
-A *bundle* is one sequence, or, where prompts are shared, several of one group: their common prompt once, and then the
-rest of each, which sees the prompt and itself (PrefixGrouper, arXiv 2506.05433; Tree Training, arXiv 2511.00413). Of G
-responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
+A *bundle* is one sequence, or, where prefixes are shared, a tree of several, depth first: each adds what follows the
+tokens that it shares with the one before (Tree Training, arXiv 2511.00413; of prompts alone PrefixGrouper, 2506.05433).
+Of G responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
 
 Numpy and torch only, no model and no process group: everything here can be checked by hand.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Sharing = Literal["off", "prompt", "tree"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TrainSequence:
     reward: float
     """Reward that the task gave."""
     group_id: int | None = None
-    """Group whose sequences may share the tokens that they begin with; None shares with none."""
+    """Group whose sequences may share their prompt; None shares none."""
 
     @property
     def num_trained(self) -> int:
@@ -47,16 +48,18 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences that are read together in one row."""
+    """Sequences that are read together in one row, depth first."""
 
     sequences: tuple[TrainSequence, ...]
-    prefix: int = 0
-    """Tokens that all of them begin with, none of them trained, read once."""
+    shared: tuple[int, ...]
+    """Tokens that each begins with as the one before it, and that are read there; 0 of the first."""
+    num_distinct: int
+    """Tokens that no sequence before them in the update begins with: over all bundles, the tokens of one whole tree."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to read: the prefix, and what follows it in each sequence."""
-        return self.prefix + sum(len(s.tokens) - self.prefix for s in self.sequences)
+        """Tokens to read."""
+        return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,13 @@ class MicroBatch:
     """[R, L] int64; 0 at the padding of a row's end."""
     position_ids: Tensor
     """[R, L] int64, from 0 in each sequence; all 0 at padding, so each padding token is a sequence of its own."""
-    segment_ids: Tensor | None
-    """[R, L] int64, column where the token's segment (a shared prefix, the rest of a sequence, a padding token)
-    begins; None where no prompt is shared, and position_ids say where sequences begin."""
-    prefix_ids: Tensor | None
-    """[R, L] int64, segment that the token sees besides its own, up to itself; its own again where there is none."""
+    visible_until: Tensor | None
+    """[R, L] int64, column after the token's subtree: those from the token to there see it. None where no prefix is
+    shared, and position_ids say where sequences begin."""
     sources: Tensor
     """[N] int64, flat index into R·L of the token whose hidden state predicts the trained token."""
     targets: Tensor
-    """[N] int64, the trained tokens, sequence by sequence."""
+    """[N] int64, the trained tokens, sequence by sequence: one of several branches is there once for each."""
     sequence_ids: Tensor
     """[N] int64, non-decreasing; sequences that have a trained token, 0 … S−1."""
     behavior_logprobs: Tensor
@@ -91,7 +92,9 @@ class MicroBatch:
     num_read: int = 0
     """Tokens in the rows, without padding."""
     num_unshared: int = 0
-    """Tokens of all sequences: what num_read would be if no prompt were shared."""
+    """Tokens of all sequences: what num_read would be if no prefix were shared."""
+    num_distinct: int = 0
+    """As in Bundle."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -113,35 +116,63 @@ def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def common_prefix(sequences: list[TrainSequence]) -> int:
-    """Count the tokens that all sequences begin with, before the first trained token of any."""
-    untrained = min(int(s.loss_mask.argmax()) if s.num_trained else len(s.tokens) for s in sequences)
-    heads = np.stack([s.tokens[:untrained] for s in sequences])
-    differs = (heads != heads[0]).any(axis=0)
-    return int(differs.argmax()) if differs.any() else untrained
+def common_prefix(first: TrainSequence, second: TrainSequence, share_prefix: Sharing = "tree") -> int:
+    """Count the tokens that both begin with; of prompts alone, in one group and before a trained token of either."""
+    length = min(len(first.tokens), len(second.tokens))
+    if share_prefix == "prompt":
+        untrained = [int(s.loss_mask.argmax()) if s.num_trained else length for s in (first, second)]
+        length = min(length, *untrained) if first.group_id == second.group_id is not None else 0
+    differs = first.tokens[:length] != second.tokens[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
-def bundle(sequences: list[TrainSequence], share_prefix: bool = False, max_tokens: int | None = None) -> list[Bundle]:
-    """Join the sequences of each group, where prefixes are shared, and leave every other one by itself.
+def bundle(
+    sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: int | None = None
+) -> list[Bundle]:
+    """Join the sequences of an update that begin alike, and leave every other one by itself.
 
-    A group that is longer than `max_tokens` is cut into several bundles, and its prefix read in each of them; a
-    bundle is above the limit only where it is one sequence.
+    A tree of more than `max_tokens`, or the longest sequence, is cut; what its parts share is read in each of them.
     """
-    members: dict[tuple, list[TrainSequence]] = {}
-    for i, sequence in enumerate(sequences):
-        alone = not share_prefix or sequence.group_id is None
-        members.setdefault(("alone", i) if alone else ("group", sequence.group_id), []).append(sequence)
-    return list(itertools.chain.from_iterable(_cut(of, max_tokens) for of in members.values()))
+
+    def prefixes(order: list[int], sharing: Sharing) -> list[int]:
+        pairs = itertools.pairwise(order)
+        return [0, *(common_prefix(sequences[i], sequences[j], sharing) for i, j in pairs)]
+
+    # Depth first, and a sequence before those that it begins.
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.astype(">i8").tobytes())
+    distinct = {i: len(sequences[i].tokens) - known for i, known in zip(order, prefixes(order, "tree"), strict=False)}
+    if share_prefix == "off":
+        return [Bundle((s,), (0,), distinct[i]) for i, s in enumerate(sequences)]
+    if share_prefix == "prompt":
+        order.sort(key=lambda i: -1 if sequences[i].group_id is None else sequences[i].group_id)
+    shared, bundles = prefixes(order, share_prefix), []
+    for part in _cut([len(sequences[i].tokens) for i in order], shared, max_tokens):
+        kept = [0, *(min(shared[a + 1 : b + 1]) for a, b in itertools.pairwise(part))]
+        members = [order[place] for place in part]
+        bundles.append(Bundle(tuple(sequences[i] for i in members), tuple(kept), sum(distinct[i] for i in members)))
+    return bundles
 
 
-def _cut(members: list[TrainSequence], max_tokens: int | None) -> list[Bundle]:
-    """Bundles of the sequences of one group."""
-    prefix = common_prefix(members) if len(members) > 1 else 0
-    if not prefix:
-        return [Bundle((s,)) for s in members]
-    rests = [len(s.tokens) - prefix for s in members]
-    room = sum(rests) if max_tokens is None else max(max_tokens - prefix, *rests)
-    return [Bundle(tuple(members[j] for j in sorted(part)), prefix) for part in first_fit_decreasing(rests, room)]
+def _cut(lengths: list[int], shared: list[int], max_tokens: int | None) -> list[list[int]]:
+    """Cut a forest of sequences, depth first, into parts of at most `max_tokens`, greedily, deepest first.
+
+    Where branches part, what is left of each is packed into the room behind their prefix. Parts that do not fit there
+    fit together nowhere above, as they would take their own prefix along. Returns places of the sequences.
+    """
+    most = max([sum(lengths) if max_tokens is None else max_tokens, *lengths])
+    nodes: list[tuple[int, list[tuple[int, list[int]]]]] = [(0, [])]  # of the path: depth, (tokens, part) below it
+    for place, (length, depth) in enumerate(zip(lengths, [*shared[1:], 0], strict=False)):
+        below = [(length, [place])]
+        while nodes[-1][0] > depth:
+            prefix, others = nodes.pop()
+            below = others + below
+            bins = first_fit_decreasing([tokens - prefix for tokens, _ in below], most - prefix)
+            sizes = [prefix + sum(below[b][0] - prefix for b in of) for of in bins]
+            below = [(size, sorted(p for b in of for p in below[b][1])) for size, of in zip(sizes, bins, strict=True)]
+        if nodes[-1][0] < depth:
+            nodes.append((depth, []))
+        nodes[-1][1].extend(below)
+    return [part for _, part in nodes[0][1]]
 
 
 def token_weights(
@@ -161,70 +192,58 @@ def token_weights(
     raise ValueError(f"loss aggregation must be token_mean, sequence_mean or constant, got {aggregation!r}")
 
 
-class _Rows:
-    """Rows while they are filled from the left; arrays [R, L] int64 as in MicroBatch."""
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        self.input_ids = np.zeros((num_rows, width), dtype=np.int64)
-        self.position_ids = np.zeros((num_rows, width), dtype=np.int64)
-        self.segment_ids = np.tile(np.arange(width), (num_rows, 1))
-        self.prefix_ids = self.segment_ids.copy()
-        self.filled = [0] * num_rows
-
-    def append(self, row: int, tokens: np.ndarray, position: int, prefix: int | None = None) -> int:
-        """Append a segment whose first token has `position` and which sees the segment at column `prefix`, if any.
-
-        Returns the column where it begins.
-        """
-        start, end = self.filled[row], self.filled[row] + len(tokens)
-        self.input_ids[row, start:end] = tokens
-        self.position_ids[row, start:end] = np.arange(position, position + len(tokens))
-        self.segment_ids[row, start:end] = start
-        self.prefix_ids[row, start:end] = start if prefix is None else prefix
-        self.filled[row] = end
-        return start
-
-
-def pack(bundles: list[Bundle], one_row: bool, share_prefix: bool = False) -> MicroBatch:
+def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") -> MicroBatch:
     """Pack bundles into rows as long as the longest of them, or all into one row.
 
-    One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prompts are shared.
+    One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prefixes are shared.
     Others pay for the square of the row, so short rows cost less. Without any bundle: one sequence of two tokens to
     read, as of one each there would be a kernel of its own, and N = 0, for a rank that only keeps the others company.
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
     lengths = [b.num_tokens for b in bundles] or [2]
     width = sum(lengths) if one_row else max(lengths)
-    if one_row and share_prefix:
+    if one_row and share_prefix != "off":
         width = -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
     bins = first_fit_decreasing(lengths, width)
-    rows = _Rows(len(bins), width)
+    rows = _Rows(*np.zeros((2, len(bins), width), dtype=np.int64), np.tile(np.arange(width) + 1, (len(bins), 1)))
     if not bundles:
         rows.position_ids[0, 1] = 1
-    placed = {b: _place(rows, row, bundles[b]) for row, of in enumerate(bins if bundles else ()) for b in of}
-    sequences = [s for b in bundles for s in b.sequences]
-    sources = [source for b in range(len(bundles)) for source in placed[b]]
+    sources: dict[int, list[np.ndarray]] = {}
+    for row, of in enumerate(bins if bundles else ()):
+        starts = np.cumsum([0, *(lengths[b] for b in of)])
+        sources |= {b: rows.place(bundles[b], row, start) for b, start in zip(of, starts, strict=False)}
+    found = [(s, at) for b, chosen in enumerate(bundles) for s, at in zip(chosen.sequences, sources[b], strict=True)]
     return MicroBatch(
         input_ids=torch.from_numpy(rows.input_ids),
         position_ids=torch.from_numpy(rows.position_ids),
-        segment_ids=torch.from_numpy(rows.segment_ids) if share_prefix else None,
-        prefix_ids=torch.from_numpy(rows.prefix_ids) if share_prefix else None,
-        num_read=sum(rows.filled),
-        num_unshared=sum(len(s.tokens) for s in sequences),
-        **_trained_tokens([(s, found) for s, found in zip(sequences, sources, strict=True) if s.num_trained]),
+        visible_until=None if share_prefix == "off" else torch.from_numpy(rows.visible_until),
+        num_read=sum(lengths) if bundles else 0,
+        num_unshared=sum(len(s.tokens) for s, _ in found),
+        num_distinct=sum(b.num_distinct for b in bundles),
+        **_trained_tokens([(s, at) for s, at in found if s.num_trained]),
     )
 
 
-def _place(rows: _Rows, row: int, chosen: Bundle) -> list[np.ndarray]:
-    """Append a bundle to a row; returns flat indices of the tokens that predict each member's trained ones."""
-    width, prefix = rows.input_ids.shape[1], chosen.prefix
-    start = rows.append(row, chosen.sequences[0].tokens[:prefix], 0)
-    sources = []
-    for sequence in chosen.sequences:
-        rest = rows.append(row, sequence.tokens[prefix:], prefix, start if prefix else None)
-        before = np.flatnonzero(sequence.loss_mask) - 1
-        sources.append(row * width + np.where(before < prefix, start + before, rest - prefix + before))
-    return sources
+@dataclass(frozen=True)
+class _Rows:
+    """Rows while they are filled; arrays [R, L] int64 as in MicroBatch."""
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    visible_until: np.ndarray
+
+    def place(self, chosen: Bundle, row: int, column: int) -> list[np.ndarray]:
+        """Place a bundle from a column on; returns flat indices of what predicts each member's trained tokens."""
+        path, sources = np.zeros(0, dtype=np.int64), []  # columns of the sequence's tokens
+        for sequence, shared in zip(chosen.sequences, chosen.shared, strict=True):
+            new = np.arange(column, column + len(sequence.tokens) - shared)
+            self.visible_until[row, path[shared:]] = column
+            self.input_ids[row, new] = sequence.tokens[shared:]
+            self.position_ids[row, new] = np.arange(shared, len(sequence.tokens))
+            path, column = np.concatenate([path[:shared], new]), column + len(new)
+            sources.append(row * self.input_ids.shape[1] + path[np.flatnonzero(sequence.loss_mask) - 1])
+        self.visible_until[row, path] = column
+        return sources
 
 
 def _trained_tokens(trained: list[tuple[TrainSequence, np.ndarray]]) -> dict:

@@ -72,8 +72,8 @@ class Policy:
 
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss`, `grad_norm` (before
         clipping) and `changed_weights` (share that an update changes in bfloat16), means over the updates; `lr` of the
-        last; `tokens/forward` and `tokens/saved_share`; and the means of
-        TokenStats over all trained tokens.
+        last; `tokens/forward`, `tokens/saved_share` and `tokens/shareable`; and the means of TokenStats over all
+        trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
@@ -92,11 +92,13 @@ class Policy:
         return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
 
     def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
-        """Tokens that one pass over the step reads, on all ranks, and the share that shared prompts saved."""
-        batches = [batch for update in packed for batch in update]
-        counts = [float(sum(b.num_read for b in batches)), float(sum(b.num_unshared for b in batches))]
-        read, unshared = self._sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
-        return {"tokens/forward": read, "tokens/saved_share": 1 - read / unshared}
+        """Tokens that one pass over the step reads, on all ranks, and the shares of all tokens that shared prefixes
+        saved (ERR of Tree Training, arXiv 2511.00413) and would save in one tree of each update (its POR)."""
+        counts = [(b.num_read, b.num_distinct, b.num_unshared) for update in packed for b in update]
+        totals = torch.tensor(counts, dtype=torch.float64).sum(dim=0)
+        read, distinct, unshared = self._sum_over_ranks(totals).tolist()
+        shares = {"tokens/saved_share": 1 - read / unshared, "tokens/shareable": 1 - distinct / unshared}
+        return {"tokens/forward": read, **shares}
 
     def _memory(self) -> dict[str, float]:
         """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""
@@ -163,7 +165,7 @@ class Policy:
         """Log-probs and entropy [N] of the trained tokens."""
         temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
         inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-        scored = module(*inputs, temperature, top_p, batch.segment_ids, batch.prefix_ids)
+        scored = module(*inputs, temperature, top_p, batch.visible_until)
         if not torch.is_grad_enabled():
             module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
         return scored
