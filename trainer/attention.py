@@ -114,7 +114,9 @@ def check_shares_prefix(config: PreTrainedConfig, path: str) -> None:
     if getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None:
         others = [f"sliding_window {text.sliding_window}"]
     if others:
-        raise ValueError(f"--share-prefix needs full attention in every layer, {path} has {', '.join(others)}: use off")
+        raise ValueError(
+            f"--share-prefix needs full attention in every layer, {path} has {', '.join(others)}; leave the option out"
+        )
 
 
 def mask_function(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

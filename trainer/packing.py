@@ -1,13 +1,14 @@
 """From sequences to rows: bundle them, pack bundles without waste, and weigh each token once for the whole update.
 
 A *bundle* is one sequence, or, where prefixes are shared, a tree of several, depth first: each adds what follows the
-tokens that it shares with the one before (Tree Training, arXiv 2511.00413; of prompts alone PrefixGrouper, 2506.05433).
-Of G responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
+tokens that it shares with the one before (Tree Training, arXiv 2511.00413; PrefixGrouper, 2506.05433, of prompts). Of G
+responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
 
 Numpy and torch only, no model and no process group: everything here can be checked by hand.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -52,9 +53,9 @@ class Bundle:
 
     sequences: tuple[TrainSequence, ...]
     shared: tuple[int, ...]
-    """Tokens that each begins with as the one before it, and that are read there; 0 of the first."""
+    """[S − 1] tokens that each but the first begins with as the one before it, and that are read there."""
     num_distinct: int
-    """Tokens that no sequence before them in the update begins with: over all bundles, the tokens of one whole tree."""
+    """Tokens that they add to one tree of the whole update, which has the sum over all bundles."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +103,7 @@ class MicroBatch:
         return MicroBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
 
-def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
     """Pack items, none above `capacity`, longest first, each into the first bin with room; bins of item indices."""
     bins: list[list[int]] = []
     room: list[int] = []
@@ -126,53 +127,49 @@ def common_prefix(first: TrainSequence, second: TrainSequence, share_prefix: Sha
     return int(differs.argmax()) if differs.any() else length
 
 
-def bundle(
-    sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: int | None = None
-) -> list[Bundle]:
+def bundle(sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: float = math.inf) -> list[Bundle]:
     """Join the sequences of an update that begin alike, and leave every other one by itself.
 
-    A tree of more than `max_tokens`, or the longest sequence, is cut; what its parts share is read in each of them.
+    A tree of more than `max_tokens`, or the longest sequence, is cut, and what its parts share is read in each of them:
+    greedily, deepest first. Where branches part, they are packed into the room behind their prefix. Parts that do not
+    fit there fit together nowhere above, as they would take their own prefix along.
     """
 
-    def prefixes(order: list[int], sharing: Sharing) -> list[int]:
-        pairs = itertools.pairwise(order)
-        return [0, *(common_prefix(sequences[i], sequences[j], sharing) for i, j in pairs)]
+    def shared_with_next(order: list[int], sharing: Sharing) -> list[int]:
+        return [*(common_prefix(sequences[i], sequences[j], sharing) for i, j in itertools.pairwise(order)), 0]
 
     # Depth first, and a sequence before those that it begins.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.astype(">i8").tobytes())
-    distinct = {i: len(sequences[i].tokens) - known for i, known in zip(order, prefixes(order, "tree"), strict=False)}
+    alone = {
+        i: Bundle((sequences[i],), (), len(sequences[i].tokens) - depth)
+        for i, depth in zip(order, shared_with_next(order, "tree"), strict=False)
+    }
     if share_prefix == "off":
-        return [Bundle((s,), (0,), distinct[i]) for i, s in enumerate(sequences)]
+        return [alone[i] for i in range(len(sequences))]
     if share_prefix == "prompt":
         order.sort(key=lambda i: -1 if sequences[i].group_id is None else sequences[i].group_id)
-    shared, bundles = prefixes(order, share_prefix), []
-    for part in _cut([len(sequences[i].tokens) for i in order], shared, max_tokens):
-        kept = [0, *(min(shared[a + 1 : b + 1]) for a, b in itertools.pairwise(part))]
-        members = [order[place] for place in part]
-        bundles.append(Bundle(tuple(sequences[i] for i in members), tuple(kept), sum(distinct[i] for i in members)))
-    return bundles
-
-
-def _cut(lengths: list[int], shared: list[int], max_tokens: int | None) -> list[list[int]]:
-    """Cut a forest of sequences, depth first, into parts of at most `max_tokens`, greedily, deepest first.
-
-    Where branches part, what is left of each is packed into the room behind their prefix. Parts that do not fit there
-    fit together nowhere above, as they would take their own prefix along. Returns places of the sequences.
-    """
-    most = max([sum(lengths) if max_tokens is None else max_tokens, *lengths])
-    nodes: list[tuple[int, list[tuple[int, list[int]]]]] = [(0, [])]  # of the path: depth, (tokens, part) below it
-    for place, (length, depth) in enumerate(zip(lengths, [*shared[1:], 0], strict=False)):
-        below = [(length, [place])]
+    most = max([max_tokens, *(one.num_tokens for one in alone.values())])
+    nodes: list[tuple[int, list[Bundle]]] = [(0, [])]  # of the path from the root: depth, and what ended below it
+    for i, depth in zip(order, shared_with_next(order, share_prefix), strict=False):
+        below = [alone[i]]
         while nodes[-1][0] > depth:
             prefix, others = nodes.pop()
-            below = others + below
-            bins = first_fit_decreasing([tokens - prefix for tokens, _ in below], most - prefix)
-            sizes = [prefix + sum(below[b][0] - prefix for b in of) for of in bins]
-            below = [(size, sorted(p for b in of for p in below[b][1])) for size, of in zip(sizes, bins, strict=True)]
+            below = _joined([*others, *below], prefix, most)
         if nodes[-1][0] < depth:
             nodes.append((depth, []))
         nodes[-1][1].extend(below)
-    return [part for _, part in nodes[0][1]]
+    return nodes[0][1]
+
+
+def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]:
+    """Read parts that begin with the same `prefix` tokens together, as many as fit."""
+    bins = first_fit_decreasing([part.num_tokens - prefix for part in parts], max_tokens - prefix)
+    bundles = []
+    for chosen in ([parts[p] for p in sorted(of)] for of in bins):
+        members = itertools.chain(*(part.sequences for part in chosen))
+        shared = itertools.chain(*((prefix, *part.shared) for part in chosen))
+        bundles.append(Bundle(tuple(members), tuple(shared)[1:], sum(part.num_distinct for part in chosen)))
+    return bundles
 
 
 def token_weights(
@@ -205,45 +202,39 @@ def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") ->
     if one_row and share_prefix != "off":
         width = -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
     bins = first_fit_decreasing(lengths, width)
-    rows = _Rows(*np.zeros((2, len(bins), width), dtype=np.int64), np.tile(np.arange(width) + 1, (len(bins), 1)))
+    rows, sources = np.zeros((3, len(bins), width), dtype=np.int64), {}
+    rows[2] = np.arange(width) + 1
     if not bundles:
-        rows.position_ids[0, 1] = 1
-    sources: dict[int, list[np.ndarray]] = {}
+        rows[1, 0, 1] = 1
     for row, of in enumerate(bins if bundles else ()):
-        starts = np.cumsum([0, *(lengths[b] for b in of)])
-        sources |= {b: rows.place(bundles[b], row, start) for b, start in zip(of, starts, strict=False)}
+        for b, start in zip(of, np.cumsum([0, *(lengths[b] for b in of)]), strict=False):
+            sources[b] = [row * width + columns for columns in _place(bundles[b], start, *rows[:, row])]
     found = [(s, at) for b, chosen in enumerate(bundles) for s, at in zip(chosen.sequences, sources[b], strict=True)]
+    input_ids, position_ids, visible_until = torch.from_numpy(rows)
     return MicroBatch(
-        input_ids=torch.from_numpy(rows.input_ids),
-        position_ids=torch.from_numpy(rows.position_ids),
-        visible_until=None if share_prefix == "off" else torch.from_numpy(rows.visible_until),
-        num_read=sum(lengths) if bundles else 0,
+        input_ids,
+        position_ids,
+        None if share_prefix == "off" else visible_until,
+        num_read=sum(b.num_tokens for b in bundles),
         num_unshared=sum(len(s.tokens) for s, _ in found),
         num_distinct=sum(b.num_distinct for b in bundles),
         **_trained_tokens([(s, at) for s, at in found if s.num_trained]),
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows while they are filled; arrays [R, L] int64 as in MicroBatch."""
-
-    input_ids: np.ndarray
-    position_ids: np.ndarray
-    visible_until: np.ndarray
-
-    def place(self, chosen: Bundle, row: int, column: int) -> list[np.ndarray]:
-        """Place a bundle from a column on; returns flat indices of what predicts each member's trained tokens."""
-        path, sources = np.zeros(0, dtype=np.int64), []  # columns of the sequence's tokens
-        for sequence, shared in zip(chosen.sequences, chosen.shared, strict=True):
-            new = np.arange(column, column + len(sequence.tokens) - shared)
-            self.visible_until[row, path[shared:]] = column
-            self.input_ids[row, new] = sequence.tokens[shared:]
-            self.position_ids[row, new] = np.arange(shared, len(sequence.tokens))
-            path, column = np.concatenate([path[:shared], new]), column + len(new)
-            sources.append(row * self.input_ids.shape[1] + path[np.flatnonzero(sequence.loss_mask) - 1])
-        self.visible_until[row, path] = column
-        return sources
+def _place(
+    chosen: Bundle, column: int, input_ids: np.ndarray, position_ids: np.ndarray, visible_until: np.ndarray
+) -> list[np.ndarray]:
+    """Place a bundle in a row [L] from a column on; returns columns of what predicts each member's trained tokens."""
+    path, sources = np.zeros(0, dtype=np.int64), []  # columns of the tokens of one sequence
+    for sequence, shared in zip(chosen.sequences, (0, *chosen.shared), strict=True):
+        new = np.arange(column, column + len(sequence.tokens) - shared)
+        visible_until[path[shared:]] = column
+        input_ids[new], position_ids[new] = sequence.tokens[shared:], np.arange(shared, len(sequence.tokens))
+        path, column = np.concatenate([path[:shared], new]), column + len(new)
+        sources.append(path[np.flatnonzero(sequence.loss_mask) - 1])
+    visible_until[path] = column
+    return sources
 
 
 def _trained_tokens(trained: list[tuple[TrainSequence, np.ndarray]]) -> dict:

@@ -92,13 +92,13 @@ class Policy:
         return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
 
     def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
-        """Tokens that one pass over the step reads, on all ranks, and the shares of all tokens that shared prefixes
-        saved (ERR of Tree Training, arXiv 2511.00413) and would save in one tree of each update (its POR)."""
+        """Tokens that a pass over the step reads, on all ranks; shares of all sequences' tokens that this saved, and
+        that one tree of each update would save (ERR and POR of Tree Training, arXiv 2511.00413)."""
         counts = [(b.num_read, b.num_distinct, b.num_unshared) for update in packed for b in update]
-        totals = torch.tensor(counts, dtype=torch.float64).sum(dim=0)
-        read, distinct, unshared = self._sum_over_ranks(totals).tolist()
-        shares = {"tokens/saved_share": 1 - read / unshared, "tokens/shareable": 1 - distinct / unshared}
-        return {"tokens/forward": read, **shares}
+        of_rank = torch.tensor(counts, dtype=torch.float64).sum(dim=0)
+        read, distinct, total = self._sum_over_ranks(of_rank).tolist()
+        saved, shareable = 1 - read / total, 1 - distinct / total
+        return {"tokens/forward": read, "tokens/saved_share": saved, "tokens/shareable": shareable}
 
     def _memory(self) -> dict[str, float]:
         """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""

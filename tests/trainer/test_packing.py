@@ -171,7 +171,7 @@ def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, respo
 
 
 @settings(max_examples=60, deadline=None)
-@given(GROUPS | TREES, st.booleans(), st.sampled_from(SHARING), st.none() | st.integers(20, 60))
+@given(GROUPS | TREES, st.booleans(), st.sampled_from(SHARING), st.just(math.inf) | st.integers(20, 60))
 def test_what_predicts_a_token_of_a_shared_row_sees_exactly_the_tokens_before_it(given_, one_row, sharing, budget):
     bundles = bundle(given_, sharing, budget)
     batch, sequences = pack(bundles, one_row, sharing), [s for s in sequences_of(bundles) if s.num_trained]
@@ -190,7 +190,7 @@ def test_what_predicts_a_token_of_a_shared_row_sees_exactly_the_tokens_before_it
 
 
 @settings(max_examples=60, deadline=None)
-@given(TREES, st.none() | st.integers(20, 60))
+@given(TREES, st.just(math.inf) | st.integers(20, 60))
 def test_in_a_tree_every_token_sees_its_ancestors_and_no_other(sequences, budget):
     """Each column's path is found by itself, from parents: the nearest column to the left that is one less deep."""
     bundles = bundle(sequences, "tree", budget)
@@ -213,7 +213,7 @@ def test_a_whole_tree_has_the_tokens_that_are_distinct_which_every_way_to_read_i
     distinct = len(nodes_of(sequences))
     assert sum(b.num_tokens for b in bundle(sequences, "tree")) == distinct
     lengths = []
-    for sharing, limit in itertools.product(("off", *SHARING), (None, budget)):
+    for sharing, limit in itertools.product(("off", *SHARING), (math.inf, budget)):
         bundles = bundle(sequences, sharing, limit)
         batch = pack(bundles, one_row=True, share_prefix=sharing)
         assert (batch.num_distinct, batch.num_unshared) == (distinct, sum(len(s.tokens) for s in sequences))
