@@ -237,10 +237,9 @@ class Config:
     @classmethod
     def from_dict(cls, options: dict) -> "Config":
         """The config of `as_dict`, also after JSON, which has no tuples, and where sharing prompts was yes or no."""
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-        if isinstance(shares := values.get("share_prefix"), bool):
-            values["share_prefix"] = "prompt" if shares else "off"
-        return cls(**values)
+        if isinstance(shares := options.get("share_prefix"), bool):
+            options = options | {"share_prefix": "prompt" if shares else "off"}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
 
 
 @dataclass(frozen=True)

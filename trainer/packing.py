@@ -60,7 +60,12 @@ class Bundle:
     @property
     def num_tokens(self) -> int:
         """Tokens to read."""
-        return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
+        return self.num_unshared - sum(self.shared)
+
+    @property
+    def num_unshared(self) -> int:
+        """Tokens to read if nothing were shared."""
+        return sum(len(s.tokens) for s in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,6 @@ class MicroBatch:
     """[N] float32."""
     num_trained: tuple[int, ...] = field(default=())
     """Trained tokens of each of the S sequences."""
-    num_read: int = 0
-    """Tokens in the rows, without padding."""
-    num_unshared: int = 0
-    """Tokens of all sequences: what num_read would be if no prefix were shared."""
-    num_distinct: int = 0
-    """As in Bundle."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -215,9 +214,6 @@ def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") ->
         input_ids,
         position_ids,
         None if share_prefix == "off" else visible_until,
-        num_read=sum(b.num_tokens for b in bundles),
-        num_unshared=sum(len(s.tokens) for s, _ in found),
-        num_distinct=sum(b.num_distinct for b in bundles),
         **_trained_tokens([(s, at) for s, at in found if s.num_trained]),
     )
 

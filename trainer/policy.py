@@ -72,8 +72,7 @@ class Policy:
 
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss`, `grad_norm` (before
         clipping) and `changed_weights` (share that an update changes in bfloat16), means over the updates; `lr` of the
-        last; `tokens/forward`, `tokens/saved_share` and `tokens/shareable`; and the means of TokenStats over all
-        trained tokens.
+        last; what _tokens_read counts; and the means of TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
@@ -89,14 +88,14 @@ class Policy:
             for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
         ]
         mean = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
-        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
+        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(updates), **stats.reduce(), **self._memory()}
 
-    def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
+    def _tokens_read(self, updates: list[list[list[Bundle]]]) -> dict[str, float]:
         """Tokens that a pass over the step reads, on all ranks; shares of all sequences' tokens that this saved, and
         that one tree of each update would save (ERR and POR of Tree Training, arXiv 2511.00413)."""
-        counts = [(b.num_read, b.num_distinct, b.num_unshared) for update in packed for b in update]
-        of_rank = torch.tensor(counts, dtype=torch.float64).sum(dim=0)
-        read, distinct, total = self._sum_over_ranks(of_rank).tolist()
+        bundles = [b for update in updates for microbatch in update for b in microbatch]
+        counts = [sum(getattr(b, name) for b in bundles) for name in ("num_tokens", "num_distinct", "num_unshared")]
+        read, distinct, total = self._sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
         saved, shareable = 1 - read / total, 1 - distinct / total
         return {"tokens/forward": read, "tokens/saved_share": saved, "tokens/shareable": shareable}
 
