@@ -65,12 +65,12 @@ class TokenLogprobs(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats.
 
-        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass; where
-        prefixes are shared on each distinct (source, target) once, however many branches train it. Beside
-        the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
-        (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
-        int64 order), or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
-        151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
+        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass, once
+        for all branches that train a token of a shared prefix. Beside the head's weight and its gradient, the most
+        memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in and out of the
+        softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), or times 2 and the gradient
+        again, which each chunk adds to. With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB
+        with a hidden size of 4096, for any number of tokens.
         """
         pairs, places = sources << 32 | targets, slice(None)  # both are below 2³¹
         if visible_until is not None:
@@ -83,8 +83,7 @@ class TokenLogprobs(nn.Module):
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
         ]
-        logprobs, entropy = (torch.cat(column)[places] for column in zip(*parts, strict=True))
-        return logprobs, entropy
+        return tuple(torch.cat(column)[places] for column in zip(*parts, strict=True))
 
     def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()

@@ -60,12 +60,7 @@ class Bundle:
     @property
     def num_tokens(self) -> int:
         """Tokens to read."""
-        return self.num_unshared - sum(self.shared)
-
-    @property
-    def num_unshared(self) -> int:
-        """Tokens to read if nothing were shared."""
-        return sum(len(s.tokens) for s in self.sequences)
+        return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,9 @@ class Policy:
         """Tokens that a pass over the step reads, on all ranks; shares of all sequences' tokens that this saved, and
         that one tree of each update would save (ERR and POR of Tree Training, arXiv 2511.00413)."""
         bundles = [b for update in updates for microbatch in update for b in microbatch]
-        counts = [sum(getattr(b, name) for b in bundles) for name in ("num_tokens", "num_distinct", "num_unshared")]
-        read, distinct, total = self._sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
+        counts = [(b.num_tokens, b.num_tokens + sum(b.shared), b.num_distinct) for b in bundles]
+        of_rank = torch.tensor([(0, 0, 0), *counts], dtype=torch.float64).sum(dim=0)
+        read, total, distinct = self._sum_over_ranks(of_rank).tolist()
         saved, shareable = 1 - read / total, 1 - distinct / total
         return {"tokens/forward": read, "tokens/saved_share": saved, "tokens/shareable": shareable}
 

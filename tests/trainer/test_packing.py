@@ -178,7 +178,7 @@ def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, respo
     bundles = bundle(make_group(0, prompt, [response] * group_size), sharing)
     batch = pack(bundles, one_row=False, share_prefix=sharing)
     ((one,), read) = bundles, prompt + group_size * response
-    assert one.num_unshared == group_size * (prompt + response)
+    assert one.num_tokens + sum(one.shared) == group_size * (prompt + response)
     assert one.num_tokens == one.num_distinct == read == batch.input_ids.numel()
     in_blocks = pack(bundles, one_row=True, share_prefix=sharing).input_ids.shape
     assert in_blocks == (1, math.ceil(read / 128) * 128)
