@@ -132,6 +132,12 @@ def test_arguments_of_the_loss_survive_json_and_may_be_given_as_none():
     assert parse_config(["--algo-args"]).algo_args == ()
 
 
+@pytest.mark.parametrize(("was", "is_now"), [(True, "prompt"), (False, "off"), ("tree", "tree")])
+def test_a_run_made_when_prompts_were_shared_or_not_loads_with_what_that_is_called_now(was, is_now):
+    recorded = json.loads(json.dumps(Config().as_dict())) | {"share_prefix": was}
+    assert Config.from_dict(recorded) == Config(share_prefix=is_now) and recorded["share_prefix"] == was
+
+
 def test_switches_need_no_value():
     config = parse_config(["--drop-zero-variance", "--no-replicate-prompts"])
     assert config.drop_zero_variance and not config.replicate_prompts
