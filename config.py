@@ -135,8 +135,8 @@ class Config:
     """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
-    share_prefix: bool = False
-    """Read a group's prompt once in the trainer: G·(P + R) tokens become P + G·R; never the gradient."""
+    share_prefix: Literal["off", "prompt", "tree"] = "off"
+    """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
     save_memory: tuple[Literal["auto", "activations", "optimizer"], ...] = ("auto",)
     """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
     float32 weights, gradients and AdamW state in host memory, 16 bytes per parameter; never the gradient. `auto` takes
@@ -238,7 +238,9 @@ class Config:
 
     @classmethod
     def from_dict(cls, options: dict) -> "Config":
-        """The config of `as_dict`, also after JSON, which has no tuples."""
+        """The config of `as_dict`, also after JSON, which has no tuples, and where sharing prompts was yes or no."""
+        if isinstance(shares := options.get("share_prefix"), bool):
+            options = options | {"share_prefix": "prompt" if shares else "off"}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
 
 
@@ -354,7 +356,7 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     alone, one = config.group_size == 1, "--group-size 1"
     of_one = f"{one}, which leaves nothing to compare: every advantage would be 0; use reinforce or gae"
     yield alone and config.advantage not in ("reinforce", "gae"), f"--advantage {config.advantage}", of_one
-    yield alone and config.share_prefix, "--share-prefix", f"{one}, which leaves nothing to share"
+    yield alone and config.share_prefix == "prompt", "--share-prefix prompt", f"{one}, which leaves nothing to share"
     chosen = [way for way in config.save_memory if way != "auto"]
     yield bool(chosen) and chosen != [*config.save_memory], "--save-memory auto", f"--save-memory {' '.join(chosen)}"
     yield alone and config.drop_zero_variance, "--drop-zero-variance", f"{one}: every group would be dropped, for ever"

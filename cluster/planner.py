@@ -154,7 +154,7 @@ class Job:
     @property
     def read_tokens(self) -> float:
         """That the trainer reads in a pass over a step's batch."""
-        prompts = self.config.groups_per_step * (1 if self.config.share_prefix else self.config.group_size)
+        prompts = self.config.groups_per_step * (self.config.group_size if self.config.share_prefix == "off" else 1)
         return prompts * self.lengths.prompt + self.tokens
 
     @property

@@ -1,7 +1,7 @@
 """A grid of real runs, its tables and its figures.
 
     python scripts/ablate.py --algos grpo grpo:clip_high=0.4 tis --async-ratio 0 --publish-delay 0 4 --seeds 3
-    python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=true|false' -- --steps 40
+    python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=off|tree' -- --steps 40
     python scripts/ablate.py --replay runs/A runs/B --algos tis topr    # on the batches of runs made with --record
     python scripts/ablate.py --study lag --parallel 2                   # a part of docs/staleness.md, or all of it
 

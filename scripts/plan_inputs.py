@@ -60,8 +60,9 @@ def lengths_of(run: Run, config: Config, prompt_tokens: float | None) -> Lengths
     responses = run.events["trajectory"]
     if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
         raise ValueError(f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths")
-    if prompt_tokens is None and "tokens/forward" in run.metrics and not run.info["config"].get("share_prefix"):
-        prompts = run.info["config"]["groups_per_step"] * run.info["config"]["group_size"]
+    made = run.info["config"]
+    if prompt_tokens is None and "tokens/forward" in run.metrics and made.get("share_prefix") in (None, False, "off"):
+        prompts = made["groups_per_step"] * made["group_size"]
         prompt_tokens = (run.metrics["tokens/forward"] - run.metrics["tokens/trained"]).mean() / prompts
     clipped = tokens[tokens > 0].astype(float).clip(upper=config.max_response_tokens)
     prompt = min(prompt_tokens or math.inf, config.max_prompt_tokens)

@@ -47,9 +47,11 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
         (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
         (
-            ["--share-prefix", "--group-size", "1", "--advantage", "reinforce"],
+            ["--share-prefix", "prompt", "--group-size", "1", "--advantage", "reinforce"],
             "--group-size 1, which leaves nothing to share",
         ),
+        (["--share-prefix", "trie"], "--share-prefix must be one of off, prompt, tree, got 'trie'; did you mean tree?"),
+        (["--share-prefix"], "--share-prefix expected one argument"),
         (["--drop-zero-variance", "--group-size", "1", "--advantage", "gae"], "every group would be dropped"),
         (["--run-name", ""], "--run-name may hold letters"),
         (["--algo", "grop"], "got 'grop'; did you mean grpo?"),
@@ -128,6 +130,12 @@ def test_arguments_of_the_loss_survive_json_and_may_be_given_as_none():
     assert config.algo_args == ("clip_high=0.28", "dual_clip=3")
     assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     assert parse_config(["--algo-args"]).algo_args == ()
+
+
+@pytest.mark.parametrize(("was", "is_now"), [(True, "prompt"), (False, "off"), ("tree", "tree")])
+def test_a_run_made_when_prompts_were_shared_or_not_loads_with_what_that_is_called_now(was, is_now):
+    recorded = json.loads(json.dumps(Config().as_dict())) | {"share_prefix": was}
+    assert Config.from_dict(recorded) == Config(share_prefix=is_now) and recorded["share_prefix"] == was
 
 
 def test_switches_need_no_value():

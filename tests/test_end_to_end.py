@@ -112,7 +112,7 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
         kl_coef=0.01,
         scheduling="batch",
         replicate_prompts=False,
-        share_prefix=True,
+        share_prefix="tree",
     )
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0] * 4

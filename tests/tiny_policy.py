@@ -121,6 +121,28 @@ def grouped_sequences(num_groups: int, group_size: int, seed: int = 0, max_promp
     return groups
 
 
+def random_tree(num: int, seed: int = 0, vocabulary: int = 3, system: int = 4) -> list[TrainSequence]:
+    """Sequences that begin with `system` equal tokens and go on with up to 10 of few different ones.
+
+    So they often begin alike beyond that, too; some repeat another one, or go on where it ended.
+
+    What is trained differs from branch to branch, as do log-probs, versions and advantages, also of the same tokens.
+    """
+    rng = np.random.default_rng(seed)
+    sequences: list[TrainSequence] = []
+    for i in range(num):
+        tokens, before = rng.integers(0, vocabulary, rng.integers(1, 11)), np.full(system, 7)
+        if repeats := sequences and rng.random() < 0.4:
+            before = sequences[rng.integers(len(sequences))].tokens
+        tokens = before.copy() if repeats and rng.random() < 0.4 else np.concatenate([before, tokens])
+        mask = rng.random(len(tokens)) < 0.7
+        mask[0] = False
+        behavior = np.where(mask, -5 + rng.normal(size=len(tokens)) / 10, 0.0).astype(np.float32)
+        versions = np.where(mask, rng.integers(0, 12, len(tokens)), -1).astype(np.int32)
+        sequences.append(TrainSequence(tokens, mask, behavior, versions, float(rng.normal()), rng.random(), i // 3))
+    return sequences
+
+
 def _with_prompt(s: TrainSequence, prompt: np.ndarray, cut: int, group_id: int) -> TrainSequence:
     """The sequence without its first `cut` tokens, after a prompt."""
     untrained = np.zeros(len(prompt))

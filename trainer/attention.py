@@ -1,9 +1,9 @@
 """Which attention the trainer computes with, and what tells it which tokens of a packed row see which.
 
 Sequences by themselves need no mask of ours: on a GPU torch's `varlen_attn` or flash-attn takes their bounds, and for
-torch's other attention transformers makes a causal mask with a block wherever positions restart. A shared prompt is
-seen by several segments, which bounds cannot say: a GPU then computes with FlexAttention, which skips the blocks of the
-mask that are empty, and the CPU with torch's own attention and a mask [R, 1, L, L].
+torch's other attention transformers makes a causal mask with a block wherever positions restart. A shared prefix is
+seen by several branches, which bounds cannot say: a GPU then computes with FlexAttention, which skips empty blocks of
+the mask, and the CPU with torch's own attention and a mask [R, 1, L, L].
 """
 
 import functools
@@ -24,15 +24,15 @@ _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 """What some models give their attention besides a window; varlen_attn has none of it."""
 
 
-def choose_attention(device: torch.device, config: PreTrainedConfig, share_prefix: bool) -> str:
+def choose_attention(device: torch.device, config: PreTrainedConfig, shares_prefix: bool) -> str:
     """Return transformers' name of the attention to use: sdpa (torch's own) on the CPU.
 
-    On a GPU flex_attention where prompts are shared, else flash_attention_2 where flash-attn is installed, else varlen,
+    On a GPU flex_attention where prefixes are shared, else flash_attention_2 where flash-attn is there, else varlen,
     and sdpa for what that cannot compute.
     """
     if device.type != "cuda":
         return "sdpa"
-    if share_prefix:
+    if shares_prefix:
         return "flex_attention"
     if flash_attn_works():
         return "flash_attention_2"
@@ -106,7 +106,7 @@ AttentionInterface.register("varlen", varlen_attention)  # without a mask functi
 def check_shares_prefix(config: PreTrainedConfig, path: str) -> None:
     """Raise ValueError for a model with layers that are not plain attention over the whole sequence.
 
-    A window counts columns of the row, which are not the positions of a sequence behind a shared prompt, and a
+    A window counts columns of the row, which are not the positions of a sequence behind a shared prefix, and a
     recurrent layer reads the row from left to right.
     """
     text = config.get_text_config()
@@ -119,38 +119,33 @@ def check_shares_prefix(config: PreTrainedConfig, path: str) -> None:
         )
 
 
-def mask_function(segment_ids: Tensor, prefix_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask_mod, which says whether a token of a row sees another; tensors as in MicroBatch.
-
-    It sees those of its own segment up to itself, and the prefix of its segment, which stands before it in the row.
-    """
+def mask_function(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return FlexAttention's mask_mod, which says whether a token of a row sees another: itself and those above it in
+    the tree, which stand before it in the row and whose subtrees have not ended; `visible_until` as in MicroBatch."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        segment = segment_ids[row, key]
-        return (key <= query) & ((segment == segment_ids[row, query]) | (segment == prefix_ids[row, query]))
+        return (key <= query) & (query < visible_until[row, key])
 
     return sees
 
 
-def dense_mask(segment_ids: Tensor, prefix_ids: Tensor) -> Tensor:
+def dense_mask(visible_until: Tensor) -> Tensor:
     """The mask function's values as a mask [R, 1, L, L] bool of queries × keys."""
-    num_rows, width = segment_ids.shape
-    columns = torch.arange(width, device=segment_ids.device)
-    rows = torch.arange(num_rows, device=segment_ids.device)[:, None, None, None]
-    return mask_function(segment_ids, prefix_ids)(rows, rows, columns[:, None], columns)
+    num_rows, width = visible_until.shape
+    columns = torch.arange(width, device=visible_until.device)
+    rows = torch.arange(num_rows, device=visible_until.device)[:, None, None, None]
+    return mask_function(visible_until)(rows, rows, columns[:, None], columns)
 
 
-def attention_inputs(
-    implementation: str, position_ids: Tensor, segment_ids: Tensor | None, prefix_ids: Tensor | None
-) -> dict:
+def attention_inputs(implementation: str, position_ids: Tensor, visible_until: Tensor | None) -> dict:
     """Arguments that tell the model, besides positions, which tokens see which; tensors as in MicroBatch."""
-    if segment_ids is None:
+    if visible_until is None:
         return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
     if implementation != "flex_attention":
-        return {"attention_mask": dense_mask(segment_ids, prefix_ids)}
-    (num_rows, width), sees = segment_ids.shape, mask_function(segment_ids, prefix_ids)
-    make = _block_mask_maker(segment_ids.device.type)
-    return {"attention_mask": make(sees, num_rows, None, width, width, segment_ids.device)}
+        return {"attention_mask": dense_mask(visible_until)}
+    (num_rows, width), sees = visible_until.shape, mask_function(visible_until)
+    make = _block_mask_maker(visible_until.device.type)
+    return {"attention_mask": make(sees, num_rows, None, width, width, visible_until.device)}
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from algos import ADVANTAGES, overlong_penalty
 from cluster.cluster import Cluster
 from config import Config
 from data.records import Group
-from trainer.packing import Bundle, TrainSequence, bundle, first_fit_decreasing
+from trainer.packing import Bundle, Sharing, TrainSequence, bundle, first_fit_decreasing
 from trainer.policy import Policy
 
 COLUMNS_PER_TOKEN = 256
@@ -76,7 +76,7 @@ def distribute(
     updates: list[list[TrainSequence]],
     num_ranks: int,
     max_tokens: int,
-    share_prefix: bool = False,
+    share_prefix: Sharing = "off",
     one_row: bool = False,
 ) -> list[list[list[list[Bundle]]]]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
@@ -93,15 +93,15 @@ def distribute(
 
 
 def choose_bundles(
-    sequences: list[TrainSequence], num_ranks: int, max_tokens: int, share_prefix: bool, one_row: bool
+    sequences: list[TrainSequence], num_ranks: int, max_tokens: int, share_prefix: Sharing, one_row: bool
 ) -> list[Bundle]:
     """Bundle the sequences of an update so that the rank with the most to compute has as little as may be.
 
-    Whole groups save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
-    for its square; so groups are cut at half the limit, and half of that, while this helps.
+    Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
+    for its square; so trees are cut at half the limit, and half of that, while this helps.
     """
     longest, limits = max((len(s.tokens) for s in sequences), default=1), [max_tokens]
-    while share_prefix and limits[-1] > longest:
+    while share_prefix != "off" and limits[-1] > longest:
         limits.append(max(limits[-1] // 2, longest))
 
     def cost(bundles: list[Bundle]) -> float:

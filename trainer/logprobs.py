@@ -63,28 +63,32 @@ class TokenLogprobs(nn.Module):
         targets: Tensor,
         temperature: float,
         top_p: float,
-        segment_ids: Tensor | None = None,
-        prefix_ids: Tensor | None = None,
+        visible_until: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats, and values
         of the states before them, [N] float32, 0 without a value head.
 
-        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside
-        the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
-        (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
-        int64 order), or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
-        151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
+        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass, once
+        for all branches that train a token of a shared prefix. Beside the head's weight and its gradient, the most
+        memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in and out of the
+        softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), or times 2 and the gradient
+        again, which each chunk adds to. With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB
+        with a hidden size of 4096, for any number of tokens.
         """
-        seen = attention_inputs(self.attention, position_ids, segment_ids, prefix_ids)
+        pairs, places = sources << 32 | targets, None  # both are below 2³¹
+        if visible_until is not None:
+            pairs, places = pairs.unique(return_inverse=True)
+        seen = attention_inputs(self.attention, position_ids, visible_until)
         outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
-        rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
+        rows, targets = outputs.last_hidden_state.flatten(0, 1).index_select(0, pairs >> 32), pairs & 0x7FFFFFFF
         head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
         parts = [
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
         ]
         values = torch.zeros(len(rows), device=rows.device) if self.value_head is None else self.value_head(rows)
-        return *(torch.cat(column) for column in zip(*parts, strict=True)), values
+        columns = *(torch.cat(column) for column in zip(*parts, strict=True)), values
+        return columns if places is None else tuple(column[places] for column in columns)
 
     def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()

@@ -73,11 +73,11 @@ def load_model(
     What is not trained, as a reference or below adapters, is kept in the dtype of computing.
     """
     hf_config = _read_config(path)
-    if config.share_prefix:
+    if config.share_prefix != "off":
         check_shares_prefix(hf_config, path)
     dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
-        attention = choose_attention(device, hf_config, config.share_prefix)
+        attention = choose_attention(device, hf_config, config.share_prefix != "off")
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )

@@ -1,13 +1,14 @@
 """From sequences to rows: bundle them, pack bundles without waste, and weigh each token once for the whole update.
 
-A *bundle* is one sequence, or, where prompts are shared, several of one group: their common prompt once, and then the
-rest of each, which sees the prompt and itself (PrefixGrouper, arXiv 2506.05433; Tree Training, arXiv 2511.00413). Of G
+A *bundle* is one sequence, or, where prefixes are shared, a tree of several, depth first: each adds what follows the
+tokens that it shares with the one before (Tree Training, arXiv 2511.00413; PrefixGrouper, 2506.05433, of prompts). Of G
 responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
 
 Numpy and torch only, no model and no process group: everything here can be checked by hand.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Sharing = Literal["off", "prompt", "tree"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class TrainSequence:
     reward: float
     """Reward that the task gave."""
     group_id: int | None = None
-    """Group whose sequences may share the tokens that they begin with; None shares with none."""
+    """Group whose sequences may share their prompt; None shares none."""
 
     @property
     def num_trained(self) -> int:
@@ -47,16 +49,18 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences that are read together in one row."""
+    """Sequences that are read together in one row, depth first."""
 
     sequences: tuple[TrainSequence, ...]
-    prefix: int = 0
-    """Tokens that all of them begin with, none of them trained, read once."""
+    shared: tuple[int, ...]
+    """[S − 1] tokens that each but the first begins with as the one before it, and that are read there."""
+    num_distinct: int
+    """Tokens that they add to one tree of the whole update, which has the sum over all bundles."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to read: the prefix, and what follows it in each sequence."""
-        return self.prefix + sum(len(s.tokens) - self.prefix for s in self.sequences)
+        """Tokens to read."""
+        return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,13 @@ class MicroBatch:
     """[R, L] int64; 0 at the padding of a row's end."""
     position_ids: Tensor
     """[R, L] int64, from 0 in each sequence; all 0 at padding, so each padding token is a sequence of its own."""
-    segment_ids: Tensor | None
-    """[R, L] int64, column where the token's segment (a shared prefix, the rest of a sequence, a padding token)
-    begins; None where no prompt is shared, and position_ids say where sequences begin."""
-    prefix_ids: Tensor | None
-    """[R, L] int64, segment that the token sees besides its own, up to itself; its own again where there is none."""
+    visible_until: Tensor | None
+    """[R, L] int64, column after the token's subtree: those from the token to there see it. None where no prefix is
+    shared, and position_ids say where sequences begin."""
     sources: Tensor
     """[N] int64, flat index into R·L of the token whose hidden state predicts the trained token."""
     targets: Tensor
-    """[N] int64, the trained tokens, sequence by sequence."""
+    """[N] int64, the trained tokens, sequence by sequence: one of several branches is there once for each."""
     sequence_ids: Tensor
     """[N] int64, non-decreasing; sequences that have a trained token, 0 … S−1."""
     behavior_logprobs: Tensor
@@ -88,10 +90,6 @@ class MicroBatch:
     """[N] float32."""
     num_trained: tuple[int, ...] = field(default=())
     """Trained tokens of each of the S sequences."""
-    num_read: int = 0
-    """Tokens in the rows, without padding."""
-    num_unshared: int = 0
-    """Tokens of all sequences: what num_read would be if no prompt were shared."""
     returns: Tensor | None = None
     """[N] float32, what the value head is to foretell; None without one."""
 
@@ -101,7 +99,7 @@ class MicroBatch:
         return MicroBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
 
-def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
     """Pack items, none above `capacity`, longest first, each into the first bin with room; bins of item indices."""
     bins: list[list[int]] = []
     room: list[int] = []
@@ -115,35 +113,59 @@ def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def common_prefix(sequences: list[TrainSequence]) -> int:
-    """Count the tokens that all sequences begin with, before the first trained token of any."""
-    untrained = min(int(s.loss_mask.argmax()) if s.num_trained else len(s.tokens) for s in sequences)
-    heads = np.stack([s.tokens[:untrained] for s in sequences])
-    differs = (heads != heads[0]).any(axis=0)
-    return int(differs.argmax()) if differs.any() else untrained
+def common_prefix(first: TrainSequence, second: TrainSequence, share_prefix: Sharing = "tree") -> int:
+    """Count the tokens that both begin with; of prompts alone, in one group and before a trained token of either."""
+    length = min(len(first.tokens), len(second.tokens))
+    if share_prefix == "prompt":
+        untrained = [int(s.loss_mask.argmax()) if s.num_trained else length for s in (first, second)]
+        length = min(length, *untrained) if first.group_id == second.group_id is not None else 0
+    differs = first.tokens[:length] != second.tokens[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
-def bundle(sequences: list[TrainSequence], share_prefix: bool = False, max_tokens: int | None = None) -> list[Bundle]:
-    """Join the sequences of each group, where prefixes are shared, and leave every other one by itself.
+def bundle(sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: float = math.inf) -> list[Bundle]:
+    """Join the sequences of an update that begin alike, and leave every other one by itself.
 
-    A group that is longer than `max_tokens` is cut into several bundles, and its prefix read in each of them; a
-    bundle is above the limit only where it is one sequence.
+    A tree of more than `max_tokens`, or the longest sequence, is cut, and what its parts share is read in each of them:
+    greedily, deepest first. Where branches part, they are packed into the room behind their prefix. Parts that do not
+    fit there fit together nowhere above, as they would take their own prefix along.
     """
-    members: dict[tuple, list[TrainSequence]] = {}
-    for i, sequence in enumerate(sequences):
-        alone = not share_prefix or sequence.group_id is None
-        members.setdefault(("alone", i) if alone else ("group", sequence.group_id), []).append(sequence)
-    return list(itertools.chain.from_iterable(_cut(of, max_tokens) for of in members.values()))
+
+    def shared_with_next(order: list[int], sharing: Sharing) -> list[int]:
+        return [*(common_prefix(sequences[i], sequences[j], sharing) for i, j in itertools.pairwise(order)), 0]
+
+    # Depth first, and a sequence before those that it begins.
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.astype(">i8").tobytes())
+    alone = {
+        i: Bundle((sequences[i],), (), len(sequences[i].tokens) - depth)
+        for i, depth in zip(order, shared_with_next(order, "tree"), strict=False)
+    }
+    if share_prefix == "off":
+        return [alone[i] for i in range(len(sequences))]
+    if share_prefix == "prompt":
+        order.sort(key=lambda i: -1 if sequences[i].group_id is None else sequences[i].group_id)
+    most = max([max_tokens, *(one.num_tokens for one in alone.values())])
+    nodes: list[tuple[int, list[Bundle]]] = [(0, [])]  # of the path from the root: depth, and what ended below it
+    for i, depth in zip(order, shared_with_next(order, share_prefix), strict=False):
+        below = [alone[i]]
+        while nodes[-1][0] > depth:
+            prefix, others = nodes.pop()
+            below = _joined([*others, *below], prefix, most)
+        if nodes[-1][0] < depth:
+            nodes.append((depth, []))
+        nodes[-1][1].extend(below)
+    return nodes[0][1]
 
 
-def _cut(members: list[TrainSequence], max_tokens: int | None) -> list[Bundle]:
-    """Bundles of the sequences of one group."""
-    prefix = common_prefix(members) if len(members) > 1 else 0
-    if not prefix:
-        return [Bundle((s,)) for s in members]
-    rests = [len(s.tokens) - prefix for s in members]
-    room = sum(rests) if max_tokens is None else max(max_tokens - prefix, *rests)
-    return [Bundle(tuple(members[j] for j in sorted(part)), prefix) for part in first_fit_decreasing(rests, room)]
+def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]:
+    """Read parts that begin with the same `prefix` tokens together, as many as fit."""
+    bins = first_fit_decreasing([part.num_tokens - prefix for part in parts], max_tokens - prefix)
+    bundles = []
+    for chosen in ([parts[p] for p in sorted(of)] for of in bins):
+        members = itertools.chain(*(part.sequences for part in chosen))
+        shared = itertools.chain(*((prefix, *part.shared) for part in chosen))
+        bundles.append(Bundle(tuple(members), tuple(shared)[1:], sum(part.num_distinct for part in chosen)))
+    return bundles
 
 
 def token_weights(
@@ -163,69 +185,48 @@ def token_weights(
     raise ValueError(f"loss aggregation must be token_mean, sequence_mean or constant, got {aggregation!r}")
 
 
-class _Rows:
-    """Rows while they are filled from the left; arrays [R, L] int64 as in MicroBatch."""
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        self.input_ids = np.zeros((num_rows, width), dtype=np.int64)
-        self.position_ids = np.zeros((num_rows, width), dtype=np.int64)
-        self.segment_ids = np.tile(np.arange(width), (num_rows, 1))
-        self.prefix_ids = self.segment_ids.copy()
-        self.filled = [0] * num_rows
-
-    def append(self, row: int, tokens: np.ndarray, position: int, prefix: int | None = None) -> int:
-        """Append a segment whose first token has `position` and which sees the segment at column `prefix`, if any.
-
-        Returns the column where it begins.
-        """
-        start, end = self.filled[row], self.filled[row] + len(tokens)
-        self.input_ids[row, start:end] = tokens
-        self.position_ids[row, start:end] = np.arange(position, position + len(tokens))
-        self.segment_ids[row, start:end] = start
-        self.prefix_ids[row, start:end] = start if prefix is None else prefix
-        self.filled[row] = end
-        return start
-
-
-def pack(bundles: list[Bundle], one_row: bool, share_prefix: bool = False) -> MicroBatch:
+def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") -> MicroBatch:
     """Pack bundles into rows as long as the longest of them, or all into one row.
 
-    One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prompts are shared.
+    One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prefixes are shared.
     Others pay for the square of the row, so short rows cost less. Without any bundle: one sequence of two tokens to
     read, as of one each there would be a kernel of its own, and N = 0, for a rank that only keeps the others company.
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
     lengths = [b.num_tokens for b in bundles] or [2]
     width = sum(lengths) if one_row else max(lengths)
-    if one_row and share_prefix:
+    if one_row and share_prefix != "off":
         width = -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
     bins = first_fit_decreasing(lengths, width)
-    rows = _Rows(len(bins), width)
+    rows, sources = np.zeros((3, len(bins), width), dtype=np.int64), {}
+    rows[2] = np.arange(width) + 1
     if not bundles:
-        rows.position_ids[0, 1] = 1
-    placed = {b: _place(rows, row, bundles[b]) for row, of in enumerate(bins if bundles else ()) for b in of}
-    sequences = [s for b in bundles for s in b.sequences]
-    sources = [source for b in range(len(bundles)) for source in placed[b]]
+        rows[1, 0, 1] = 1
+    for row, of in enumerate(bins if bundles else ()):
+        for b, start in zip(of, np.cumsum([0, *(lengths[b] for b in of)]), strict=False):
+            sources[b] = [row * width + columns for columns in _place(bundles[b], start, *rows[:, row])]
+    found = [(s, at) for b, chosen in enumerate(bundles) for s, at in zip(chosen.sequences, sources[b], strict=True)]
+    input_ids, position_ids, visible_until = torch.from_numpy(rows)
     return MicroBatch(
-        input_ids=torch.from_numpy(rows.input_ids),
-        position_ids=torch.from_numpy(rows.position_ids),
-        segment_ids=torch.from_numpy(rows.segment_ids) if share_prefix else None,
-        prefix_ids=torch.from_numpy(rows.prefix_ids) if share_prefix else None,
-        num_read=sum(rows.filled),
-        num_unshared=sum(len(s.tokens) for s in sequences),
-        **_trained_tokens([(s, found) for s, found in zip(sequences, sources, strict=True) if s.num_trained]),
+        input_ids,
+        position_ids,
+        None if share_prefix == "off" else visible_until,
+        **_trained_tokens([(s, at) for s, at in found if s.num_trained]),
     )
 
 
-def _place(rows: _Rows, row: int, chosen: Bundle) -> list[np.ndarray]:
-    """Append a bundle to a row; returns flat indices of the tokens that predict each member's trained ones."""
-    width, prefix = rows.input_ids.shape[1], chosen.prefix
-    start = rows.append(row, chosen.sequences[0].tokens[:prefix], 0)
-    sources = []
-    for sequence in chosen.sequences:
-        rest = rows.append(row, sequence.tokens[prefix:], prefix, start if prefix else None)
-        before = np.flatnonzero(sequence.loss_mask) - 1
-        sources.append(row * width + np.where(before < prefix, start + before, rest - prefix + before))
+def _place(
+    chosen: Bundle, column: int, input_ids: np.ndarray, position_ids: np.ndarray, visible_until: np.ndarray
+) -> list[np.ndarray]:
+    """Place a bundle in a row [L] from a column on; returns columns of what predicts each member's trained tokens."""
+    path, sources = np.zeros(0, dtype=np.int64), []  # columns of the tokens of one sequence
+    for sequence, shared in zip(chosen.sequences, (0, *chosen.shared), strict=True):
+        new = np.arange(column, column + len(sequence.tokens) - shared)
+        visible_until[path[shared:]] = column
+        input_ids[new], position_ids[new] = sequence.tokens[shared:], np.arange(shared, len(sequence.tokens))
+        path, column = np.concatenate([path[:shared], new]), column + len(new)
+        sources.append(path[np.flatnonzero(sequence.loss_mask) - 1])
+    visible_until[path] = column
     return sources
 
 

@@ -72,8 +72,8 @@ class Policy:
 
         `policy_version` is that of the weights now. Returns, equal on all ranks: `loss`, `grad_norm` (before
         clipping) and `changed_weights` (share that an update changes in bfloat16), means over the updates; `lr` of the
-        last; `tokens/forward` and `tokens/saved_share`; with a value head what gae.of_step says of it; and the means of
-        TokenStats over all trained tokens.
+        last; what _tokens_read counts; with a value head what gae.of_step says of it; and the means of TokenStats over
+        all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
@@ -94,14 +94,17 @@ class Policy:
             for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
         ]
         mean = of_values | {name: sum(r[name] for r in results) / len(results) for name in results[0]}
-        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
+        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(updates), **stats.reduce(), **self._memory()}
 
-    def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
-        """Tokens that one pass over the step reads, on all ranks, and the share that shared prompts saved."""
-        batches = [batch for update in packed for batch in update]
-        counts = [float(sum(b.num_read for b in batches)), float(sum(b.num_unshared for b in batches))]
-        read, unshared = self._sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
-        return {"tokens/forward": read, "tokens/saved_share": 1 - read / unshared}
+    def _tokens_read(self, updates: list[list[list[Bundle]]]) -> dict[str, float]:
+        """Tokens that a pass over the step reads, on all ranks; shares of all sequences' tokens that this saved, and
+        that one tree of each update would save (ERR and POR of Tree Training, arXiv 2511.00413)."""
+        bundles = [b for update in updates for microbatch in update for b in microbatch]
+        counts = [(b.num_tokens, b.num_tokens + sum(b.shared), b.num_distinct) for b in bundles]
+        of_rank = torch.tensor([(0, 0, 0), *counts], dtype=torch.float64).sum(dim=0)
+        read, total, distinct = self._sum_over_ranks(of_rank).tolist()
+        saved, shareable = 1 - read / total, 1 - distinct / total
+        return {"tokens/forward": read, "tokens/saved_share": saved, "tokens/shareable": shareable}
 
     def _memory(self) -> dict[str, float]:
         """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""
@@ -168,7 +171,7 @@ class Policy:
         """Log-probs and entropy [N] of the trained tokens, and the values [N] before them."""
         temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
         inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-        scored = module(*inputs, temperature, top_p, batch.segment_ids, batch.prefix_ids)
+        scored = module(*inputs, temperature, top_p, batch.visible_until)
         if not torch.is_grad_enabled():
             module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
         return scored

@@ -71,7 +71,7 @@ class Work:
 
 NATURAL = Work("natural", max_response_tokens=48, keep_every=4, wanted_accuracy=0.8)
 SUMS = {"model": "smollm2", "task": "sums:one_digit", "dtype": "bfloat16", "groups_per_step": 8, "lr": 4e-5}
-SMOLLM2 = Work("smollm2", 20, options=SUMS | {"share_prefix": True}, keep_every=5, wanted_accuracy=0.9)
+SMOLLM2 = Work("smollm2", 20, options=SUMS | {"share_prefix": "prompt"}, keep_every=5, wanted_accuracy=0.9)
 SHORT = Work("short", max_response_tokens=4, median_tokens=4.0)
 LONG = Work("long", max_response_tokens=256, median_tokens=30.0, sigma=1.0)
 """Mean 47, so that the longest is 5 times the mean."""

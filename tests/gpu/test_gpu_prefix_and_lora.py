@@ -22,8 +22,8 @@ STEPS = 4
 AS_IT_IS = {"compile": False}
 OPTIONS = {
     "plain": AS_IT_IS,
-    "share_prefix": AS_IT_IS | {"share_prefix": True},
-    "share_prefix_compiled": {"share_prefix": True},
+    "share_prefix": AS_IT_IS | {"share_prefix": "prompt"},
+    "share_prefix_compiled": {"share_prefix": "tree"},
     "lora": AS_IT_IS | {"lora_rank": 8, "lr": 1e-3},
     "lora_compiled": {"lora_rank": 8, "lr": 1e-3},
 }

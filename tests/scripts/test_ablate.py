@@ -79,12 +79,12 @@ def test_one_grid_may_have_losses_with_options_of_their_own():
 
 
 def test_any_option_can_be_swept_whatever_its_type():
-    sweeps = {"lr": ["0.001", "1e-4"], "share_prefix": ["true", "false"], "algo_args": ["", "clip_high=0.4"]}
+    sweeps = {"lr": ["0.001", "1e-4"], "drop_zero_variance": ["true", "false"], "algo_args": ["", "clip_high=0.4"]}
     cells = grid(axes(**sweeps))
-    assert len(cells) == 8 and {(cell["lr"], cell["share_prefix"]) for cell in cells} == {
+    assert len(cells) == 8 and {(cell["lr"], cell["drop_zero_variance"]) for cell in cells} == {
         (0.001, True), (0.001, False), (0.0001, True), (0.0001, False),
     }  # fmt: skip
-    assert options(cells[0])[1] == "--algo-args" and options(cells[0])[-2:] == ["--lr=0.001", "--share-prefix"]
+    assert options(cells[0])[1] == "--algo-args" and options(cells[0])[-2:] == ["--lr=0.001", "--drop-zero-variance"]
     assert len({cell_name(cell) for cell in cells}) == 8
 
 
@@ -94,7 +94,7 @@ def test_any_option_can_be_swept_whatever_its_type():
         (["--sweep", "lr"], "--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got 'lr'"),
         (["--sweep", "lrr=1|2"], "--lrr is no option; did you mean --lr"),
         (["--sweep", "lr=a|2"], "--lr must be a number, got 'a'"),
-        (["--sweep", "share_prefix=yes|no"], "--share-prefix is true or false, got 'yes'"),
+        (["--sweep", "share_prefix=off|yes"], "--share-prefix must be one of off, prompt, tree, got 'yes'"),
         (["--sweep", "compile=yes|no"], "--compile is true or false, got 'yes'"),
         (["--algos", "grop"], "--algo must be one of"),
         (["--algos", "grpo", "grpo"], "grpo-a0-k0-s0, or an option of it, is there twice"),

@@ -310,7 +310,7 @@ def test_lognormal_lengths_are_cut_at_the_longest_allowed():
 
 def test_the_options_of_a_config_make_it_again():
     config = Config(model="m", save_memory=("activations", "optimizer"), async_ratio=2.0, replicate_prompts=False)
-    config = dataclasses.replace(config, share_prefix=True, algo_args=("clip_high=1.28",), algo="tis")
+    config = dataclasses.replace(config, share_prefix="prompt", algo_args=("clip_high=1.28",), algo="tis")
     assert parse_config(options_of(config)) == config
 
 

@@ -53,7 +53,7 @@ def close(actual, expected) -> bool:
 
 OPTIONS = {
     "plain": {},
-    "shared prompts, recomputed": {"share_prefix": True, "save_memory": ("activations",)},
+    "shared prefixes, recomputed": {"share_prefix": "tree", "save_memory": ("activations",)},
     "adapters": {"lora_rank": 4},
     "adapters and KL": {"lora_rank": 4, "kl_coef": 0.1},
     "KL": {"kl_coef": 0.1},

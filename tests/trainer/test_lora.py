@@ -149,7 +149,7 @@ def test_a_run_lowers_its_loss_and_the_reference_is_the_base_model(model):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"save_memory": ("activations",)}, {"save_memory": ("optimizer",)}, {"share_prefix": True}]
+    "changed", [{"save_memory": ("activations",)}, {"save_memory": ("optimizer",)}, {"share_prefix": "tree"}]
 )
 def test_memory_options_change_no_published_weight(model, changed):
     plain, other = (dict(trained_policy(model, **options).named_full_parameters()) for options in ({}, changed))

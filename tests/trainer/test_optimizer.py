@@ -63,7 +63,7 @@ def test_the_entropy_bonus_pulls_by_the_gradient_of_the_entropy(tmp_path, top_p)
     path, sequences = save_tiny_model(tmp_path, tied=True), random_sequences(3)
     of = {"algo": "reinforce", "algo_args": (), "top_p": top_p}
     plain, with_bonus = (load(make_config(path, **of, optim_args=items)) for items in ((), ("entropy=0.5",)))
-    batch = [pack(bundle(sequences), plain.one_row, False)]
+    batch = [pack(bundle(sequences), plain.one_row)]
     bonus = gradient_of(with_bonus, batch) - gradient_of(plain, batch)
     _, entropy, _ = with_bonus._forward(with_bonus.module, batch[0])
     (-0.5 * entropy.mean()).backward()

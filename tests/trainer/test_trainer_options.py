@@ -38,8 +38,8 @@ OPTIONS = {
     "checkpointing": {"save_memory": ("activations",)},
     "offload": {"save_memory": ("optimizer",)},
     "both": {"save_memory": ("activations", "optimizer")},
-    "share_prefix": {"share_prefix": True},
-    "share_prefix_checkpointing": {"share_prefix": True, "save_memory": ("activations",)},
+    "share_prefix": {"share_prefix": "prompt"},
+    "share_prefix_tree_checkpointing": {"share_prefix": "tree", "save_memory": ("activations",)},
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import trainer.attention
-from trainer.attention import attention_inputs, choose_attention, dense_mask, unfit_for_varlen
+from trainer.attention import attention_inputs, choose_attention, unfit_for_varlen
 from trainer.batch import distribute
 from trainer.packing import bundle, pack
 
@@ -64,8 +64,9 @@ def by_varlen(monkeypatch):
 def test_its_bounds_and_window_say_what_the_dense_mask_says(seed):
     batch = pack(bundle(random_sequences(7, seed)), one_row=True)
     starts = torch.where(batch.position_ids == 0, torch.arange(batch.position_ids.shape[1]), 0).cummax(dim=1).values
-    seen = attention_inputs("varlen", batch.position_ids, None, None)
-    assert torch.equal(dense_varlen.visible(seen["cu_seq_lens_q"], [-1, 0]), dense_mask(starts, starts)[0, 0])
+    same = starts[:, :, None] == starts[:, None]
+    seen = attention_inputs("varlen", batch.position_ids, batch.visible_until)
+    assert torch.equal(dense_varlen.visible(seen["cu_seq_lens_q"], [-1, 0]), same[0].tril())
 
 
 @pytest.mark.parametrize("options", [{}, {"save_memory": ("activations",)}, {"save_memory": ("optimizer",)}])
@@ -101,7 +102,7 @@ def test_a_packed_row_gives_every_family_the_hidden_states_of_single_sequences(f
     alone.load_state_dict(packed.state_dict())
     sequences = random_sequences(5)
     batch = pack(bundle(sequences), one_row=True)
-    seen = attention_inputs("varlen", batch.position_ids, None, None)
+    seen = attention_inputs("varlen", batch.position_ids, None)
     hidden = packed.base_model(batch.input_ids, position_ids=batch.position_ids, use_cache=False, **seen)[0]
     expected = [alone.base_model(torch.from_numpy(s.tokens)[None], use_cache=False)[0][0] for s in sequences]
     starts = (batch.position_ids[0] == 0).nonzero().flatten().tolist()
@@ -136,11 +137,9 @@ def test_no_tensor_has_the_square_of_the_row(attention, makes_a_mask):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES), attn_implementation=attention)
     positions = torch.arange(length)[None] % 512
-    seen = attention_inputs(attention, positions, None, None)
+    until = (torch.arange(length)[None] // 512 + 1) * 512
+    seen = attention_inputs(attention, positions, until if makes_a_mask else None)
     seen = {name: x.to("meta") if torch.is_tensor(x) else x for name, x in seen.items()}
-    if makes_a_mask:
-        starts = torch.arange(length)[None] // 512
-        seen = {"attention_mask": dense_mask(starts, starts).to("meta")}
     with Largest() as largest:
         inputs = torch.zeros(1, length, dtype=torch.int64, device="meta")
         hidden = model.base_model(inputs, position_ids=positions.to("meta"), use_cache=False, **seen)[0]
@@ -155,11 +154,11 @@ def test_no_tensor_has_the_square_of_the_row(attention, makes_a_mask):
 def test_a_gpu_takes_varlen_unless_prompts_are_shared_or_flash_attn_is_there(monkeypatch):
     config = Qwen3Config()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    assert choose_attention(torch.device("cuda"), config, share_prefix=True) == "flex_attention"
-    assert choose_attention(torch.device("cuda"), config, share_prefix=False) == "varlen"
+    assert choose_attention(torch.device("cuda"), config, shares_prefix=True) == "flex_attention"
+    assert choose_attention(torch.device("cuda"), config, shares_prefix=False) == "varlen"
     monkeypatch.setattr(trainer.attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", torch)
-    assert choose_attention(torch.device("cuda"), config, share_prefix=False) == "flash_attention_2"
+    assert choose_attention(torch.device("cuda"), config, shares_prefix=False) == "flash_attention_2"
     assert {choose_attention(torch.device("cpu"), config, share) for share in (True, False)} == {"sdpa"}
 
 
@@ -167,7 +166,7 @@ def test_a_flash_attn_of_another_torch_is_told_in_a_line_and_left_alone(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     monkeypatch.setattr(trainer.attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import fails
-    assert choose_attention(torch.device("cuda"), Qwen3Config(), share_prefix=False) == "varlen"
+    assert choose_attention(torch.device("cuda"), Qwen3Config(), shares_prefix=False) == "varlen"
     said = capsys.readouterr().out
     assert said.startswith("flash-attn is installed but is not used, as its import fails") and said.count("\n") == 1
 
@@ -185,7 +184,7 @@ def test_a_flash_attn_of_another_torch_is_told_in_a_line_and_left_alone(monkeypa
 )
 def test_what_it_cannot_compute_takes_a_mask_and_a_line_says_why(config, capability, reason, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_attention(torch.device("cuda"), config, share_prefix=False) == "sdpa"
+    assert choose_attention(torch.device("cuda"), config, shares_prefix=False) == "sdpa"
     assert reason in capsys.readouterr().out
 
 

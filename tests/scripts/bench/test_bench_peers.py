@@ -131,7 +131,7 @@ def test_trl_is_asked_in_the_tokens_of_our_prompts_where_there_is_a_chat_templat
 
 def test_the_small_language_models_job_is_the_same_for_trl():
     config = SMOLLM2.config(seed=2, steps=30, runs_dir="here")
-    assert (config.model, config.task, config.share_prefix) == ("smollm2", "sums:one_digit", True)
+    assert (config.model, config.task, config.share_prefix) == ("smollm2", "sums:one_digit", "prompt")
     told = peers_trl.common_options(config)
     assert told["per_device_train_batch_size"] == 64 and told["num_generations"] == 8
     assert (told["learning_rate"], told["bf16"], told["seed"]) == (4e-5, True, 2)
