@@ -121,14 +121,10 @@ class Config:
     """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
     kl_estimator: KlEstimator = "k3"
     """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
-    warmup: int = 5
-    """Optimizer updates of linear warm-up."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
     optim_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `schedule=cosine`: the fields of OptimOptions in trainer/optimizer.py, with defaults."""
+    """NAME=VALUE each, as in `warmup=5 weight_decay=0.01`: fields of OptimOptions in trainer/optimizer.py."""
     lora_rank: int = 0
     """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
     max_tokens_per_microbatch: int = 16384
@@ -266,7 +262,7 @@ class SwarmOptions:
         return options
 
 
-_AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coef", "eval_every", "save_every", "seed"}
+_AT_LEAST_0 = {"async_ratio", "publish_delay", "kl_coef", "eval_every", "save_every", "seed"}
 _AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers", "keep_last", "stop_after_s"}
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,

@@ -58,7 +58,7 @@ class Policy:
     def __post_init__(self) -> None:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._optim = OptimOptions.of(self.config)
-        options = {"lr": self.config.lr, "weight_decay": self.config.weight_decay}
+        options = {"lr": self.config.lr, "weight_decay": self._optim.weight_decay}
         options["betas"] = (self._optim.beta1, self._optim.beta2)
         self.optimizer = torch.optim.AdamW(trained, **options, fused=True)  # without temporaries of the weights' size
 

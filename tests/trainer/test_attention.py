@@ -46,7 +46,7 @@ def test_sharing_prompts_leaves_the_gradient_that_of_the_definition(untied, aggr
 
 def test_the_reference_and_the_proximal_policy_read_shared_prompts_too(untied):
     sequences = grouped_sequences(4, 4)
-    options = {"kl_coef": 0.1, "minibatches": 2, "lr": 1e-3, "warmup": 0}
+    options = {"kl_coef": 0.1, "minibatches": 2, "lr": 1e-3, "optim_args": ("warmup=0",)}
     traces = []
     for share_prefix in (False, True):
         policy = load(make_config(untied, share_prefix=share_prefix, **options))

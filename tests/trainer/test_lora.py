@@ -35,7 +35,7 @@ def share_of(sequences):
 
 def trained_policy(model, steps=3, **options):
     """A policy whose adapters have moved far enough for an error in them to show."""
-    policy = load(make_config(model, lora_rank=RANK, lr=0.02, warmup=0, **options))
+    policy = load(make_config(model, lora_rank=RANK, lr=0.02, optim_args=("warmup=0",), **options))
     for step in range(steps):
         policy.train_step(share_of(random_sequences(12, seed=step)), policy_version=12 + step)
     return policy
@@ -133,7 +133,11 @@ def add_by_peft_s_rules(base, adapter, path):
 
 def test_a_run_lowers_its_loss_and_the_reference_is_the_base_model(model):
     sequences = random_sequences(8)
-    policy = load(make_config(model, lora_rank=RANK, algo="reinforce", algo_args=(), lr=0.01, warmup=0, kl_coef=0.01))
+    policy = load(
+        make_config(
+            model, lora_rank=RANK, algo="reinforce", algo_args=(), lr=0.01, optim_args=("warmup=0",), kl_coef=0.01
+        )
+    )
     assert policy.reference is policy.module
     base = plain_logprobs(model, sequences).detach()
     steps = []

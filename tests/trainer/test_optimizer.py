@@ -15,7 +15,7 @@ from trainer.policy import StepPosition
 
 
 def rates(*items: str, ess: float = 1.0) -> list[float]:
-    config = Config(lr=0.1, warmup=2, steps=5, minibatches=2, optim_args=items)
+    config = Config(lr=0.1, steps=5, minibatches=2, optim_args=("warmup=2", *items))
     return [OptimOptions.of(config).learning_rate(config, update, ess) for update in range(10)]
 
 
@@ -36,8 +36,9 @@ def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
     [
         (
             "shedule=cosine",
-            "the optimizer takes schedule, least, by_ess, entropy, beta1, beta2; did you mean schedule?",
+            "takes warmup, weight_decay, schedule, least, by_ess, entropy, beta1, beta2; did you mean schedule?",
         ),
+        ("warmup=-1", "warmup of the optimizer must be at least 0"),
         ("least=2", r"least of the optimizer must be in \[0, 1\]"),
         ("beta2=1", "must be below 1"),
         ("schedule=step", "must be constant or linear or cosine"),
@@ -51,7 +52,7 @@ def test_what_the_optimizer_does_not_take_is_one_line(item, said):
 @pytest.mark.usefixtures("one_rank")
 def test_the_sequences_of_an_update_set_its_rate(tmp_path):
     sequences = random_sequences(6)
-    policy = load(make_config(save_tiny_model(tmp_path, tied=True), lr=0.01, warmup=1, optim_args=("by_ess=true",)))
+    policy = load(make_config(save_tiny_model(tmp_path, tied=True), lr=0.01, optim_args=("warmup=1", "by_ess=true")))
     stats = policy.train_step(share_of(sequences), 12)
     assert 1 / 6 <= stats["sequence_ess"] < 1
     assert stats["lr"] == pytest.approx(0.01 * math.sqrt(stats["sequence_ess"]))
