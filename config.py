@@ -104,7 +104,11 @@ class Config:
     temperature: float = 1.0
     """Softmax temperature of sampling and of the trainer's log-probs."""
     top_p: float = 1.0
-    """Nucleus mass of sampling and of the trainer's log-probs."""
+    """Nucleus mass of sampling and of the trainer's log-probs, of what top_k and min_p leave."""
+    top_k: int = 0
+    """Likeliest tokens that sampling and the trainer's log-probs keep; 0: all."""
+    min_p: float = 0.0
+    """Least probability of a token that is kept, over that of the likeliest; 0: any."""
     env_timeout_s: float = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed."""
 
@@ -262,7 +266,7 @@ class SwarmOptions:
         return options
 
 
-_AT_LEAST_0 = {"async_ratio", "publish_delay", "kl_coef", "eval_every", "save_every", "seed"}
+_AT_LEAST_0 = {"async_ratio", "publish_delay", "top_k", "kl_coef", "eval_every", "save_every", "seed"}
 _AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers", "keep_last", "stop_after_s"}
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
@@ -313,6 +317,8 @@ def _ranges(name: str, value: float) -> Mistakes:
         yield outside, "in [0.01, 2], as vLLM samples at 0.01 what is below and refuses what is above"
     elif name in ("top_p", "gpu_memory_utilization"):
         yield not 0 < value <= 1, "in (0, 1]"
+    elif name == "min_p":
+        yield not 0 <= value < 1, "in [0, 1)"
     elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s", "join_timeout_s"):
         yield value <= 0, "above 0"
     elif not isinstance(value, bool):

@@ -8,6 +8,7 @@ the compute dtype, and is the embedding where the two are tied.
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +21,40 @@ CHUNK_ROWS = 1024
 """Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
 
 
-def sampling_logits(logits: Tensor, targets: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Apply the engine's sampling transform to logits [N, V] float32: temperature, then top-p of what remains.
+class Sampling(NamedTuple):
+    """The engine's sampling transform, by the options of its names in config.py; as it is, it changes nothing."""
 
-    The nucleus is the current policy's own and is treated as a constant; outside of it logits are −inf. The sampled
-    token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
-    `processed_logprobs` does it: cut the least likely tokens while their total mass is at most 1 − top_p.
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+def sampling_logits(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
+    """Apply the engine's sampling transform to logits [N, V] float32: temperature, then min-p, top-k and top-p.
+
+    What is kept is the current policy's own choice and is treated as a constant; outside of it logits are −inf. The
+    sampled token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
+    `processed_logprobs` does it: min-p and top-k cut what is below a logit, so that ties stay; then top-p cuts the
+    least likely of what remains while their mass in that is at most 1 − top_p.
     """
-    logits = logits / temperature
-    return logits if top_p == 1.0 else logits.masked_fill(_outside_nucleus(logits, targets, top_p), -math.inf)
+    logits = logits / sampling.temperature
+    if sampling[1:] == Sampling()[1:]:
+        return logits
+    return logits.masked_fill(_outside_support(logits, targets, sampling), -math.inf)
 
 
 @torch.no_grad()
-def _outside_nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
-    ascending, order = logits.sort(dim=-1)
-    cut_sorted = ascending.softmax(dim=-1).cumsum_(dim=-1) <= 1 - top_p
-    cut_sorted[:, -1] = False
-    return torch.zeros_like(cut_sorted).scatter_(1, order, cut_sorted).scatter_(1, targets[:, None], False)
+def _outside_support(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
+    likeliest = logits.topk(min(max(sampling.top_k, 1), logits.shape[1])).values
+    least = likeliest[:, :1] + (math.log(sampling.min_p) if sampling.min_p else -math.inf)
+    outside = logits < (least.maximum(likeliest[:, -1:]) if sampling.top_k else least)
+    if sampling.top_p < 1:
+        ascending, order = logits.masked_fill(outside, -math.inf).sort(dim=-1)
+        cut_sorted = ascending.softmax(dim=-1).cumsum_(dim=-1) <= 1 - sampling.top_p
+        cut_sorted[:, -1] = False
+        outside.scatter_(1, order, cut_sorted)
+    return outside.scatter_(1, targets[:, None], False)
 
 
 class TokenLogprobs(nn.Module):
@@ -59,8 +77,7 @@ class TokenLogprobs(nn.Module):
         position_ids: Tensor,
         sources: Tensor,
         targets: Tensor,
-        temperature: float,
-        top_p: float,
+        sampling: Sampling,
         segment_ids: Tensor | None = None,
         prefix_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -69,24 +86,25 @@ class TokenLogprobs(nn.Module):
         Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside
         the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
         (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
-        int64 order), or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
-        151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
+        int64 order), times 4 where only top_k or min_p cut, or times 2 and the gradient again, which each chunk adds
+        to. With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, 2.5 GB, or 2.5 GB with a hidden size
+        of 4096, for any number of tokens.
         """
         seen = attention_inputs(self.attention, position_ids, segment_ids, prefix_ids)
         outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
-        head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
+        head = functools.partial(self._score_rows, sampling=sampling)
         parts = [
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
         ]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
-    def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+    def _score_rows(self, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         # In float32 from the logits on: a bfloat16 log-prob is known to 3 digits, too few for a ratio of probabilities.
         # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
-        logprobs = sampling_logits(head(hidden).float(), targets, temperature, top_p).log_softmax(dim=-1)
+        logprobs = sampling_logits(head(hidden).float(), targets, sampling).log_softmax(dim=-1)
         picked = logprobs.gather(1, targets[:, None]).squeeze(1)
         if self.trains_entropy and torch.is_grad_enabled():
             chances = logprobs.exp()

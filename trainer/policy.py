@@ -20,7 +20,7 @@ from data import own
 from records.time_ledger import TrainerClock
 from trainer.checkpoint import restore_training_state, save_for_people, training_state
 from trainer.lag_stats import TokenStats, drift
-from trainer.logprobs import TokenLogprobs
+from trainer.logprobs import Sampling, TokenLogprobs
 from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
 from trainer.optimizer import OptimOptions
@@ -106,7 +106,7 @@ class Policy:
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
         """Return log-probs of the trained tokens of each micro-batch, flat [N] float32 nats on the CPU; collective.
 
-        Token order is that of the sequences given. `raw` leaves the sampling transform out (temperature 1, top_p 1).
+        Token order is that of the sequences given. `raw` leaves the sampling transform out.
         """
         packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
         return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
@@ -161,9 +161,10 @@ class Policy:
 
     def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy [N] of the trained tokens."""
-        temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
+        c = self.config
+        sampling = Sampling() if raw else Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
         inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-        scored = module(*inputs, temperature, top_p, batch.segment_ids, batch.prefix_ids)
+        scored = module(*inputs, sampling, batch.segment_ids, batch.prefix_ids)
         if not torch.is_grad_enabled():
             module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
         return scored

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2Mod
 
 from trainer.attention import _block_mask_maker, attention_inputs, check_shares_prefix, dense_mask, mask_function
 from trainer.batch import distribute
-from trainer.logprobs import TokenLogprobs
+from trainer.logprobs import Sampling, TokenLogprobs
 from trainer.packing import bundle, pack
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -88,7 +88,7 @@ def test_flexattention_s_mask_gives_the_logprobs_of_single_sequences(untied):
     module = TokenLogprobs(model)
     batch = pack(bundle(sequences, True), module.one_row, share_prefix=True)
     assert batch.input_ids.shape[0] == 1
-    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     with torch.compiler.set_stance("force_eager"):
         logprobs, _ = module(*inputs, segment_ids=batch.segment_ids, prefix_ids=batch.prefix_ids)
     torch.testing.assert_close(logprobs, plain_logprobs(untied, sequences), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from trainer.batch import distribute
-from trainer.logprobs import TokenLogprobs
+from trainer.logprobs import Sampling, TokenLogprobs
 from trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
 from trainer.model import shard
 from trainer.packing import bundle, pack
@@ -171,7 +171,7 @@ def test_a_frozen_bfloat16_base_with_float32_adapters_trains_and_merges_in_float
             parameter.normal_(std=0.1 if name.endswith("A") else 0.01)
     shard([*inner.model.layers, module], init_device_mesh("cpu", (1,)), torch.bfloat16, offload=False)
     batch = pack(bundle(random_sequences(12)), one_row=False)
-    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     logprobs, _ = module(*inputs)
     with torch.no_grad(), without_adapters(module):
         assert (module(*inputs)[0] - logprobs).abs().max() > 0.01

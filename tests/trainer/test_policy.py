@@ -93,13 +93,20 @@ def test_packed_logprobs_equal_those_of_single_sequences(tying, budget, request)
         torch.testing.assert_close(scores, plain_logprobs(path, sequences), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.8), (1.3, 0.35), (1.0, 1e-6)])
-def test_score_applies_the_sampling_transform(tied, temperature, top_p):
+@pytest.mark.parametrize(
+    ("temperature", "cuts"),
+    [
+        *((0.7, (1.0, 0, 0.0)), (1.0, (0.8, 0, 0.0)), (1.3, (0.35, 0, 0.0)), (1.0, (1e-6, 0, 0.0))),
+        *((0.8, (1.0, 5, 0.0)), (0.8, (1.0, 0, 0.1)), (1.2, (0.9, 7, 0.05))),
+    ],
+)
+def test_score_applies_the_sampling_transform(tied, temperature, cuts):
     sequences = random_sequences(4, max_tokens=10)
-    policy = load(make_config(tied, temperature=temperature, top_p=top_p))
+    options = dict(zip(("top_p", "top_k", "min_p"), cuts, strict=True))
+    policy = load(make_config(tied, temperature=temperature, **options))
 
     def transform(row, target):
-        return brute_force_nucleus(row, target, temperature, top_p)
+        return brute_force_nucleus(row, target, temperature, *cuts)
 
     expected = plain_logprobs(tied, sequences, transform)
     torch.testing.assert_close(policy.score([sequences])[0], expected, rtol=1e-5, atol=1e-5)

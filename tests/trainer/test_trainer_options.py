@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 import trainer.model
 from config import Config
 from trainer.batch import distribute
-from trainer.logprobs import TokenLogprobs
+from trainer.logprobs import Sampling, TokenLogprobs
 from trainer.model import compiles, shard
 from trainer.packing import bundle, pack
 
@@ -132,7 +132,7 @@ def test_the_embedding_is_gathered_by_itself_unless_it_is_the_head_which_stays_w
     assert groups.pop("model.model.embed_tokens", None) == (None if is_tied else {"Embedding"})
     assert list(groups) == ["model.model.layers.0", "model.model.layers.1"]
     batch = pack(bundle(random_sequences(3)), one_row=False)
-    loss, sizes = policy.module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)[0], []
+    loss, sizes = policy.module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())[0], []
     inner.lm_head.register_forward_pre_hook(lambda head, _: sizes.append(isinstance(head.weight, DTensor)))
     loss.sum().backward()  # computes the head again
     assert sizes == [False]
@@ -307,7 +307,7 @@ def test_bfloat16_compute_leaves_weights_gradients_and_logprobs_in_float32(model
     for part in (inner.model.layers[0].mlp.up_proj, inner.lm_head):
         part.register_forward_hook(lambda part, _, output: seen.append((part.weight.dtype, output.dtype)))
     batch = pack(bundle(random_sequences(12)), one_row=False)
-    logprobs, entropy = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    logprobs, entropy = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     logprobs.sum().backward()
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)} and len(seen) > 20
     assert logprobs.dtype == entropy.dtype == torch.float32
