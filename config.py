@@ -116,9 +116,9 @@ class Config:
     advantage: Advantage = "grpo"
     """Advantage estimator, algos/advantages.py."""
     minibatches: int = 1
-    """Optimizer updates per step; must divide groups_per_step."""
+    """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Proximal log-probs with minibatches > 1: a forward pass per step, or interpolated from behavior and current."""
+    """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Token weights of the summed loss: 1/tokens, 1/(sequences·length), or 1/(sequences·max_response_tokens)."""
     kl_coef: float = 0.0

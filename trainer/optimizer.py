@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from algos.arguments import Count, NonNegative, Share
+from algos.arguments import AtLeastOne, Count, NonNegative, Share
 from config import Config, read_arguments
 
 
@@ -13,6 +13,8 @@ from config import Config, read_arguments
 class OptimOptions:
     """Options of the optimizer that few runs change; their names and defaults are those of `--optim-args`."""
 
+    epochs: AtLeastOne = 1
+    """Times that a step goes over its batch: `minibatches` updates each time."""
     warmup: Count = 5
     """Optimizer updates of linear warm-up."""
     weight_decay: NonNegative = 0.0
@@ -41,7 +43,7 @@ class OptimOptions:
     def learning_rate(self, config: Config, update: int, sequence_ess: float = 1.0) -> float:
         """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1."""
         lr = config.lr * min(1.0, (update + 1) / max(1, self.warmup))
-        after, length = update + 1 - self.warmup, config.steps * config.minibatches - self.warmup
+        after, length = update + 1 - self.warmup, config.steps * config.minibatches * self.epochs - self.warmup
         if self.schedule != "constant" and after > 0:
             done = min(1.0, after / max(1, length))
             falls = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2

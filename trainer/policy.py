@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,12 +16,13 @@ from torch.distributed.tensor import DTensor
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
 from algos.inputs import joined
 from algos.proximal import loglinear
+from algos.sampling import Sampling
 from config import Config
 from data import own
 from records.time_ledger import TrainerClock
 from trainer.checkpoint import restore_training_state, save_for_people, training_state
 from trainer.lag_stats import TokenStats, drift
-from trainer.logprobs import Sampling, TokenLogprobs
+from trainer.logprobs import TokenLogprobs
 from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from trainer.model import compute_dtype, load_model, trainer_mesh
 from trainer.optimizer import OptimOptions
@@ -70,9 +72,10 @@ class Policy:
     def train_step(self, updates: list[list[list[Bundle]]], policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
-        `policy_version` is that of the weights now. Returns, equal on all ranks: `loss`, `grad_norm` (before
-        clipping) and `changed_weights` (share that an update changes in bfloat16), means over the updates; `lr` of the
-        last; `tokens/forward` and `tokens/saved_share`; and the means of
+        `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
+        first in a random order of seed, version and epoch; proximal log-probs are those before the first. Returns,
+        equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update changes in
+        bfloat16), means over the updates; `lr` of the last; `tokens/forward` and `tokens/saved_share`; and the means of
         TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
@@ -80,16 +83,23 @@ class Policy:
         self.clock.enter("forward_backward")
         packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
         anchors = [[None] * len(update) for update in packed]
-        if len(packed) > 1 and self.config.proximal == "recompute":
+        order = self._order(len(packed), policy_version)
+        if len(order) > 1 and self.config.proximal == "recompute":
             with torch.no_grad():
                 anchors = [[self._forward(self.module, batch)[0] for batch in update] for update in packed]
         stats = TokenStats()
         results = [
-            self._update(update, anchor, StepPosition(policy_version, i / len(packed)), stats)
-            for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
+            self._update(packed[i], anchors[i], StepPosition(policy_version, made / len(order)), stats)
+            for made, i in enumerate(order)
         ]
         mean = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return {**mean, "lr": results[-1]["lr"], **self._tokens_read(packed), **stats.reduce(), **self._memory()}
+
+    def _order(self, num_minibatches: int, policy_version: int) -> list[int]:
+        """Which minibatch each update of a step trains on."""
+        seeds = [(self.config.seed, policy_version, epoch) for epoch in range(1, self._optim.epochs)]
+        again = [np.random.default_rng(seed).permutation(num_minibatches) for seed in seeds]
+        return [*range(num_minibatches), *(int(i) for order in again for i in order)]
 
     def _tokens_read(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
         """Tokens that one pass over the step reads, on all ranks, and the share that shared prompts saved."""

@@ -16,9 +16,10 @@ from tiny_policy import (
 )
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2Model, MistralConfig, Qwen3Config
 
+from algos.sampling import Sampling
 from trainer.attention import _block_mask_maker, attention_inputs, check_shares_prefix, dense_mask, mask_function
 from trainer.batch import distribute
-from trainer.logprobs import Sampling, TokenLogprobs
+from trainer.logprobs import TokenLogprobs
 from trainer.packing import bundle, pack
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -8,7 +8,8 @@ from tiny_policy import assert_same_gradient, brute_force_nucleus, random_sequen
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.logprobs import Sampling, TokenLogprobs, sampling_logits
+from algos.sampling import Sampling, sampling_logits
+from trainer.logprobs import TokenLogprobs
 from trainer.packing import MicroBatch, bundle, pack
 
 ALL_ROWS, RAW = 1_000_000, Sampling()

@@ -11,8 +11,9 @@ from tiny_policy import first_gradient, load, random_sequences, save_tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from algos.sampling import Sampling
 from trainer.batch import distribute
-from trainer.logprobs import Sampling, TokenLogprobs
+from trainer.logprobs import TokenLogprobs
 from trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
 from trainer.model import shard
 from trainer.packing import bundle, pack

@@ -16,11 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 import trainer.logprobs
+from algos.sampling import Sampling
 from cluster.memory import saved_bytes_per_token, step_items, total
 from cluster.shape import read_shape
 from config import Config
 from scripts.qwen3_shapes import qwen3_config
-from trainer.logprobs import Sampling, TokenLogprobs
+from trainer.logprobs import TokenLogprobs
 from trainer.model import embedding_apart, recompute_layers, shard
 
 SIZES = ("0.6b", "1.7b", "8b")

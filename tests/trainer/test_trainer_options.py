@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import trainer.model
+from algos.sampling import Sampling
 from config import Config
 from trainer.batch import distribute
-from trainer.logprobs import Sampling, TokenLogprobs
+from trainer.logprobs import TokenLogprobs
 from trainer.model import compiles, shard
 from trainer.packing import bundle, pack
 
