@@ -104,7 +104,11 @@ class Config:
     temperature: float = 1.0
     """Softmax temperature of sampling and of the trainer's log-probs."""
     top_p: float = 1.0
-    """Nucleus mass of sampling and of the trainer's log-probs."""
+    """Nucleus mass of sampling and of the trainer's log-probs, of what top_k and min_p leave."""
+    top_k: int = 0
+    """Likeliest tokens that sampling and the trainer's log-probs keep; 0: all."""
+    min_p: float = 0.0
+    """Least probability of a token that is kept, over that of the likeliest; 0: any."""
     env_timeout_s: float = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed."""
 
@@ -114,23 +118,19 @@ class Config:
     advantage_args: tuple[str, ...] = ()
     """NAME=VALUE each, as in `overlong=8`: the fields of AdvantageOptions in algos/advantages.py, with defaults."""
     minibatches: int = 1
-    """Optimizer updates per step; must divide groups_per_step."""
+    """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Proximal log-probs with minibatches > 1: a forward pass per step, or interpolated from behavior and current."""
+    """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Token weights of the summed loss: 1/tokens, 1/(sequences·length), or 1/(sequences·max_response_tokens)."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
     kl_estimator: KlEstimator = "k3"
     """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
-    warmup: int = 5
-    """Optimizer updates of linear warm-up."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
     optim_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `schedule=cosine`: the fields of OptimOptions in trainer/optimizer.py, with defaults."""
+    """NAME=VALUE each, as in `warmup=5 weight_decay=0.01`: fields of OptimOptions in trainer/optimizer.py."""
     lora_rank: int = 0
     """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
     max_tokens_per_microbatch: int = 16384
@@ -270,7 +270,7 @@ class SwarmOptions:
         return options
 
 
-_AT_LEAST_0 = {"async_ratio", "publish_delay", "warmup", "weight_decay", "kl_coef", "eval_every", "save_every", "seed"}
+_AT_LEAST_0 = {"async_ratio", "publish_delay", "top_k", "kl_coef", "eval_every", "save_every", "seed"}
 _AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers", "keep_last", "stop_after_s"}
 _AT_MOST = {
     "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
@@ -321,6 +321,8 @@ def _ranges(name: str, value: float) -> Mistakes:
         yield outside, "in [0.01, 2], as vLLM samples at 0.01 what is below and refuses what is above"
     elif name in ("top_p", "gpu_memory_utilization"):
         yield not 0 < value <= 1, "in (0, 1]"
+    elif name == "min_p":
+        yield not 0 <= value < 1, "in [0, 1)"
     elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s", "join_timeout_s"):
         yield value <= 0, "above 0"
     elif not isinstance(value, bool):

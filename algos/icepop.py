@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from algos.arguments import Cap, NonNegative, Share
+from algos.arguments import BelowOne, Cap, NonNegative, Share
 from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
@@ -29,7 +29,7 @@ def loss(
     *,
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
-    low: Share = 0.5,
+    low: BelowOne = 0.5,
     high: Cap = 5.0,
     level: Literal["token", "sequence"] = "token",
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -12,13 +12,13 @@ Differs from the paper: nothing known; a token that is left out stays in the den
 import torch
 from torch import Tensor
 
-from algos.arguments import NonNegative
+from algos.arguments import Positive
 from algos.inputs import LossInputs, needs_update
 from algos.ratio import importance_ratio
 
 
 @needs_update
-def loss(inputs: LossInputs, *, m2_threshold: NonNegative = 0.04) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, m2_threshold: Positive = 0.04) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where a token is left out)."""
     moments, goes_on = _moments(inputs)
     left_out = goes_on & (moments >= _least_left_out(*_moments(inputs.update), m2_threshold))

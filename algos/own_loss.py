@@ -25,23 +25,34 @@ def check_signature(loss: Any) -> None:
 
 
 def try_loss(loss: Callable) -> None:
-    """Compute a loss of the user's own on six tokens of two sequences.
+    """Compute a loss on six tokens of two sequences, a good and a bad one: stale ones, then fresh ones.
 
-    Raises TypeError for what is no loss and stats for each of them, and whatever the loss raises.
+    Raises TypeError for what is no loss and stats for each of them, ValueError where the fresh tokens, whose ratio is
+    1, have no gradient or one that is not finite, and whatever the loss raises.
     """
-    ids, n = torch.tensor([0, 0, 0, 0, 1, 1]), 6
-    logprobs = torch.linspace(-2, -0.1, n).requires_grad_()
-    others = {"behavior_logprobs": logprobs.detach() - 0.1, "proximal_logprobs": logprobs.detach() - 0.05}
-    inputs = LossInputs(logprobs, **others, advantages=1.0 - 2 * ids, rewards=1.0 - ids, sequence_ids=ids)
-    found = loss(replace(inputs, update=inputs.to("cpu")) if hasattr(loss, "needs_update") else inputs)
+    logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
+    found = loss(_six_tokens(loss, logprobs, 0.1))
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         raise TypeError(f"the loss gave {str(found)[:80]}; give (per_token_loss [N], stats: dict of [N])")
     for name, value in {"per_token_loss": found[0], **found[1]}.items():
-        if not isinstance(value, Tensor) or value.shape != (n,):
+        if not isinstance(value, Tensor) or value.shape != (6,):
             what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name} is {what} for N = {n} tokens; give a tensor [N], one value for each token")
+            raise TypeError(f"{name} is {what} for N = 6 tokens; give a tensor [N], one value for each token")
     if not found[0].requires_grad:
         raise TypeError("per_token_loss carries no gradient; make it of inputs.logprobs, not detached")
+    fresh = loss(_six_tokens(loss, logprobs, 0.0))[0]
+    (slopes,) = torch.autograd.grad(fresh.sum(), logprobs)
+    if not (fresh.isfinite().all() and slopes.isfinite().all() and slopes.any()):
+        got = f"the losses {fresh.tolist()} and the gradient {slopes.tolist()}"
+        raise ValueError(f"fresh tokens, whose ratio is 1, have {got}: nothing would be trained; take other arguments")
+
+
+def _six_tokens(loss: Callable, logprobs: Tensor, log_ratio: float) -> LossInputs:
+    """Inputs that a loss might see; the log-probs of the policy that sampled are lower by `log_ratio`, nats."""
+    ids, held = torch.tensor([0, 0, 0, 0, 1, 1]), logprobs.detach()
+    others = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
+    inputs = LossInputs(logprobs, **others, advantages=1.0 - 2 * ids, rewards=1.0 - ids, sequence_ids=ids)
+    return replace(inputs, update=inputs.to("cpu")) if hasattr(loss, "needs_update") else inputs
 
 
 def describe(algo: str, loss: Callable) -> str:

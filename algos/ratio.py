@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
@@ -10,4 +10,4 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
     Beyond 88 nats it would be infinite in float32, and where a clip cuts an infinite ratio's gradient to 0, 0·∞ is NaN.
     """
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

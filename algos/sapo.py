@@ -17,13 +17,13 @@ its gradient means anything.
 import torch
 from torch import Tensor
 
-from algos.arguments import Positive
+from algos.arguments import Gate
 from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 
 
 def loss(
-    inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
+    inputs: LossInputs, *, tau_positive: Gate = 1.0, tau_negative: Gate = 1.05
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight (of −A·∇log π in the gradient)."""
     advantages = inputs.advantages

@@ -13,12 +13,14 @@ is a sequence's and no length enters: the longer a response, the further from 1 
 multiplies π/π_proximal by its capped π_proximal/π_behavior, here it is one ratio.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from algos.arguments import NonNegative, Positive
 from algos.inputs import LossInputs
-from algos.ratio import importance_ratio
+from algos.ratio import MAX_LOG_RATIO, importance_ratio
 from algos.sequence_mean import sequence_sum
 
 
@@ -30,7 +32,15 @@ def loss(
     k_negative: NonNegative = 3.0,
     lambda_negative: Positive = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's, w), weight (φ)."""
+    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's, w), weight (φ).
+
+    Raises ValueError where φ would rise above e²⁰, the highest ratio there is: float32 ends at e⁸⁸.
+    """
+    for side, power, rate in (("positive", k_positive, lambda_positive), ("negative", k_negative, lambda_negative)):
+        if (highest := _highest(power, rate)) > MAX_LOG_RATIO:
+            what = f"k_{side}={power:g} and lambda_{side}={rate:g}"
+            what += f" give weights up to e^{highest:.4g} at a ratio of k/lambda"
+            raise ValueError(f"{what}; at most e^{MAX_LOG_RATIO:g} is allowed: bring k/lambda nearer to 1")
     advantages = inputs.advantages
     k, lam = (
         torch.where(advantages >= 0, positive, torch.full_like(advantages, negative))
@@ -39,3 +49,8 @@ def loss(
     ratio = importance_ratio(sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids))
     weight = torch.exp(lam + k * ratio.log() - lam * ratio)
     return -weight * advantages * inputs.logprobs, {"ratio": ratio, "weight": weight}
+
+
+def _highest(k: float, lam: float) -> float:
+    """The logarithm of φ's highest value, at w = k/λ, nats."""
+    return lam - k + (k * math.log(k / lam) if k else 0.0)

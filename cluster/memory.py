@@ -114,7 +114,7 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
     is_recomputed = "activations" in config.save_memory
     of_layer, rows = 2 * hidden if is_recomputed else per_layer, min(tokens, 1024)
     head, chunk = 2 * shape.largest_parameter, 4 * rows * shape.vocab_size
-    copies = 3 * chunk if config.top_p == 1 else 6 * chunk  # trainer/logprobs.py says why
+    copies = chunk * (6 if config.top_p < 1 else 4 if config.top_k or config.min_p else 3)  # see trainer/logprobs.py
     in_head = Item("in the head", 10 * tokens * hidden + max(copies, 2 * chunk + head), f"{rows} rows of logits")
     wide = tokens * (per_layer * is_recomputed + 4 * (hidden + shape.intermediate_size))
     in_layer = Item("in a layer", wide + 10 * shape.layer_parameters, f"{tokens} tokens, and 10 B × its parameters")

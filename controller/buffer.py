@@ -181,7 +181,7 @@ class SampleBuffer:
         groups = [self._residents.pop(group_id).group for group_id in batch]
         for group in groups:
             self._check_fresh(group)
-            self._ledger.consume(group.num_generated)
+            self._ledger.consume(group.trajectories)
         self.trainer_version += 1
         self._unpublished += [self.trainer_version] * len(groups)
         return groups
@@ -246,13 +246,13 @@ class SampleBuffer:
         resident = self._residents.pop(group_id)
         self._may_have_batch = True
         self._closed[group_id] = reason
-        self._ledger.drop(reason, resident.num_generated)
+        self._ledger.drop(reason, resident.members.values())
 
     def is_running(self, group_id: int) -> bool:
         """Whether the group holds a place and waits for members."""
         resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
         return resident is not None and resident.group is None
 
-    def ledger(self) -> dict[str, int]:
+    def ledger(self) -> dict[str, int | float]:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
         return self._ledger.balance(len(self._residents), sum(r.num_generated for r in self._residents.values()))

@@ -48,7 +48,7 @@ class BufferState:
     published_version: int
     residents: dict[int, Resident]
     """Those that have no place on this node any more admit nothing new until they are consumed."""
-    ledger: dict[str, int]
+    ledger: dict[str, int | float]
 
 
 @dataclass
@@ -168,7 +168,9 @@ def _merge(states: list[ControllerState]) -> ControllerState:
     put_back = sorted(chain(*(state.tickets.put_back for state in states), *passed_over))
     buffers = [state.buffer for state in states]
     residents = {group_id: resident for buffer in buffers for group_id, resident in buffer.residents.items()}
-    ledger = sum((Counter(buffer.ledger) for buffer in buffers), Counter())
+    ledger = Counter()
+    for buffer in buffers:
+        ledger.update(buffer.ledger)  # and not `+`, which leaves out sums below 0
     return replace(
         states[0],
         buffer=replace(buffers[0], residents=residents, ledger=dict(ledger)),

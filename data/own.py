@@ -119,7 +119,9 @@ def blamed(text: str, option: str = "--task") -> Iterator[None]:
 
 
 def where(error: BaseException, text: str) -> str:
-    """Where in a user's own code an error comes from, and what it says, on one line."""
+    """Where in a user's own code an error comes from, and what it says, on one line; just that for shipped code."""
+    if not is_own(text):
+        return str(error)
     folder, place = Path(os.path.abspath(file_of(text))).parent, file_of(text).name
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if Path(f.filename).is_relative_to(folder) and "site-packages" not in f.filename]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from config import Config, flag
 from data.own import found_again
 from records.manifest import Checkpoint, newest_checkpoint
+from records.run_directory import read_header
 
 if TYPE_CHECKING:
     from cluster.cluster import Cluster
@@ -61,8 +62,7 @@ def resumed_config(chosen: dict) -> Config:
 def recorded(run: Path, option: str = "--resume") -> dict:
     """What run.json says of a run. Raises ValueError, in one line, if there is none, or it is of other code."""
     try:
-        made = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        options = made["config"]
+        options = (made := read_header(run))["config"]
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME") from None
     if unknown := options.keys() - {field.name for field in fields(Config)}:

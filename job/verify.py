@@ -55,11 +55,11 @@ def allowed_distance(config: Config, dtype: torch.dtype) -> float:
     a token 1.3e-5. 1e-3 leaves 1,200 times that, and finds this share of responses with a lie (in brackets: at 0.1):
     weights 10 steps older 88% (4%), 2 steps 70% (0.2%), log-probs times 0.9 62% (0.04%), plus 0.01 99% (0%), shuffled
     96% (27%), two tokens exchanged 100% (99.8%). With the same weights in bfloat16 the largest distance was 0.019
-    (10,000 responses, on a CPU): 0.1 leaves 5 times that for larger models and GPUs, and holds for top_p < 1, where
-    rounding may move a token into or out of the nucleus, and a log-prob by up to log 2. So honest responses are
-    beyond it far less often than once in 10,000, and one that is beyond is enough.
+    (10,000 responses, on a CPU): 0.1 leaves 5 times that for larger models and GPUs, and holds where
+    top_p, top_k or min_p cut: rounding may move a token in or out, and a log-prob by up to log 2. So honest responses
+    are beyond it far less often than once in 10,000, and one that is beyond is enough.
     """
-    return 1e-3 if dtype == torch.float32 and config.top_p == 1 else 0.1
+    return 1e-3 if dtype == torch.float32 and (config.top_p, config.top_k, config.min_p) == (1, 0, 0) else 0.1
 
 
 class Verifier:

@@ -68,7 +68,7 @@ class RolloutReport:
             self.pauses_s + other.pauses_s,
             self.sampled + other.sampled,
             self.worker_time + other.worker_time,
-            Counter({name: count + other.ledger[name] for name, count in self.ledger.items()}),
+            Counter({name: self.ledger[name] + other.ledger[name] for name in {**self.ledger, **other.ledger}}),
             self.num_restarts + other.num_restarts,
             self.broadcasts_s + other.broadcasts_s,
         )
@@ -155,7 +155,8 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
 def rollout_metrics(report: RolloutReport, previous_tokens: int, step_s: float) -> dict[str, float]:
     """Metrics of what the controllers measured since the last line."""
     ledger, sampled = report.ledger, report.sampled
-    metrics = {f"ledger/{name}": count for name, count in ledger.items()}
+    metrics = {f"ledger/{name}": n for name, n in ledger.items() if name.startswith(("groups_", "tokens_"))}
+    metrics |= _bias_of_dropping(ledger)
     metrics["tokens/generated"] = ledger["tokens_generated"]
     metrics["rollout/tokens_per_s"] = (ledger["tokens_generated"] - previous_tokens) / step_s
     metrics["rollout/restarts"] = report.num_restarts
@@ -166,6 +167,18 @@ def rollout_metrics(report: RolloutReport, previous_tokens: int, step_s: float) 
     if report.pauses_s:
         metrics["rollout/pause_s"] = float(np.mean(report.pauses_s))
     return metrics
+
+
+def _bias_of_dropping(ledger: Counter[str]) -> dict[str, float]:
+    """By reason, how groups dropped so far differ from those consumed: the ratio of their mean response lengths, and
+    the difference of their mean rewards. Both are over members that had finished."""
+    fates = [name.removeprefix("measured_") for name in ledger if name.startswith("measured_")]
+    means = {of: [ledger[f"{name}_{of}"] / ledger[f"measured_{of}"] for name in ("length", "reward")] for of in fates}
+    length, reward = means.pop("consumed", (0, 0))
+    if not length:
+        return {}
+    ratios = {f"{of.replace('_', '/', 1)}_length_ratio": mean / length for of, (mean, _) in means.items()}
+    return ratios | {f"{of.replace('_', '/', 1)}_reward_gap": mean - reward for of, (_, mean) in means.items()}
 
 
 def time_metrics(trainer: Counter[str], workers: dict[str, int]) -> dict[str, float]:

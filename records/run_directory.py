@@ -37,6 +37,9 @@ SHOWN = (
     "time/wait_s", "loss/total",
 )  # fmt: skip
 
+_OPTIM_ARGS = {"warmup": 5, "weight_decay": 0.0}
+"""Those that run.json of older code has as options, and their defaults."""
+
 
 class RunDirectory:
     """Writes the records of a run; every line is on disk when the call returns. Safe to use from several threads.
@@ -219,6 +222,16 @@ def _provenance(config: Config, num_ranks: int) -> dict:
         "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(), "gpus": gpus},
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def read_header(run: Path) -> dict:
+    """What run.json says of a run; options that are `--optim-args` now are there, unless at their defaults."""
+    made = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    options = made.get("config", {})
+    moved = {name: options.pop(name) for name in _OPTIM_ARGS.keys() & options.keys()}
+    if changed := [f"{name}={value}" for name, value in sorted(moved.items()) if value != _OPTIM_ARGS[name]]:
+        options["optim_args"] = [*changed, *options.get("optim_args", [])]
+    return made
 
 
 def _write_provenance(path: Path, made: dict, resumed: dict | None) -> dict:

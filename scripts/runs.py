@@ -14,6 +14,7 @@ from statistics import fmean
 
 import pandas as pd
 
+from records.run_directory import read_header
 from scripts.lines import read, read_events
 
 SUMMARY = {
@@ -79,7 +80,7 @@ def load(path: str | Path) -> Run:
         if not (path / name).exists():
             raise ValueError(f"{path / name} does not exist; give the directory of a run, as in runs/NAME")
     try:
-        info = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        info = read_header(path)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run") from None
     metrics = read(path / "metrics.jsonl", cut)

@@ -68,6 +68,14 @@ class Pair:
         yield
         self.proxy.config = before
 
+    @contextmanager
+    def sampling(self, **options):
+        """Sample, and score in the trainer, with these options."""
+        configs = self.proxy.config, self.policy.config
+        self.proxy.config, self.policy.config = (dataclasses.replace(config, **options) for config in configs)
+        yield
+        self.proxy.config, self.policy.config = configs
+
     def generate_through_updates(self, num_updates=3, num_responses=24):
         """Responses that several updates interrupt, and the weights of every version they can have."""
         weights = {self.proxy.version: self.weights()}

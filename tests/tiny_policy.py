@@ -156,12 +156,16 @@ def _with_prompt(s: TrainSequence, prompt: np.ndarray, cut: int, group_id: int) 
     )
 
 
-def brute_force_nucleus(row, target, temperature, top_p):
-    """Keep the likeliest tokens until they hold top_p, and the sampled one; −inf elsewhere."""
+def brute_force_nucleus(row, target, temperature, top_p, top_k=0, min_p=0.0):
+    """Keep the likeliest top_k tokens that are min_p as likely as the first, until they hold top_p of what these have,
+    and the sampled one; −inf elsewhere."""
     row = row / temperature
     kept, mass = {target}, 0.0
     probs = row.double().softmax(dim=-1)
-    for token in sorted(range(len(row)), key=lambda i: -row[i].item()):
+    likeliest = sorted(range(len(row)), key=lambda i: -row[i].item())[: top_k or None]
+    likeliest = [token for token in likeliest if probs[token] >= min_p * probs[likeliest[0]]]
+    probs = probs / probs[likeliest].sum()
+    for token in likeliest:
         if mass >= top_p:
             break
         kept.add(token)

@@ -16,23 +16,25 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
-from trainer.logprobs import sampling_logits
+from algos.sampling import Sampling, sampling_logits
 
 VOCAB, ROWS = 600, 8
 FEW, DRAWS = 30, 1500
-CASES = {"plain": (1.0, 1.0), "temperature": (0.7, 1.0), "top_p": (1.0, 0.9), "both": (0.6, 0.8)}
-"""Temperature and top_p."""
+CASES = {
+    "plain": Sampling(), "temperature": Sampling(0.7), "top_p": Sampling(1.0, 0.9), "both": Sampling(0.6, 0.8),
+    "top_k": Sampling(1.0, 1.0, 5), "min_p": Sampling(1.0, 1.0, 0, 0.1), "all": Sampling(0.8, 0.8, 10, 0.05),
+}  # fmt: skip
 
 
-def request(index: int, temperature: float, top_p: float):
+def request(index: int, sampling: Sampling):
     """What vLLM is told of a request."""
     from vllm.sampling_params import SamplingParams
 
     seed = int(np.random.SeedSequence([7, index]).generate_state(1, np.uint64)[0] >> 1)
-    return SamplingParams(temperature=temperature, top_p=top_p, seed=seed, logprobs=0)
+    return SamplingParams(**sampling._asdict(), seed=seed, logprobs=0)
 
 
-def make_sampler(num_requests: int, vocab: int, temperature: float, top_p: float):
+def make_sampler(num_requests: int, vocab: int, sampling: Sampling):
     """vLLM's own sampler with as many seeded requests, as our engines ask for them."""
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
@@ -43,7 +45,7 @@ def make_sampler(num_requests: int, vocab: int, temperature: float, top_p: float
     sampler = Sampler(options, num_requests, vocab, device, states, logprobs_mode="processed_logprobs")
     for index in range(num_requests):
         states.add_request(str(index), 3, [1, 2, 3], 0, 32)
-        sampler.add_request(index, request(index, temperature, top_p))
+        sampler.add_request(index, request(index, sampling))
     states.apply_staged_writes()
     sampler.apply_staged_writes()
     return sampler
@@ -58,35 +60,35 @@ def sample(sampler, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def draw(processed: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+def draw(processed: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """DRAWS tokens by the same logits [1, V], each for a request of its own, as the sampler draws them."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     states, rows = SamplingStates(DRAWS, processed.shape[1]), torch.arange(DRAWS, dtype=torch.int32)
     for index in range(DRAWS):
-        states.add_request(index, request(index, temperature, top_p))
+        states.add_request(index, request(index, sampling))
     states.apply_staged_writes()
     of_requests = states.temperature.gpu, states.seeds.gpu, torch.full((DRAWS,), 5, dtype=torch.int64)
     logits = processed.expand(DRAWS, -1).contiguous()
     return gumbel_sample(logits, rows, *of_requests, apply_temperature=False, is_drafting=False)
 
 
-def compare(temperature: float, top_p: float) -> dict:
+def compare(sampling: Sampling) -> dict:
     """Largest gap of log-probs, tokens on whose place in the nucleus the two differ, χ² of frequencies."""
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(ROWS, VOCAB, generator=generator)
-    tokens, processed = sample(make_sampler(ROWS, VOCAB, temperature, top_p), logits)
-    expected = sampling_logits(logits, tokens, temperature, top_p)
+    tokens, processed = sample(make_sampler(ROWS, VOCAB, sampling), logits)
+    expected = sampling_logits(logits, tokens, sampling)
     logprobs = compute_topk_scores(processed, 0, tokens).logprobs
     gap = (expected.log_softmax(-1).gather(1, tokens[:, None]) - logprobs).abs().max()
     differ = int((expected.isinf() != processed.isinf()).sum())
     few = 0.8 * torch.randn(1, FEW, generator=generator)
-    drawn = draw(sample(make_sampler(1, FEW, temperature, top_p), few)[1], temperature, top_p)
+    drawn = draw(sample(make_sampler(1, FEW, sampling), few)[1], sampling)
     likeliest = few.argmax(-1)
-    probabilities = sampling_logits(few, likeliest, temperature, top_p).double().softmax(-1)[0].numpy()
+    probabilities = sampling_logits(few, likeliest, sampling).double().softmax(-1)[0].numpy()
     counts = np.bincount(drawn.numpy(), minlength=FEW)
     often = probabilities * DRAWS >= 5
     seen, wanted = ([*of[often], of[~often].sum()] for of in (counts, probabilities * DRAWS))
@@ -106,13 +108,13 @@ def split_differs() -> int:
     logits = 3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
     processed = logits.clone()
     _apply_topp_split(processed, None, torch.full((4,), 0.9), float("-inf"), 4)
-    return int((sampling_logits(logits, logits.argmax(-1), 1.0, 0.9).isinf() != processed.isinf()).sum())
+    return int((sampling_logits(logits, logits.argmax(-1), Sampling(top_p=0.9)).isinf() != processed.isinf()).sum())
 
 
 def greedy_differs() -> int:
     """Rows in which temperature 0 does not give the likeliest token."""
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(2))
-    tokens, _ = sample(make_sampler(ROWS, VOCAB, 0.0, 1.0), logits)
+    tokens, _ = sample(make_sampler(ROWS, VOCAB, Sampling(temperature=0.0)), logits)
     return int((tokens != logits.argmax(-1)).sum())
 
 
@@ -143,7 +145,7 @@ def main() -> None:
 
     buffer_utils.UvaBuffer = buffer_utils.NonUvaBuffer
     topk_topp_triton.num_compute_units = lambda *_: 4
-    found = {name: compare(*case) for name, case in CASES.items()}
+    found = {name: compare(case) for name, case in CASES.items()}
     found |= {"split differs": split_differs(), "greedy differs": greedy_differs()}
     Path(sys.argv[1]).write_text(json.dumps(found))
     os._exit(0)

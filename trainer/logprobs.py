@@ -7,36 +7,17 @@ the compute dtype, and is the embedding where the two are tied.
 """
 
 import functools
-import math
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from algos.sampling import Sampling, sampling_logits
 from trainer.attention import ONE_ROW, attention_inputs
 
 CHUNK_ROWS = 1024
 """Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
-
-
-def sampling_logits(logits: Tensor, targets: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Apply the engine's sampling transform to logits [N, V] float32: temperature, then top-p of what remains.
-
-    The nucleus is the current policy's own and is treated as a constant; outside of it logits are −inf. The sampled
-    token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
-    `processed_logprobs` does it: cut the least likely tokens while their total mass is at most 1 − top_p.
-    """
-    logits = logits / temperature
-    return logits if top_p == 1.0 else logits.masked_fill(_outside_nucleus(logits, targets, top_p), -math.inf)
-
-
-@torch.no_grad()
-def _outside_nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
-    ascending, order = logits.sort(dim=-1)
-    cut_sorted = ascending.softmax(dim=-1).cumsum_(dim=-1) <= 1 - top_p
-    cut_sorted[:, -1] = False
-    return torch.zeros_like(cut_sorted).scatter_(1, order, cut_sorted).scatter_(1, targets[:, None], False)
 
 
 class TokenLogprobs(nn.Module):
@@ -61,8 +42,7 @@ class TokenLogprobs(nn.Module):
         position_ids: Tensor,
         sources: Tensor,
         targets: Tensor,
-        temperature: float,
-        top_p: float,
+        sampling: Sampling,
         visible_until: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats, and values
@@ -71,9 +51,9 @@ class TokenLogprobs(nn.Module):
         Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass, once
         for all branches that train a token of a shared prefix. Beside the head's weight and its gradient, the most
         memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in and out of the
-        softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), or times 2 and the gradient
-        again, which each chunk adds to. With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB
-        with a hidden size of 4096, for any number of tokens.
+        softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), times 4 where only top_k or
+        min_p cut, or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
+        151 936 that is 1.9 GB, or 3.7 GB, 2.5 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
         """
         pairs, places = sources << 32 | targets, None  # both are below 2³¹
         if visible_until is not None:
@@ -81,7 +61,7 @@ class TokenLogprobs(nn.Module):
         seen = attention_inputs(self.attention, position_ids, visible_until)
         outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
         rows, targets = outputs.last_hidden_state.flatten(0, 1).index_select(0, pairs >> 32), pairs & 0x7FFFFFFF
-        head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
+        head = functools.partial(self._score_rows, sampling=sampling)
         parts = [
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
@@ -90,11 +70,11 @@ class TokenLogprobs(nn.Module):
         columns = *(torch.cat(column) for column in zip(*parts, strict=True)), values
         return columns if places is None else tuple(column[places] for column in columns)
 
-    def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+    def _score_rows(self, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         # In float32 from the logits on: a bfloat16 log-prob is known to 3 digits, too few for a ratio of probabilities.
         # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
-        logprobs = sampling_logits(head(hidden).float(), targets, temperature, top_p).log_softmax(dim=-1)
+        logprobs = sampling_logits(head(hidden).float(), targets, sampling).log_softmax(dim=-1)
         picked = logprobs.gather(1, targets[:, None]).squeeze(1)
         if self.trains_entropy and torch.is_grad_enabled():
             chances = logprobs.exp()

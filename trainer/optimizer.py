@@ -1,4 +1,4 @@
-"""What `--optim-args` say of AdamW and of its learning rate after warm-up."""
+"""What `--optim-args` say of AdamW and of its learning rate."""
 
 import inspect
 import math
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from algos.arguments import NonNegative, Share
+from algos.arguments import AtLeastOne, Count, NonNegative, Share
 from config import Config, read_arguments
 
 
@@ -15,6 +15,12 @@ from config import Config, read_arguments
 class OptimOptions:
     """Options of the optimizer that few runs change; their names and defaults are those of `--optim-args`."""
 
+    epochs: AtLeastOne = 1
+    """Times that a step goes over its batch: `minibatches` updates each time."""
+    warmup: Count = 5
+    """Optimizer updates of linear warm-up."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """From warm-up, which is linear, to the run's last update."""
     least: Share = 0.0
@@ -38,8 +44,8 @@ class OptimOptions:
 
     def learning_rate(self, config: Config, update: int, sequence_ess: float = 1.0) -> float:
         """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1."""
-        lr = config.lr * min(1.0, (update + 1) / max(1, config.warmup))
-        after, length = update + 1 - config.warmup, config.steps * config.minibatches - config.warmup
+        lr = config.lr * min(1.0, (update + 1) / max(1, self.warmup))
+        after, length = update + 1 - self.warmup, config.steps * config.minibatches * self.epochs - self.warmup
         if self.schedule != "constant" and after > 0:
             done = min(1.0, after / max(1, length))
             falls = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from algos import KL_ESTIMATORS, LOSSES, AdvantageOptions, LossInputs, choose_loss, gae
 from algos.inputs import joined
 from algos.proximal import loglinear
+from algos.sampling import Sampling
 from config import Config
 from data import own
 from records.time_ledger import TrainerClock
@@ -58,7 +60,7 @@ class Policy:
     def __post_init__(self) -> None:
         self._optim, self._advantage = OptimOptions.of(self.config), AdvantageOptions.of(self.config)
         trained = parameter_groups(self.module.model, self.module.value_head, self._advantage.value_lr)
-        options = {"lr": self.config.lr, "weight_decay": self.config.weight_decay}
+        options = {"lr": self.config.lr, "weight_decay": self._optim.weight_decay}
         options["betas"] = (self._optim.beta1, self._optim.beta2)
         self.optimizer = torch.optim.AdamW(trained, **options, fused=True)  # without temporaries of the weights' size
 
@@ -70,17 +72,19 @@ class Policy:
     def train_step(self, updates: list[list[list[Bundle]]], policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
-        `policy_version` is that of the weights now. Returns, equal on all ranks: `loss`, `grad_norm` (before
-        clipping) and `changed_weights` (share that an update changes in bfloat16), means over the updates; `lr` of the
-        last; what _tokens_read counts; with a value head what gae.of_step says of it; and the means of TokenStats over
-        all trained tokens.
+        `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
+        first in a random order of seed, version and epoch; proximal log-probs and values are those before the first.
+        Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
+        changes in bfloat16), means over the updates; `lr` of the last; what _tokens_read counts; with a value head what
+        gae.of_step says of it; and the means of TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
         self.clock.enter("forward_backward")
         packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
         anchors, of_values = [[None] * len(update) for update in packed], {}
-        recomputes = len(packed) > 1 and self.config.proximal == "recompute"
+        order = self._order(len(packed), policy_version)
+        recomputes = len(order) > 1 and self.config.proximal == "recompute"
         if recomputes or self.module.value_head is not None:
             with torch.no_grad():
                 before = [[self._forward(self.module, batch) for batch in update] for update in packed]
@@ -90,11 +94,17 @@ class Policy:
             packed, of_values = gae.of_step(packed, values, self._advantage, self._sum_over_ranks)
         stats = TokenStats()
         results = [
-            self._update(update, anchor, StepPosition(policy_version, i / len(packed)), stats)
-            for i, (update, anchor) in enumerate(zip(packed, anchors, strict=True))
+            self._update(packed[i], anchors[i], StepPosition(policy_version, made / len(order)), stats)
+            for made, i in enumerate(order)
         ]
         mean = of_values | {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return {**mean, "lr": results[-1]["lr"], **self._tokens_read(updates), **stats.reduce(), **self._memory()}
+
+    def _order(self, num_minibatches: int, policy_version: int) -> list[int]:
+        """Which minibatch each update of a step trains on."""
+        seeds = [(self.config.seed, policy_version, epoch) for epoch in range(1, self._optim.epochs)]
+        again = [np.random.default_rng(seed).permutation(num_minibatches) for seed in seeds]
+        return [*range(num_minibatches), *(int(i) for order in again for i in order)]
 
     def _tokens_read(self, updates: list[list[list[Bundle]]]) -> dict[str, float]:
         """Tokens that a pass over the step reads, on all ranks; shares of all sequences' tokens that this saved, and
@@ -114,7 +124,7 @@ class Policy:
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
         """Return log-probs of the trained tokens of each micro-batch, flat [N] float32 nats on the CPU; collective.
 
-        Token order is that of the sequences given. `raw` leaves the sampling transform out (temperature 1, top_p 1).
+        Token order is that of the sequences given. `raw` leaves the sampling transform out.
         """
         packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
         return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
@@ -169,9 +179,10 @@ class Policy:
 
     def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs and entropy [N] of the trained tokens, and the values [N] before them."""
-        temperature, top_p = (1.0, 1.0) if raw else (self.config.temperature, self.config.top_p)
+        c = self.config
+        sampling = Sampling() if raw else Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
         inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-        scored = module(*inputs, temperature, top_p, batch.visible_until)
+        scored = module(*inputs, sampling, batch.visible_until)
         if not torch.is_grad_enabled():
             module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
         return scored

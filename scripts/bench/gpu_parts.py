@@ -102,11 +102,12 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
     config = replace(config, groups_per_step=min(JOB_GROUPS, config.groups_per_step))
     folder = Path(tempfile.mkdtemp(prefix="bench-gpu-job-"))
     names = ("model", "groups_per_step", "group_size", "max_response_tokens", "max_running_requests", "on_update",
-             "async_ratio", "colocate", "env_timeout_s", "warmup")  # fmt: skip
+             "async_ratio", "colocate", "env_timeout_s")  # fmt: skip
     options = {name: getattr(config, name) for name in names}
     options |= {"steps": JOB_STEPS, "eval_every": 0, "runs_dir": folder, "run_name": "run"}
-    options |= {"lr": 1e-3, "weight_decay": 50}  # no response earns anything; the decay moves the weights all the same
+    options |= {"lr": 1e-3, "optim-args": "warmup=0"}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments.append("weight_decay=50")  # no response earns anything; the decay moves the weights all the same
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
     subprocess.run(command, cwd=ROOT, check=True)
     return job_numbers(read(folder / "run" / "metrics.jsonl"))

@@ -52,6 +52,7 @@ from scripts.bench.work import (
 from scripts.latency import run_latency_worker
 from scripts.lines import markdown, read
 from trainer.batch import distribute
+from trainer.optimizer import OptimOptions
 from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
 from weights.models import load_tokenizer, resolve_model
@@ -145,10 +146,10 @@ class PlainStep:
     def __init__(self, config: Config, model_path: str):
         from transformers import AutoModelForCausalLM
 
-        self.config = config
+        self.config, decay = config, OptimOptions.of(config).weight_decay
         options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
         self.model = AutoModelForCausalLM.from_pretrained(model_path, **options).eval()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=decay)
 
     def step(self, batches: list[MicroBatch]) -> None:
         """One optimizer update."""

@@ -1,13 +1,16 @@
 import inspect
+import itertools
 import math
 from typing import Literal
 
 import pytest
 import torch
-from loss_checks import random_inputs
+from loss_checks import as_update, gradient, random_inputs
 
-from algos import LOSSES, hyperparameters
+from algos import LOSSES, LossInputs, choose_loss, hyperparameters
+from algos.own_loss import try_loss
 from config import read_value
+from job.command_line import parse_config
 
 GIVEN = {
     "clip_low": ("0.5", 0.5), "clip_high": ("1.5", 1.5), "dual_clip": ("3", 3.0), "behavior_weight_cap": ("1.2", 1.2),
@@ -52,32 +55,44 @@ def test_several_arguments_are_read_and_none_is_none():
         ("reinforce", "clip_low=0.1", "--algo reinforce takes none"),
         ("grpo", "clip_low=1.1", "clip_low of --algo grpo must be in [0, 1]"),
         ("grpo", "clip_low=-0.1", "clip_low of --algo grpo must be in [0, 1]"),
-        ("gspo", "clip_high=-1", "clip_high of --algo gspo must be at least 0"),
-        ("grpo", "dual_clip=1", "dual_clip of --algo grpo must be above 1"),
-        ("tis", "clip_high=0.4", "clip_high of --algo tis must be at least 1, the ratio of a fresh token"),
-        ("icepop", "low=1.5", "low of --algo icepop must be in [0, 1]"),
-        ("aipo", "cap=0", "cap of --algo aipo must be at least 1, the ratio of a fresh token"),
+        ("gspo", "clip_high=-1", "clip_high of --algo gspo must be in [0, 1e9]"),
+        ("grpo", "dual_clip=1", "dual_clip of --algo grpo must be in (1, 1e9]"),
+        (
+            "tis",
+            "clip_high=0.4",
+            "clip_high of --algo tis must be in [1, 1e9], where 1 is the ratio of a fresh token",
+        ),
+        ("icepop", "low=1.5", "low of --algo icepop must be in [0, 1), where 1 is the ratio of a fresh token"),
+        ("aipo", "cap=0", "cap of --algo aipo must be in [1, 1e9], where 1 is the ratio of a fresh token"),
         ("aipo", "cap=inf", "cap of --algo aipo must be a finite number"),
         ("aipo", "cap=nan", "cap of --algo aipo must be a finite number"),
         ("aipo", "cap=two", "cap of --algo aipo must be a finite number"),
         ("aipo", "cap", "cap of --algo aipo must be a finite number"),
-        ("kimi", "tau=0", "tau of --algo kimi must be above 0"),
-        ("weighted_topr", "positive_weight=-1", "positive_weight of --algo weighted_topr must be at least 0"),
+        ("kimi", "tau=0", "tau of --algo kimi must be in (0, 1e9]"),
+        (
+            "weighted_topr",
+            "positive_weight=-1",
+            "positive_weight of --algo weighted_topr must be in [0, 1e9]",
+        ),
         ("cispo", "unified_mask=yes", "unified_mask of --algo cispo must be true or false"),
         ("decoupled_ppo", "action=cut", "action of --algo decoupled_ppo must be mask or truncate"),
         ("icepop", "level=tokens", "level of --algo icepop must be token or sequence"),
         ("dppo", "divergence=js", "divergence of --algo dppo must be tv or kl"),
-        ("dppo", "delta_high=0", "delta_high of --algo dppo must be above 0"),
-        ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be above 0"),
-        ("opsm", "delta=0", "delta of --algo opsm must be above 0"),
-        ("mis", "low=1", "low of --algo mis must be at least 0 and below 1, the ratio of a fresh token"),
-        ("mis", "high=0.9", "high of --algo mis must be at least 1, the ratio of a fresh token"),
+        ("dppo", "delta_high=0", "delta_high of --algo dppo must be in (0, 1e9]"),
+        ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be in [1e-6, 1e6]"),
+        ("opsm", "delta=0", "delta of --algo opsm must be in (0, 1e9]"),
+        ("mis", "low=1", "low of --algo mis must be in [0, 1), where 1 is the ratio of a fresh token"),
+        ("mis", "high=0.9", "high of --algo mis must be in [1, 1e9], where 1 is the ratio of a fresh token"),
         ("mis", "level=batch", "level of --algo mis must be token or sequence or geometric"),
-        ("tis_ppo", "cap=0.8", "cap of --algo tis_ppo must be at least 1, the ratio of a fresh token"),
-        ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be above 0"),
-        ("vespo", "k_positive=-1", "k_positive of --algo vespo must be at least 0"),
-        ("vespo", "lambda_negative=0", "lambda_negative of --algo vespo must be above 0"),
-        ("sequence_is", "cap=0.5", "cap of --algo sequence_is must be at least 1, the ratio of a fresh token"),
+        ("tis_ppo", "cap=0.8", "cap of --algo tis_ppo must be in [1, 1e9], where 1 is the ratio of a fresh token"),
+        ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be in (0, 1e9]"),
+        ("vespo", "k_positive=-1", "k_positive of --algo vespo must be in [0, 1e9]"),
+        ("vespo", "lambda_negative=0", "lambda_negative of --algo vespo must be in (0, 1e9]"),
+        (
+            "sequence_is",
+            "cap=0.5",
+            "cap of --algo sequence_is must be in [1, 1e9], where 1 is the ratio of a fresh token",
+        ),
     ],
 )
 def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(algo, item, message):
@@ -100,3 +115,67 @@ def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch)
     with pytest.raises(ValueError, match=r"power of --algo own must be a whole number"):
         hyperparameters("own", ("power=2.5",))
     assert not math.isnan(hyperparameters("own", ("scale=1e300",))["scale"])
+
+
+EXTREMES = ("0", "1e-300", "1e-30", "1e-6", "0.5", "1", "1.0000001", "2", "1e6", "1e9", "1e30", "1e300", "-1")
+OPTIONS = (
+    *((), ("level=sequence",), ("level=geometric",), ("action=truncate",)),
+    *(("divergence=kl",), ("unified_mask=true",)),
+)
+
+
+@pytest.mark.parametrize("algo", LOSSES)
+def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
+    names = [name for of, name in KEYWORDS if of == algo and type(GIVEN[name][1]) is float]
+    num_trained = 0
+    for name, value, option in itertools.product(names, EXTREMES, OPTIONS):
+        try:
+            loss = choose_loss(algo, (f"{name}={value}", *option))
+            try_loss(loss)
+        except ValueError as error:
+            words = ("must be in", "takes", "is allowed", "must be token or", "take other arguments")
+            assert "\n" not in str(error) and any(word in str(error) for word in words)
+            continue
+        fresh = random_inputs(spread=0.0)
+        slopes = gradient(loss, convert_to_float32(fresh))
+        assert torch.isfinite(slopes).all() and slopes.any(), (name, value)
+        num_trained += 1
+    assert num_trained >= 3 * len(names)
+
+
+@pytest.mark.parametrize(
+    ("algo", "items", "message"),
+    [
+        ("vespo", ("lambda_positive=100",), "k_positive=2 and lambda_positive=100 give weights up to e^90.18"),
+        ("vespo", ("k_negative=1000",), "k_negative=1000 and lambda_negative=2 give weights up to e^5217"),
+        ("vespo", ("k_positive=0", "lambda_positive=21"), "at most e^20 is allowed"),
+        (
+            "weighted_topr",
+            ("positive_weight=0", "negative_weight=0"),
+            "both 0, and nothing is trained",
+        ),
+    ],
+)
+def test_what_two_arguments_may_not_be_together_is_one_line_before_anything_starts(algo, items, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--algo", algo, "--algo-args", *items])
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --algo {algo}: ") and message in said and said.count("\n") == 1
+    assert "Traceback" not in said
+
+
+def test_a_loss_without_a_gradient_on_fresh_tokens_is_refused():
+    def masked(inputs):
+        return torch.where(inputs.logprobs == inputs.behavior_logprobs, 0.0, inputs.logprobs), {}
+
+    with pytest.raises(ValueError, match=r"whose ratio is 1, have .+ nothing would be trained"):
+        try_loss(masked)
+    with pytest.raises(ValueError, match="nan"):
+        try_loss(lambda inputs: (inputs.logprobs * math.nan, {}))
+
+
+def convert_to_float32(inputs):
+    columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__ if name != "update"}
+    columns = {name: column.float() if column.is_floating_point() else column for name, column in columns.items()}
+    columns["logprobs"].requires_grad_()
+    return as_update(LossInputs(**columns))

@@ -1,4 +1,6 @@
 import random
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +10,11 @@ from trajectories import make_trajectory
 
 from config import Config
 from controller.buffer import SampleBuffer
-from controller.ledger import DROP_REASONS
+from controller.ledger import COUNTS, DROP_REASONS
+from controller.state import BufferState
+from data.messages import SampledTokens
+from data.plain import decode, encode
+from records.metrics import RolloutReport, rollout_metrics
 
 
 def make_buffer(
@@ -352,6 +358,31 @@ def test_a_group_fails_with_the_first_member_that_it_cannot_spare():
     buffer.admit(0)
     assert buffer.add_failed(make_trajectory(0, 0, (), "failed"))
     assert not buffer.add_failed(make_trajectory(0, 1, (), "failed"))
+
+
+def test_dropped_groups_are_measured_by_their_finished_members_against_those_consumed():
+    buffer = make_buffer(groups_per_step=1, group_size=2, async_ratio=4)
+    members = {0: ((2, 1.0), (4, 0.0)), 1: ((8, -1.0), (4, -2.0)), 2: ((9, -3.0),), 3: ()}  # length and reward of each
+    for group_id, finished in members.items():
+        buffer.admit(group_id)
+        for member, (length, reward) in enumerate(finished):
+            buffer.add(replace(make_trajectory(group_id, member, (0,) * length), reward=reward))
+    assert [group.group_id for group in buffer.take()] == [0]
+    for group_id in (1, 2, 3):
+        buffer.drop(group_id, "stale")
+    again = make_buffer(groups_per_step=1, group_size=2, async_ratio=4)
+    again.restore(decode(BufferState, encode(buffer.state())))
+    assert again.ledger() == buffer.ledger()
+    ledger = buffer.ledger()
+    assert ledger["groups_dropped_stale"] == 3 and ledger["measured_dropped_stale"] == 2
+    assert (ledger["length_dropped_stale"], ledger["reward_dropped_stale"]) == (6 + 9, -1.5 - 3)
+    report = RolloutReport([], SampledTokens(), Counter(), Counter(ledger), 0)
+    metrics = rollout_metrics(report, previous_tokens=0, step_s=1.0)
+    assert {name: value for name, value in metrics.items() if name.startswith("dropped/")} == {
+        "dropped/stale_length_ratio": pytest.approx(7.5 / 3), "dropped/stale_reward_gap": pytest.approx(-2.25 - 0.5)
+    }  # fmt: skip
+    assert not [name for name in metrics if (name.startswith("ledger/") and "_length" in name) or "measured" in name]
+    assert ledger.keys() == {**ledger, **dict.fromkeys(COUNTS, 0)}.keys(), "what was not measured is not there"
 
 
 def test_tokens_of_a_response_that_was_started_over_are_counted_as_aborted():

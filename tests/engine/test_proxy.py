@@ -34,11 +34,18 @@ def test_engine_and_trainer_agree_after_a_sync_and_only_then(pair):
     assert gap() < 1e-4
 
 
-def test_behavior_logprobs_are_the_trainers_under_temperature_and_top_p(pair):
-    completion = pair.generate("sampled")
-    assert len(completion.tokens) > 1 and len(completion.logprobs) == len(completion.tokens)
-    trainer = pair.trainer_logprobs(PROMPT, completion.tokens)
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 1.0, "top_k": 5}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}]
+)
+def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_vocabulary(pair, cuts):
+    with pair.sampling(**cuts):
+        completion = pair.generate(f"sampled-with-{cuts}")
+        assert len(completion.tokens) > 1 and len(completion.logprobs) == len(completion.tokens)
+        trainer = pair.trainer_logprobs(PROMPT, completion.tokens)
     assert np.abs(completion.logprobs - trainer).max() < 1e-4
+    if cuts:
+        without = pair.trainer_logprobs(PROMPT, completion.tokens)
+        assert np.abs(completion.logprobs - without).max() > 1e-2
     raw = pair.trainer_logprobs(PROMPT, completion.tokens, raw=True)
     assert np.abs(completion.logprobs - raw).max() > 1e-2
 

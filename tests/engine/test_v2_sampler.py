@@ -36,7 +36,7 @@ def found(tmp_path_factory):
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("case", ["plain", "temperature", "top_p", "both"])
+@pytest.mark.parametrize("case", ["plain", "temperature", "top_p", "both", "top_k", "min_p", "all"])
 def test_log_probs_are_the_trainers_and_tokens_are_drawn_by_them(found, case):
     of = found[case]
     assert of["gap"] < 1e-6 and of["differ"] == 0 and of["outside"] == 0

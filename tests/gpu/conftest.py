@@ -21,7 +21,6 @@ OPTIONS = {
     "async-ratio": 1,
     "eval-every": 2,
     "eval-problems": 16,
-    "warmup": 0,
     "timeout-s": 300,
 }
 _finished: dict[str, list[dict]] = {}
@@ -55,7 +54,7 @@ def large_vocabulary_job(needs_gpu, tmp_path_factory) -> Job:
     folder = tmp_path_factory.mktemp("qwen3-0.6b")
     save_random_qwen3(folder / "model", "0.6b", "cuda")
     return run_job(
-        "random 0.6 B", folder, {"model": folder / "model", "max-response-tokens": 64, "lr": 1e-3, "weight-decay": 50}
+        "random 0.6 B", folder, {"model": folder / "model", "max-response-tokens": 64, "lr": 1e-3}, "weight_decay=50"
     )
 
 
@@ -73,11 +72,11 @@ def random_qwen3_of_8_layers(tmp_path_factory) -> Path:
     return path
 
 
-def run_job(name: str, folder: Path, options: dict, num_gpus: int = 1, num_ranks: int = 1) -> Job:
+def run_job(name: str, folder: Path, options: dict, *optim_args: str, num_gpus: int = 1, num_ranks: int = 1) -> Job:
     """Run `torchrun train_async.py` on the first visible GPUs, without network, to its end."""
     arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "train_async.py", *arguments]
+    command = [*torchrun, "train_async.py", *arguments, "--optim-args", "warmup=0", *optim_args]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
     result = subprocess.run(
         [*command, f"--runs-dir={folder}", "--run-name=run"],

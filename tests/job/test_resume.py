@@ -27,6 +27,7 @@ from records.manifest import (
     write_manifest,
 )
 from records.run_directory import RunDirectory
+from trainer.optimizer import OptimOptions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ OTHER = {
     "advantage": "rloo", "proximal": "loglinear", "loss_aggregation": "constant", "kl_estimator": "k1", "top_p": "0.5",
     "algo_args": "clip_high=0.3", "weight_sync": "shm", "colocate": "sleep", "wandb": "offline", "model": "another",
     "save_memory": "optimizer", "swarm_args": "verify_share=0.5", "listen": "127.0.0.1:1", "run_name": "another",
-    "runs_dir": "elsewhere", "data_path": "here", "gpu_memory_utilization": "0.5", "temperature": "0.5",
+    "runs_dir": "elsewhere", "data_path": "here", "gpu_memory_utilization": "0.5", "temperature": "0.5", "min_p": "0.5",
     "dtype": "bfloat16", "optim_args": "schedule=cosine", "advantage_args": "overlong=8",
 }  # fmt: skip
 """Values that are not the default's; numbers are made one larger, and switches turned."""
@@ -98,6 +99,17 @@ def test_where_no_run_is_or_one_of_other_code_one_line_says_so(tmp_path):
     (run / "run.json").write_text(json.dumps(made))
     with pytest.raises(ValueError, match="made by other code, which had an_old_option"):
         read_options(["--resume", str(run)])
+
+
+def test_options_that_are_optim_args_now_are_read_from_older_runs(tmp_path):
+    run, now = make_run(tmp_path), ("by_ess=true",)
+    made = json.loads((run / "run.json").read_text())
+    two, both = ("warmup=2", *now), ("warmup=0", "weight_decay=0.5", *now)
+    for of_run, read in (((5, 0.0), now), ((2, 0.0), two), ((0, 0.5), both)):
+        made["config"] |= dict(zip(("warmup", "weight_decay"), of_run, strict=True)) | {"optim_args": list(now)}
+        (run / "run.json").write_text(json.dumps(made))
+        config = read_options(["--resume", str(run)])
+        assert config.optim_args == read and OptimOptions.of(config).warmup == of_run[0]
 
 
 # Checkpoints

@@ -45,10 +45,11 @@ def sample(config, num, seed=0):
     for i in range(num):
         tokens, logprobs = list(PROMPT), []
         for _ in range(int(rng.integers(1, 15))):
+            cuts = config.top_p, config.top_k, config.min_p
             with torch.no_grad():
                 logits = model(torch.tensor([tokens])).logits[0, -1]
             likeliest = int(logits.argmax())
-            logits = brute_force_nucleus(logits, likeliest, config.temperature, config.top_p)
+            logits = brute_force_nucleus(logits, likeliest, config.temperature, *cuts)
             of_all = torch.log_softmax(logits, dim=-1)
             tokens.append(int(rng.choice(VOCAB, p=torch.softmax(logits.double(), dim=-1).numpy())))
             logprobs.append(float(of_all[tokens[-1]]))
@@ -83,9 +84,9 @@ def wait_for_rewards(verifier, policy, num):
     return found
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, top_p):
-    config = make_config(model, top_p=top_p, max_tokens_per_microbatch=40)
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}])
+def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, cuts):
+    config = make_config(model, **cuts, max_tokens_per_microbatch=40)
     policy, verifier = load(config), make_verifier(config)
     pairs = sample(config, 20)
     assert verifier.verify(pairs, policy, VERSION) == []
@@ -223,7 +224,8 @@ def test_neither_one_token_lifts_the_mean_of_a_short_response_nor_do_many_hide_a
 
 def test_more_is_allowed_in_bfloat16_and_where_rounding_may_change_the_nucleus():
     assert allowed_distance(Config(), torch.float32) < allowed_distance(Config(), torch.bfloat16)
-    assert allowed_distance(Config(top_p=0.9), torch.float32) == allowed_distance(Config(), torch.bfloat16)
+    for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        assert allowed_distance(Config(**cut), torch.float32) == allowed_distance(Config(), torch.bfloat16)
 
 
 def seven_with_a_lie(config):

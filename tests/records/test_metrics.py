@@ -89,6 +89,19 @@ def test_tokens_per_second_are_those_of_this_step():
     assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
 
 
+def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume():
+    consumed = {"measured_consumed": 2, "length_consumed": 20.0, "reward_consumed": 1.0}
+    dropped = {"measured_dropped_shut_out": 1, "length_dropped_shut_out": 25.0, "reward_dropped_shut_out": -0.5}
+    whole = sum(
+        (RolloutReport([], SampledTokens(), Counter(), Counter(of), 0) for of in (dropped, consumed)),
+        start=RolloutReport([], SampledTokens(), Counter(), Counter(consumed), 0),
+    )
+    metrics = rollout_metrics(whole, previous_tokens=0, step_s=1.0)
+    assert metrics["dropped/shut_out_length_ratio"] == 2.5 and metrics["dropped/shut_out_reward_gap"] == -1.0
+    before = RolloutReport([], SampledTokens(), Counter(), Counter(dropped), 0)
+    assert not [name for name in rollout_metrics(before, 0, 1.0) if name.startswith("dropped/")], "nothing to compare"
+
+
 def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
     group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
     assert batch_metrics([group], 2, Config())["response/inherited_share"] == 0.25

@@ -49,7 +49,7 @@ def run(model, tmp_path_factory):
     """Directory of a recorded run of three steps, two groups of three each, trained with grpo in two minibatches."""
     config = Config(
         model=model, steps=NUM_STEPS, groups_per_step=2, group_size=3, minibatches=2, eval_every=0, record=True,
-        runs_dir=str(tmp_path_factory.mktemp("runs")), run_name="run", warmup=0,
+        runs_dir=str(tmp_path_factory.mktemp("runs")), run_name="run", optim_args=("warmup=0",),
     )  # fmt: skip
     directory = RunDirectory(config, weights_sha256=weights_sha256(model))
     for step in range(1, NUM_STEPS + 1):
@@ -120,7 +120,7 @@ def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(ru
 def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(model, tmp_path):
     config = Config(
         model=model, steps=9, groups_per_step=2, group_size=3, eval_every=0, runs_dir=str(tmp_path), run_name="run",
-        warmup=0,
+        optim_args=("warmup=0",),
     )  # fmt: skip
     clock = TrainerClock()
     node = make_node(config, clock, run=RunDirectory(config))

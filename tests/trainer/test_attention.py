@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from algos import LOSSES
+from algos.sampling import Sampling
 from trainer.attention import _block_mask_maker, attention_inputs, check_shares_prefix, dense_mask, mask_function
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
@@ -101,7 +102,7 @@ def test_adapters_have_the_same_gradient_on_a_tree_as_on_single_sequences(untied
     """From the second step on, as before it one of two factors is 0."""
     sequences, found = random_tree(12, seed=2), []
     for sharing in ("off", "tree"):
-        policy = load(make_config(untied, lora_rank=4, lr=1e-2, warmup=0, share_prefix=sharing))
+        policy = load(make_config(untied, lora_rank=4, lr=1e-2, optim_args=("warmup=0",), share_prefix=sharing))
         shares = distribute([sequences], 1, 60, sharing)[0]
         steps = [policy.train_step(shares, policy_version=12 + step) for step in range(2)]
         found.append(([step["grad_norm"] for step in steps], first_gradient(policy)))
@@ -111,7 +112,7 @@ def test_adapters_have_the_same_gradient_on_a_tree_as_on_single_sequences(untied
 
 def test_the_reference_and_the_proximal_policy_read_shared_prefixes_too(untied):
     sequences = grouped_sequences(4, 4)
-    options = {"kl_coef": 0.1, "minibatches": 2, "lr": 1e-3, "warmup": 0}
+    options = {"kl_coef": 0.1, "minibatches": 2, "lr": 1e-3, "optim_args": ("warmup=0",)}
     traces = []
     for sharing in ("off", "prompt", "tree"):
         policy = load(make_config(untied, share_prefix=sharing, **options))
@@ -130,9 +131,9 @@ def test_the_head_computes_a_token_of_several_branches_once(untied):
     rows = []
     module.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     batch = pack(bundle(sequences, "tree"), module.one_row, "tree")
-    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     with torch.no_grad():
-        logprobs, entropy = module(*inputs, batch.visible_until)
+        logprobs, entropy, _ = module(*inputs, batch.visible_until)
     trained = {tuple(s.tokens[: t + 1]) for s in sequences for t in np.flatnonzero(s.loss_mask)}
     assert sum(rows) == len(trained) < len(batch.targets) == len(logprobs) == len(entropy)
     in_order = [s for b in bundle(sequences, "tree") for s in b.sequences]
@@ -170,7 +171,7 @@ def test_flexattention_s_mask_gives_the_logprobs_of_single_sequences(untied):
     module = TokenLogprobs(model)
     batch = pack(bundles, module.one_row, "tree")
     assert batch.input_ids.shape[0] == 1 and len(bundles) == 3
-    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     with torch.compiler.set_stance("force_eager"):
         logprobs, *_ = module(*inputs, visible_until=batch.visible_until)
     in_order = [s for b in bundles for s in b.sequences]

@@ -41,7 +41,8 @@ def model(tmp_path_factory):
 
 
 def make_config(model: str, **options) -> Config:
-    return Config(model=model, algo="reinforce", lr=0.01, warmup=8, max_tokens_per_microbatch=BUDGET, **options)
+    fixed = {"algo": "reinforce", "lr": 0.01, "optim_args": ("warmup=8",), "max_tokens_per_microbatch": BUDGET}
+    return Config(model=model, **fixed, **options)
 
 
 def train(policy, steps, rank: int, num_ranks: int) -> list[dict]:

@@ -94,7 +94,7 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, name,
 
 
 def test_what_is_trained_and_kept_stays_float32_and_what_is_sent_is_bfloat16(model):
-    policy = load(make_config(model, dtype="bfloat16", lr=1e-6, warmup=0))
+    policy = load(make_config(model, dtype="bfloat16", lr=1e-6, optim_args=("warmup=0",)))
     before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
     policy.train_step(distribute([random_sequences(8)], 1, 10_000)[0], policy_version=12)
     after = dict(policy.named_full_parameters())
@@ -137,7 +137,8 @@ def gather_on_two_ranks(rank, folder, configs):
 
 def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(model, tmp_path):
     options = {"plain": {}, "offloaded": {"save_memory": ("optimizer",)}, "adapters": {"lora_rank": 4, "lr": 0.1}}
-    configs = {name: make_config(model, dtype="bfloat16", warmup=0, **chosen) for name, chosen in options.items()}
+    fixed = {"dtype": "bfloat16", "optim_args": ("warmup=0",)}
+    configs = {name: make_config(model, **fixed, **chosen) for name, chosen in options.items()}
     assert run_ranks(gather_on_two_ranks, 2, str(tmp_path), configs) == [0, 0]
     found = torch.load(tmp_path / "found.pt")
     for sent, full, _ in found.values():

@@ -8,10 +8,11 @@ from tiny_policy import assert_same_gradient, brute_force_nucleus, random_sequen
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.logprobs import TokenLogprobs, sampling_logits
+from algos.sampling import Sampling, sampling_logits
+from trainer.logprobs import TokenLogprobs
 from trainer.packing import MicroBatch, bundle, pack
 
-ALL_ROWS = 1_000_000
+ALL_ROWS, RAW = 1_000_000, Sampling()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,10 +30,10 @@ def untied(tmp_path_factory):
     return save_tiny_model(str(tmp_path_factory.mktemp("untied")), tied=False)
 
 
-def score(model, batch: MicroBatch, temperature=1.0, top_p=1.0, chunk_rows=ALL_ROWS):
+def score(model, batch: MicroBatch, sampling=RAW, chunk_rows=ALL_ROWS):
     """Log-probs and entropy of the trained tokens."""
     module = TokenLogprobs(model, chunk_rows)
-    return module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, temperature, top_p)
+    return module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, sampling)
 
 
 def test_one_long_row_gives_the_same_logprobs_as_short_rows(tied):
@@ -41,13 +42,23 @@ def test_one_long_row_gives_the_same_logprobs_as_short_rows(tied):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
-def test_nucleus_equals_brute_force_and_always_holds_the_sampled_token(top_p):
+CUTS = [
+    *((top_p, 0, 0.0) for top_p in (0.05, 0.5, 0.9, 0.999)),
+    *((1.0, top_k, 0.0) for top_k in (1, 3, 29, 30, 100)),
+    *((1.0, 0, min_p) for min_p in (0.001, 0.1, 0.99)),
+    (0.8, 5, 0.0), (0.8, 0, 0.1), (1.0, 5, 0.1), (0.9, 6, 0.05), (0.5, 2, 0.3),
+]  # fmt: skip
+"""top_p, top_k and min_p."""
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "min_p"), CUTS)
+def test_what_is_kept_equals_brute_force_and_always_holds_the_sampled_token(top_p, top_k, min_p):
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(40, 30, generator=generator)
     targets = torch.randint(0, 30, (40,), generator=generator)
-    result = sampling_logits(logits, targets, 0.9, top_p)
-    expected = [brute_force_nucleus(*pair, 0.9, top_p) for pair in zip(logits, targets.tolist(), strict=True)]
+    result = sampling_logits(logits, targets, Sampling(0.9, top_p, top_k, min_p))
+    cuts, pairs = (top_p, top_k, min_p), zip(logits, targets.tolist(), strict=True)
+    expected = [brute_force_nucleus(*pair, 0.9, *cuts) for pair in pairs]
     torch.testing.assert_close(result, torch.stack(expected))
     assert torch.isfinite(result.gather(1, targets[:, None])).all()
 
@@ -63,7 +74,7 @@ def test_the_backward_pass_does_not_compute_the_entropy_again(tied):
 def test_entropy_is_that_of_the_transformed_distribution(tied):
     model, sequences = AutoModelForCausalLM.from_pretrained(tied).eval(), random_sequences(3)
     batch = pack(bundle(sequences), one_row=False)
-    _, entropy, _ = score(model, batch, 1.0, 0.5)
+    _, entropy, _ = score(model, batch, Sampling(top_p=0.5))
     logits = model(torch.from_numpy(sequences[0].tokens)[None]).logits[0]
     for t, row in enumerate(logits[np.flatnonzero(sequences[0].loss_mask) - 1]):
         probs = brute_force_nucleus(row, int(batch.targets[t]), 1.0, 0.5).softmax(dim=-1)
@@ -75,24 +86,24 @@ def test_entropy_is_that_of_the_transformed_distribution(tied):
 # The head in chunks
 
 
-def gradient_of(path, dtype, top_p, chunk_rows):
+def gradient_of(path, dtype, sampling, chunk_rows):
     """Log-probs of random tokens, and the gradient of their sum, each weighed by a random advantage."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     batch = pack(bundle(random_sequences(12)), one_row=False)
     advantages = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(0))
-    logprobs, entropy, _ = score(model, batch, 0.8, top_p, chunk_rows)
+    logprobs, entropy, _ = score(model, batch, sampling, chunk_rows)
     (logprobs * advantages).sum().backward()
     return logprobs.detach(), entropy, {name: p.grad.float() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, 0.9), Sampling(0.8, 0.9, 20, 0.01)])
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 @pytest.mark.parametrize("tying", ["tied", "untied"])
-def test_the_head_in_chunks_gives_values_and_gradients_of_the_head_at_once(tying, dtype, relative, top_p, request):
+def test_the_head_in_chunks_gives_values_and_gradients_of_the_head_at_once(tying, dtype, relative, sampling, request):
     path = request.getfixturevalue(tying)
-    logprobs, entropy, gradient = gradient_of(path, dtype, top_p, ALL_ROWS)
+    logprobs, entropy, gradient = gradient_of(path, dtype, sampling, ALL_ROWS)
     for chunk_rows in (1, 7, 64):
-        mine = gradient_of(path, dtype, top_p, chunk_rows)
+        mine = gradient_of(path, dtype, sampling, chunk_rows)
         # In bfloat16 a product of other rows may round its sums otherwise: the logits differ by their last bit.
         torch.testing.assert_close(mine[:2], (logprobs, entropy), rtol=relative, atol=relative)
         # One chunk is one term of the weight's gradient, which autograd sums in bfloat16 (2⁻⁸ per sum).
@@ -133,7 +144,7 @@ def peak_bytes(function) -> int:
     return int(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).max())
 
 
-def peak_of_head(shape: Shape, chunk_rows: int, top_p: float, dtype: torch.dtype) -> int:
+def peak_of_head(shape: Shape, chunk_rows: int, sampling: Sampling, dtype: torch.dtype) -> int:
     """Peak of one forward and backward pass, bytes."""
     config = Qwen3Config(
         vocab_size=shape.vocab,
@@ -149,20 +160,23 @@ def peak_of_head(shape: Shape, chunk_rows: int, top_p: float, dtype: torch.dtype
     model = Qwen3ForCausalLM(config).to(dtype).eval()
     ids = torch.randint(0, shape.vocab, (shape.tokens // 32, 32))
     module = TokenLogprobs(model, chunk_rows)
-    args = (ids, torch.arange(32).expand_as(ids), torch.arange(shape.tokens), ids.flatten(), 0.9, top_p)
+    args = (ids, torch.arange(32).expand_as(ids), torch.arange(shape.tokens), ids.flatten(), sampling)
     return peak_bytes(lambda: module(*args)[0].sum().backward())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("top_p", "factor"), [(1.0, 3), (0.9, 6)])
-def test_memory_is_the_stated_multiple_of_one_chunk_of_logits_and_not_of_all(top_p, factor, dtype):
+@pytest.mark.parametrize(
+    ("sampling", "factor"),
+    [(Sampling(0.9), 3), (Sampling(0.9, 0.9), 6), (Sampling(0.9, 0.9, 20, 0.1), 6), (Sampling(0.9, 1.0, 20, 0.1), 4)],
+)
+def test_memory_is_the_stated_multiple_of_one_chunk_of_logits_and_not_of_all(sampling, factor, dtype):
     shape = Shape()
     of_a_row = shape.vocab * 4
     rest = 3 * shape.vocab * shape.hidden * 4 + 2**21  # gradients of embedding and head; a layer over 1024 tokens
-    peaks = {rows: peak_of_head(shape, rows, top_p, dtype) for rows in (64, 128)}
+    peaks = {rows: peak_of_head(shape, rows, sampling, dtype) for rows in (64, 128)}
     for rows, peak in peaks.items():
         assert peak < factor * rows * of_a_row + rest, (rows, peak)
     per_row = (peaks[128] - peaks[64]) / 64
     assert 0.8 * factor < per_row / of_a_row <= factor + 0.01
-    if (top_p, dtype) == (1.0, torch.float32):
-        assert peak_of_head(shape, ALL_ROWS, top_p, dtype) > 0.9 * factor * shape.tokens * of_a_row
+    if (sampling, dtype) == (Sampling(0.9), torch.float32):
+        assert peak_of_head(shape, ALL_ROWS, sampling, dtype) > 0.9 * factor * shape.tokens * of_a_row

@@ -11,6 +11,7 @@ from tiny_policy import first_gradient, load, random_sequences, save_tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from algos.sampling import Sampling
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
@@ -35,7 +36,7 @@ def share_of(sequences):
 
 def trained_policy(model, steps=3, **options):
     """A policy whose adapters have moved far enough for an error in them to show."""
-    policy = load(make_config(model, lora_rank=RANK, lr=0.02, warmup=0, **options))
+    policy = load(make_config(model, lora_rank=RANK, lr=0.02, optim_args=("warmup=0",), **options))
     for step in range(steps):
         policy.train_step(share_of(random_sequences(12, seed=step)), policy_version=12 + step)
     return policy
@@ -133,7 +134,11 @@ def add_by_peft_s_rules(base, adapter, path):
 
 def test_a_run_lowers_its_loss_and_the_reference_is_the_base_model(model):
     sequences = random_sequences(8)
-    policy = load(make_config(model, lora_rank=RANK, algo="reinforce", algo_args=(), lr=0.01, warmup=0, kl_coef=0.01))
+    policy = load(
+        make_config(
+            model, lora_rank=RANK, algo="reinforce", algo_args=(), lr=0.01, optim_args=("warmup=0",), kl_coef=0.01
+        )
+    )
     assert policy.reference is policy.module
     base = plain_logprobs(model, sequences).detach()
     steps = []
@@ -167,7 +172,7 @@ def test_a_frozen_bfloat16_base_with_float32_adapters_trains_and_merges_in_float
             parameter.normal_(std=0.1 if name.endswith("A") else 0.01)
     shard([*inner.model.layers, module], init_device_mesh("cpu", (1,)), torch.bfloat16, offload=False)
     batch = pack(bundle(random_sequences(12)), one_row=False)
-    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     logprobs, *_ = module(*inputs)
     with torch.no_grad(), without_adapters(module):
         assert (module(*inputs)[0] - logprobs).abs().max() > 0.01

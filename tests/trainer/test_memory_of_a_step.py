@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 import trainer.logprobs
+from algos.sampling import Sampling
 from cluster.memory import saved_bytes_per_token, step_items, total
 from cluster.shape import read_shape
 from config import Config
@@ -95,9 +96,11 @@ class OnlyHead(torch.nn.Module):
         self.base_model = lambda **_: SimpleNamespace(last_hidden_state=hidden)
 
 
-@pytest.mark.parametrize(("top_p", "copies"), [(1.0, 3), (0.9, 6)])
+@pytest.mark.parametrize(
+    ("sampling", "copies"), [(Sampling(0.7), 3), (Sampling(0.7, 0.9), 6), (Sampling(0.7, 1.0, 20, 0.1), 4)]
+)
 @pytest.mark.parametrize("hidden_size", [1024, 4096])
-def test_the_head_takes_what_its_docstring_says_beside_its_weight(hidden_size, top_p, copies):
+def test_the_head_takes_what_its_docstring_says_beside_its_weight(hidden_size, sampling, copies):
     vocabulary, chunk, rows = 151_936, 1024, 4096
     with FakeTensorMode():
         head = torch.nn.Linear(hidden_size, vocabulary, bias=False, dtype=torch.bfloat16)
@@ -105,7 +108,7 @@ def test_the_head_takes_what_its_docstring_says_beside_its_weight(hidden_size, t
         module = TokenLogprobs(OnlyHead(head, hidden), chunk)
         flat = torch.zeros(rows, dtype=torch.int64)
         with LiveBytes() as live:
-            module(flat[None], flat[None], flat, flat, 0.7, top_p)[0].sum().backward()
+            module(flat[None], flat[None], flat, flat, sampling)[0].sum().backward()
     of_head, of_logits, small = 2 * hidden_size * vocabulary, 4 * chunk * vocabulary, 4 * hidden.nbytes
     most = max(copies * of_logits, 2 * of_logits + of_head) + 2 * of_head
     assert 0.85 * most < live.peak <= most + small
@@ -146,7 +149,7 @@ def peaks_of_step(model_config, tokens: int, config: Config, monkeypatch) -> tup
         for _step in range(2):
             for _microbatch in range(2):
                 enter("between")
-                logprobs = module(flat[None], flat[None], flat, flat, config.temperature, config.top_p)[0]
+                logprobs = module(flat[None], flat[None], flat, flat, Sampling(config.temperature, config.top_p))[0]
                 enter("forward")
                 logprobs.sum().backward()
                 del logprobs

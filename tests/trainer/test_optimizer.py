@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_policy import load, make_config, random_sequences, share_of
@@ -11,11 +12,11 @@ from config import Config
 from trainer.lag_stats import TokenStats
 from trainer.optimizer import OptimOptions
 from trainer.packing import bundle, pack
-from trainer.policy import StepPosition
+from trainer.policy import Policy, StepPosition
 
 
 def rates(*items: str, ess: float = 1.0) -> list[float]:
-    config = Config(lr=0.1, warmup=2, steps=5, minibatches=2, optim_args=items)
+    config = Config(lr=0.1, steps=5, minibatches=2, optim_args=("warmup=2", *items))
     return [OptimOptions.of(config).learning_rate(config, update, ess) for update in range(10)]
 
 
@@ -36,8 +37,10 @@ def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
     [
         (
             "shedule=cosine",
-            "the optimizer takes schedule, least, by_ess, entropy, beta1, beta2; did you mean schedule?",
+            "epochs, warmup, weight_decay, schedule, least, by_ess, entropy, beta1, beta2; did you mean schedule?",
         ),
+        ("epochs=0", "epochs of the optimizer must be in [1, 1e9]"),
+        ("warmup=-1", "warmup of the optimizer must be in [0, 1e9]"),
         ("least=2", r"least of the optimizer must be in \[0, 1\]"),
         ("beta2=1", "must be below 1"),
         ("schedule=step", "must be constant or linear or cosine"),
@@ -48,10 +51,56 @@ def test_what_the_optimizer_does_not_take_is_one_line(item, said):
         OptimOptions.of(Config(optim_args=(item,)))
 
 
+def weights_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.detach().full_tensor().flatten() for p in policy.module.parameters()])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_two_epochs_are_the_updates_of_two_passes_in_another_order(tmp_path, minibatches):
+    path, sequences = save_tiny_model(tmp_path, tied=True), random_sequences(6)
+    size = 6 // minibatches
+    updates = [[bundle(sequences[i : i + size])] for i in range(0, 6, size)]
+    optim = {"minibatches": minibatches, "steps": 2, "lr": 0.01, "seed": 3}
+    schedule = ("warmup=2", "schedule=linear")
+    together = load(make_config(path, **optim, optim_args=(*schedule, "epochs=2")))
+    positions, update = [], together._update
+    together._update = lambda batches, anchors, at, stats: positions.append(at) or update(batches, anchors, at, stats)
+    stats = together.train_step(updates, policy_version=12)
+    one_by_one = load(make_config(path, **optim | {"steps": 4}, optim_args=schedule))
+    second = np.random.default_rng((3, 12, 1)).permutation(minibatches).tolist()
+    found = [one_by_one.train_step([updates[i]], policy_version=12) for i in [*range(minibatches), *second]]
+    assert torch.equal(weights_of(together), weights_of(one_by_one))
+    assert together.num_updates == 2 * minibatches and stats["tokens"] == sum(of["tokens"] for of in found)
+    assert stats["lr"] == found[-1]["lr"] and stats["loss"] == pytest.approx(
+        sum(of["loss"] for of in found) / len(found)
+    )
+    assert [at.progress for at in positions] == [i / (2 * minibatches) for i in range(2 * minibatches)]
+    assert minibatches == 1 or second != [0, 1, 2], "a seed whose second epoch has another order"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("algo", ["decoupled_ppo", "tis"])
+def test_in_every_epoch_proximal_logprobs_are_those_before_the_first_whatever_the_micro_batches(tmp_path, algo):
+    path, sequences, ends = save_tiny_model(tmp_path, tied=True), random_sequences(8), []
+    for budget in (30, 10_000):
+        options = {"algo": algo, "algo_args": (), "lr": 1e-3, "optim_args": ("warmup=0", "epochs=2")}
+        policy, seen = load(make_config(path, **options)), []
+        loss = policy.loss
+        policy.loss = lambda inputs, seen=seen, loss=loss: seen.append(inputs) or loss(inputs)
+        policy.train_step(share_of(sequences, budget), policy_version=12)
+        half = len(seen) // 2
+        for first, second in zip(seen[:half], seen[half:], strict=True):
+            assert torch.equal(first.proximal_logprobs, second.proximal_logprobs)
+            assert not torch.allclose(second.logprobs, second.proximal_logprobs, atol=1e-3)
+        ends.append(weights_of(policy))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_the_sequences_of_an_update_set_its_rate(tmp_path):
     sequences = random_sequences(6)
-    policy = load(make_config(save_tiny_model(tmp_path, tied=True), lr=0.01, warmup=1, optim_args=("by_ess=true",)))
+    policy = load(make_config(save_tiny_model(tmp_path, tied=True), lr=0.01, optim_args=("warmup=1", "by_ess=true")))
     stats = policy.train_step(share_of(sequences), 12)
     assert 1 / 6 <= stats["sequence_ess"] < 1
     assert stats["lr"] == pytest.approx(0.01 * math.sqrt(stats["sequence_ess"]))

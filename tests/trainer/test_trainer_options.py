@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import trainer.model
+from algos.sampling import Sampling
 from config import Config
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
@@ -132,7 +133,7 @@ def test_the_embedding_is_gathered_by_itself_unless_it_is_the_head_which_stays_w
     assert groups.pop("model.model.embed_tokens", None) == (None if is_tied else {"Embedding"})
     assert list(groups) == ["model.model.layers.0", "model.model.layers.1"]
     batch = pack(bundle(random_sequences(3)), one_row=False)
-    loss, sizes = policy.module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)[0], []
+    loss, sizes = policy.module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())[0], []
     inner.lm_head.register_forward_pre_hook(lambda head, _: sizes.append(isinstance(head.weight, DTensor)))
     loss.sum().backward()  # computes the head again
     assert sizes == [False]
@@ -196,7 +197,7 @@ def test_replicas_sum_their_gradients_once_for_all_micro_batches(model, tmp_path
 
 def test_adamw_is_one_kernel_for_all_weights_and_the_update_of_its_definition(model):
     """Of the first step: the gradient's sign times lr, but for eps, and the decay of the weight itself."""
-    policy = load(make_config(model, kl_coef=0.0, lr=1e-2, warmup=0, weight_decay=0.1))
+    policy = load(make_config(model, kl_coef=0.0, lr=1e-2, optim_args=("warmup=0", "weight_decay=0.1")))
     before, kernels = {name: p.clone() for name, p in policy.named_full_parameters()}, Kernels()
     with kernels:
         policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
@@ -307,7 +308,7 @@ def test_bfloat16_compute_leaves_weights_gradients_and_logprobs_in_float32(model
     for part in (inner.model.layers[0].mlp.up_proj, inner.lm_head):
         part.register_forward_hook(lambda part, _, output: seen.append((part.weight.dtype, output.dtype)))
     batch = pack(bundle(random_sequences(12)), one_row=False)
-    logprobs, entropy, _ = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, 1.0, 1.0)
+    logprobs, entropy, _ = module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     logprobs.sum().backward()
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)} and len(seen) > 20
     assert logprobs.dtype == entropy.dtype == torch.float32

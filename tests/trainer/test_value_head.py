@@ -164,7 +164,8 @@ def test_before_values_know_anything_advantages_are_the_whitened_rewards(model):
 
 def test_values_learn_to_foretell_rewards(model):
     sequences = random_sequences(8, seed=2)
-    policy = load(make_config(model, advantage="gae", advantage_args=("value_coef=1",), lr=1e-3, warmup=0))
+    options = {"advantage_args": ("value_coef=1",), "optim_args": ("warmup=0",), "lr": 1e-3}
+    policy = load(make_config(model, advantage="gae", **options))
     found = [policy.train_step(share_of(sequences), 12) for _ in range(30)]
     assert found[-1]["value/explained_variance"] > 0.9 and found[-1]["value/loss"] < 0.1 * found[0]["value/loss"]
 

@@ -1,0 +1,43 @@
+"""The sampling transform, under which engine and trainer mean the same policy; vLLM's, in its order."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sampling(NamedTuple):
+    """The engine's sampling transform, by the options of its names in config.py; as it is, it changes nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+def sampling_logits(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
+    """Apply the engine's sampling transform to logits [N, V] float32: temperature, then min-p, top-k and top-p.
+
+    What is kept is the current policy's own choice and is treated as a constant; outside of it logits are −inf. The
+    sampled token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
+    `processed_logprobs` does it: min-p and top-k cut what is below a logit, so that ties stay; then top-p cuts the
+    least likely of what remains while their mass in that is at most 1 − top_p.
+    """
+    logits = logits / sampling.temperature
+    if sampling[1:] == Sampling()[1:]:
+        return logits
+    return logits.masked_fill(_outside_support(logits, targets, sampling), -math.inf)
+
+
+@torch.no_grad()
+def _outside_support(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
+    likeliest = logits.topk(min(max(sampling.top_k, 1), logits.shape[1])).values
+    least = likeliest[:, :1] + (math.log(sampling.min_p) if sampling.min_p else -math.inf)
+    outside = logits < (least.maximum(likeliest[:, -1:]) if sampling.top_k else least)
+    if sampling.top_p < 1:
+        ascending, order = logits.masked_fill(outside, -math.inf).sort(dim=-1)
+        cut_sorted = ascending.softmax(dim=-1).cumsum_(dim=-1) <= 1 - sampling.top_p
+        cut_sorted[:, -1] = False
+        outside.scatter_(1, order, cut_sorted)
+    return outside.scatter_(1, targets[:, None], False)
