@@ -25,7 +25,7 @@ def trajectory(ticket, version, num_tokens=2, finish_reason="stop"):
     mask = versions >= 0
     zeros = np.zeros(num_tokens + 1, np.float32)
     return Trajectory(
-        ticket.ticket_id, ticket.group_id, ticket.member, np.arange(num_tokens + 1), mask, zeros, versions, 1.0,
+        ticket.ticket_id, ticket.group_id, ticket.member, np.arange(num_tokens + 1), mask, zeros, versions, -1.0,
         finish_reason, "", 1, 0.0, 1.0, 0,
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def totals(states):
         buffer = SampleBuffer(config_of())
         buffer.restore(copy.deepcopy(state.buffer))
         total.update(buffer.ledger())
-    return +total
+    return {name: count for name, count in total.items() if count}
 
 
 def check_no_problem_lost(states, nodes_before, history):
