@@ -72,7 +72,7 @@ class TokenLogprobs(nn.Module):
         again, which each chunk adds to. With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB
         with a hidden size of 4096, for any number of tokens.
         """
-        pairs, places = sources << 32 | targets, slice(None)  # both are below 2³¹
+        pairs, places = sources << 32 | targets, None  # both are below 2³¹
         if visible_until is not None:
             pairs, places = pairs.unique(return_inverse=True)
         seen = attention_inputs(self.attention, position_ids, visible_until)
@@ -83,7 +83,8 @@ class TokenLogprobs(nn.Module):
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
         ]
-        return tuple(torch.cat(column)[places] for column in zip(*parts, strict=True))
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        return tuple(columns if places is None else (column[places] for column in columns))
 
     def _score_rows(self, hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
