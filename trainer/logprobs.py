@@ -65,19 +65,19 @@ class TokenLogprobs(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats.
 
-        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass, once
-        for all branches that train a token of a shared prefix. Beside the head's weight and its gradient, the most
-        memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in and out of the
-        softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), or times 2 and the gradient
-        again, which each chunk adds to. With 1024 rows and a vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB
-        with a hidden size of 4096, for any number of tokens.
+        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside
+        the head's weight and its gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3
+        (logits and their gradient in and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their
+        int64 order), or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
+        151 936 that is 1.9 GB, or 3.7 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
         """
-        pairs, places = sources << 32 | targets, None  # both are below 2³¹
-        if visible_until is not None:
-            pairs, places = pairs.unique(return_inverse=True)
+        places = None
+        if visible_until is not None:  # what several branches train is computed once; sources and targets are below 2³¹
+            pairs, places = (sources << 32 | targets).unique(return_inverse=True)
+            sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
         seen = attention_inputs(self.attention, position_ids, visible_until)
         outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
-        rows, targets = outputs.last_hidden_state.flatten(0, 1).index_select(0, pairs >> 32), pairs & 0x7FFFFFFF
+        rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, temperature=temperature, top_p=top_p)
         parts = [
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
