@@ -57,10 +57,9 @@ def _checked(kind: type, where: str, values: dict):
 
 def lengths_of(run: Run, config: Config, prompt_tokens: float | None) -> Lengths:
     """Lengths of a run's responses, and of its prompts unless they are given."""
-    responses = run.events["trajectory"]
+    responses, made = run.events["trajectory"], run.info["config"]
     if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
         raise ValueError(f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths")
-    made = run.info["config"]
     if prompt_tokens is None and "tokens/forward" in run.metrics and made.get("share_prefix") in (None, False, "off"):
         prompts = made["groups_per_step"] * made["group_size"]
         prompt_tokens = (run.metrics["tokens/forward"] - run.metrics["tokens/trained"]).mean() / prompts

@@ -55,12 +55,13 @@ class TokenLogprobs(nn.Module):
         min_p cut, or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
         151 936 that is 1.9 GB, or 3.7 GB, 2.5 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
         """
-        pairs, places = sources << 32 | targets, None  # both are below 2³¹
-        if visible_until is not None:
-            pairs, places = pairs.unique(return_inverse=True)
+        places = None
+        if visible_until is not None:  # what several branches train is computed once; sources and targets are below 2³¹
+            pairs, places = (sources << 32 | targets).unique(return_inverse=True)
+            sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
         seen = attention_inputs(self.attention, position_ids, visible_until)
         outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
-        rows, targets = outputs.last_hidden_state.flatten(0, 1).index_select(0, pairs >> 32), pairs & 0x7FFFFFFF
+        rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, sampling=sampling)
         parts = [
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)

@@ -134,8 +134,8 @@ def bundle(sequences: list[TrainSequence], share_prefix: Sharing = "off", max_to
     def shared_with_next(order: list[int], sharing: Sharing) -> list[int]:
         return [*(common_prefix(sequences[i], sequences[j], sharing) for i, j in itertools.pairwise(order)), 0]
 
-    # Depth first, and a sequence before those that it begins.
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.astype(">i8").tobytes())
+    # By bytes, in which equal beginnings stand together: depth first, and a sequence before those that it begins.
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tobytes())
     alone = {
         i: Bundle((sequences[i],), (), len(sequences[i].tokens) - depth)
         for i, depth in zip(order, shared_with_next(order, "tree"), strict=False)

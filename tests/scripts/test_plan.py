@@ -267,6 +267,14 @@ def test_the_lengths_of_a_run_are_those_of_its_prompts_and_responses(run):
     assert lengths_of(load(run), Config(max_response_tokens=40), 20.0).longest == pytest.approx(40)
 
 
+@pytest.mark.parametrize("sharing", [True, "prompt", "tree"])
+def test_the_prompts_of_a_run_that_read_prefixes_once_are_not_told_by_the_tokens_it_read(run, sharing):
+    info = json.loads((run / "run.json").read_text())
+    info["config"]["share_prefix"] = sharing
+    (run / "run.json").write_text(json.dumps(info))
+    assert lengths_of(load(run), Config(max_prompt_tokens=500), None).prompt == 500
+
+
 def test_a_runs_rates_are_those_of_the_planner_for_the_same_gpu_and_job(run, tmp_path):
     path = write(tmp_path, '[[machines]]\ngpu = "H100 SXM"\ngpus = 2\n[[machines]]\ngpu = "H20"\ngpus = 1\n')
     cluster, note = with_rates(read_cluster(path)[0], load(run))
