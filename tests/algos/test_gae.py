@@ -1,5 +1,6 @@
 import math
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -111,15 +112,15 @@ def test_equal_advantages_are_whitened_to_zero():
             "lamda=0.9",
             "--advantage gae takes overlong, gamma, lam, value_lam, whiten, value_coef, value_lr; did",
         ),
-        ("gae", "gamma=1.1", r"gamma of --advantage gae must be in \[0, 1\]"),
-        ("gae", "value_lr=0", "value_lr of --advantage gae must be above 0"),
+        ("gae", "gamma=1.1", "gamma of --advantage gae must be in [0, 1]"),
+        ("gae", "value_lr=0", "value_lr of --advantage gae must be in (0, 1e9]"),
         ("gae", "whiten=yes", "whiten of --advantage gae must be true or false"),
-        ("grpo", "overlong=-1", "overlong of --advantage grpo, which has no values as gae has, must be at least 0"),
+        ("grpo", "overlong=-1", "overlong of --advantage grpo, which has no values as gae has, must be in [0, 1e9]"),
         ("grpo", "overlong=48", "overlong=48 must be below --max-response-tokens 48"),
     ],
 )
 def test_what_an_estimator_does_not_take_is_one_line(advantage, item, said):
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
         AdvantageOptions.of(Config(advantage=advantage, advantage_args=(item,)))
     assert "\n" not in str(caught.value)
 

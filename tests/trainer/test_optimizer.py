@@ -1,6 +1,7 @@
 """The learning rate of each update, and how it follows the effective sample size of whole sequences."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -41,13 +42,13 @@ def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
         ),
         ("epochs=0", "epochs of the optimizer must be in [1, 1e9]"),
         ("warmup=-1", "warmup of the optimizer must be in [0, 1e9]"),
-        ("least=2", r"least of the optimizer must be in \[0, 1\]"),
+        ("least=2", "least of the optimizer must be in [0, 1]"),
         ("beta2=1", "must be below 1"),
         ("schedule=step", "must be constant or linear or cosine"),
     ],
 )
 def test_what_the_optimizer_does_not_take_is_one_line(item, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=re.escape(said)):
         OptimOptions.of(Config(optim_args=(item,)))
 
 

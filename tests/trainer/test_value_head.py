@@ -171,7 +171,8 @@ def test_values_learn_to_foretell_rewards(model):
 
 
 def test_the_head_has_its_own_learning_rate_and_its_gradient_is_clipped_by_itself(model):
-    options = {"advantage": "gae", "advantage_args": ("value_lr=4",), "lr": 0.01, "warmup": 0, "max_grad_norm": 1e-3}
+    options = {"advantage": "gae", "advantage_args": ("value_lr=4",), "lr": 0.01, "max_grad_norm": 1e-3}
+    options["optim_args"] = ("warmup=0",)
     policy = load(make_config(model, **options))
     policy.train_step(share_of(random_sequences(5)), 12)
     *others, of_head = gradient_of(policy).values()
