@@ -5,8 +5,11 @@ batches, and never asks the controller or its buffer.
 """
 
 import math
+import statistics
 from collections import Counter
 from dataclasses import dataclass, field
+
+import pytest
 
 from config import MAX_RESUMES
 from controller.tickets import TicketSource
@@ -45,6 +48,8 @@ class Oracle:
         self.groups, self.problems, self.problem_of = {}, {}, {}
         self.closed, self.forgotten, self.made_by = {}, set(), {}
         self.count, self.tokens = Counter(), Counter()
+        self.sums = Counter()
+        """Over the groups of each fate that had a member: their number, and their means of length and of reward."""
         self.num_given_up, self.num_events = 0, 0
         self.disbelieved = None
         """Worker that is being shut out."""
@@ -203,8 +208,15 @@ class Oracle:
         group.state = self.closed[group_id] = reason
         self.count[reason] += 1
         self.tokens[reason] += group.num_tokens
+        self._measure(f"dropped_{reason}", group)
         if reason in ("failed", "filtered"):
             self.problems[group.problem] = reason
+
+    def _measure(self, fate, group):
+        if group.members:
+            self.sums[f"measured_{fate}"] += 1
+            self.sums[f"length_{fate}"] += group.num_tokens / len(group.members)
+            self.sums[f"reward_{fate}"] += statistics.fmean(t.reward for t in group.members.values())
 
     def discard(self, num_tokens):
         self.tokens["generated"] += num_tokens
@@ -224,6 +236,7 @@ class Oracle:
             self.made_by[group.group_id] = self.trainer_version + 1
             self.count["consumed"] += 1
             self.tokens["consumed"] += known.num_tokens
+            self._measure("consumed", known)
         self.trainer_version += 1
 
     def _check_fresh(self, group):
@@ -269,7 +282,7 @@ class Oracle:
                 f"groups_dropped_{reason}": self.count[reason],
                 f"tokens_dropped_{reason}": self.tokens[reason],
             }
-        assert ledger == expected
+        assert ledger == pytest.approx(expected | self.sums, abs=1e-9)
 
     def check_end(self, ledger, evaluations, put_back):
         """`put_back`: problems that wait to be issued again."""
