@@ -35,7 +35,7 @@ from scripts.table import show
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
 NAMED = "ablation-%Y%m%d-%H%M%S"
-STUDY = ROOT / "scripts" / "study.toml"
+STUDY = tomllib.loads((ROOT / "scripts" / "study.toml").read_text(encoding="utf-8"))
 REPLAY = (sys.executable, "scripts/replay.py")
 
 
@@ -232,19 +232,21 @@ def run_grid(arguments: argparse.Namespace, cells: list[dict], out: Path) -> Non
     report(out)
 
 
+def cells_of_study(name: str) -> tuple[list[dict], list[str]]:
+    """The cells of a part of the study, whole seeds first, and the options of all its runs. Raises ValueError."""
+    if name not in STUDY:
+        raise ValueError(f"--study {name}: the parts are {', '.join(STUDY)}{nearest(name, STUDY)}")
+    extra = shlex.split(STUDY[name]["extra"])
+    of_part = [read_arguments([*shlex.split(words), "--", *extra]) for words in STUDY[name]["grids"]]
+    return sorted((cell for one in of_part for cell in cells_of(one)), key=lambda cell: cell["seed"]), extra
+
+
 def run_study(chosen: argparse.Namespace, out: Path) -> None:
     """Run what is missing of the chosen parts of the study, or of all, each in its folder of `out`.
 
     All cells are read before the first runs. Raises ValueError for a part that there is not.
     """
-    parts, grids = tomllib.loads(STUDY.read_text(encoding="utf-8")), {}
-    for name in chosen.study or parts:
-        if name not in parts:
-            raise ValueError(f"--study {name}: the parts are {', '.join(parts)}{nearest(name, parts)}")
-        extra = shlex.split(parts[name]["extra"])
-        of_part = [read_arguments([*shlex.split(words), "--", *extra]) for words in parts[name]["grids"]]
-        cells = [cell for arguments in of_part for cell in cells_of(arguments)]
-        grids[name] = sorted(cells, key=lambda cell: cell["seed"]), extra  # whole seeds first, over all grids
+    grids = {name: cells_of_study(name) for name in chosen.study or STUDY}
     for name, (cells, extra) in grids.items():
         run_grid(argparse.Namespace(**vars(chosen) | {"replay": [], "extra": extra}), cells, out / name)
 
