@@ -103,15 +103,14 @@ def _draw_line(panel, runs: list[tuple[pd.DataFrame, bool]], look: dict) -> None
 
 
 def draw_lags(rows: pd.DataFrame, out: Path) -> None:
-    """Draw what compare of grids.py found over lag: a panel per loss, mean and interval; each seed is a dot."""
+    """Draw what compare of grids.py found over lag: a panel per loss, mean and interval; at lag 0 chance."""
     losses = [name for name in dict.fromkeys(rows["loss"]) if name in ALGOS]
     settings = ["lag 0", *(name for name in dict.fromkeys(rows["setting"]) if name != "lag 0")]
     figure = Figure(figsize=(10, 1.9 * -(-len(losses) // 4) + 0.6), layout="constrained")
     axes = list(figure.subplots(-(-len(losses) // 4), 4, sharex=True, sharey=True, squeeze=False).flat)
     for panel, name in zip(axes, losses, strict=False):
-        for values, ends, setting in rows.loc[rows["loss"] == name, ["values", "ends", "setting"]].itertuples(
-            index=False
-        ):
+        of = rows.loc[(rows["loss"] == name) | (rows["setting"] == "lag 0"), ["values", "ends", "setting"]]
+        for values, ends, setting in of.itertuples(index=False):
             _draw_interval(panel, values, ends, settings.index(setting))
         panel.set_title(name, fontsize="medium")
         panel.axhline(0, color="0.6", linewidth=0.8)

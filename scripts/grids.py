@@ -8,6 +8,7 @@ loss and seed on fresh data, async_ratio 0 and publish_delay 0, and not mean wit
 version that *sampled* a batch: a reward that is seen later because weights are published later is no worse a policy.
 """
 
+import itertools
 import json
 import math
 import shlex
@@ -285,12 +286,13 @@ def _each(rows: pd.DataFrame) -> list[SimpleNamespace]:
 
 
 def sentences(rows: pd.DataFrame) -> list[str]:
-    """What each setting's intervals say, a point each, what was not told apart first."""
+    """What each setting's intervals say, a point each: what was not told apart first, what stays after Holm last."""
     points = []
     for setting, of in rows.groupby("setting", sort=False, observed=True):
-        for says in (FEW, UNCLEAR, BELOW, ABOVE):
-            if named := [f"`{row.loss}` {shown(row.values)}" for row in _each(of[of["says"] == says])]:
-                points.append(f"- {setting}, {says}: {'; '.join(named)}.")
+        for stays, says in itertools.product((False, True), (FEW, UNCLEAR, BELOW, ABOVE)):
+            if named := [f"`{r.loss}` {shown(r.values)}" for r in _each(of) if (r.stays, r.says) == (stays, says)]:
+                corrected = {True: ", also", False: ", but not"}[stays] + " after Holm's correction"
+                points.append(f"- {setting}, {says}{corrected * (says in (BELOW, ABOVE))}: {'; '.join(named)}.")
     return points
 
 

@@ -240,11 +240,9 @@ def best(rows: pd.DataFrame) -> list[str]:
     points = []
     for loss, of in rows.groupby("loss", sort=False):
         top = of.loc[of["values"].map(np.mean).idxmax()]
-        name, what = (
-            (top["setting"], top["says"]) if np.mean(top["values"]) > 0 else ("α = 0", "the next best is below")
-        )
-        told = f"{what}" if name != "α = 0" else f"{what}, {top['setting']}, and {top['says']}"
-        points.append(f"- `{loss}`: the greatest mean is at {name}: less α = 0 {told}, {grids.shown(top['values'])}.")
+        name, said = top["setting"], f"{top['says']}, {grids.shown(top['values'])}"
+        first = f"{name}; less α = 0 it is" if np.mean(top["values"]) > 0 else f"α = 0; the next, {name}, less it is"
+        points.append(f"- `{loss}`: the greatest mean is at {first} {said}.")
     return points
 
 
