@@ -35,7 +35,7 @@ from scripts.table import show
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
 NAMED = "ablation-%Y%m%d-%H%M%S"
-STUDY = ROOT / "scripts" / "study.toml"
+STUDY = tomllib.loads((ROOT / "scripts" / "study.toml").read_text(encoding="utf-8"))
 REPLAY = (sys.executable, "scripts/replay.py")
 
 
@@ -237,12 +237,12 @@ def study(names: Sequence[str]) -> dict[str, tuple[list[dict], list[str]]]:
 
     Raises ValueError for a part that there is not.
     """
-    parts, chosen = tomllib.loads(STUDY.read_text(encoding="utf-8")), {}
-    for name in names or parts:
-        if name not in parts:
-            raise ValueError(f"--study {name}: the parts are {', '.join(parts)}{nearest(name, parts)}")
-        extra = shlex.split(parts[name]["extra"])
-        of_part = [read_arguments([*shlex.split(words), "--", *extra]) for words in parts[name]["grids"]]
+    chosen = {}
+    for name in names or STUDY:
+        if name not in STUDY:
+            raise ValueError(f"--study {name}: the parts are {', '.join(STUDY)}{nearest(name, STUDY)}")
+        extra = shlex.split(STUDY[name]["extra"])
+        of_part = [read_arguments([*shlex.split(words), "--", *extra]) for words in STUDY[name]["grids"]]
         cells = [cell for arguments in of_part for cell in cells_of(arguments)]
         chosen[name] = sorted(cells, key=lambda cell: cell["seed"]), extra
     return chosen

@@ -16,6 +16,7 @@ from algos import LOSSES
 from config import Config, flag
 from job.command_line import option_texts
 from scripts import grids
+from scripts import staleness as staleness_page
 from scripts import table as run_table
 from scripts.bench import parts as parts_bench
 from scripts.bench import peers as peers_bench
@@ -76,54 +77,19 @@ def options() -> str:
 
 
 def losses() -> str:
-    """What each loss does, its paper, and what a publish delay costs it: mean paired difference of the level."""
-    found = grids.differences(grids.read_records(RESULTS / "losses" / "cells.jsonl"))
+    """What each loss does, and its paper."""
     rows = []
-    for algo in found["loss"].unique():
-        text = inspect.getmodule(LOSSES[algo]).__doc__
+    for algo, loss in LOSSES.items():
+        text = inspect.getmodule(loss).__doc__
         paper = re.search(r"arXiv (\d{4}\.\d{5})", text)
-        what = text.partition("\n")[0].partition(": ")[2].rstrip(".")
         linked = f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "Williams 1992"
-        levels = [
-            found[(found["loss"] == algo) & (found["setting"].str.contains(f"delay` {k}$"))]["level"] for k in (4, 16)
-        ]
-        rows.append([f"`{algo}`", linked, what, *map(_signed, levels)])
-    return lines(markdown(["`--algo`", "paper", "what it does", "K = 4", "K = 16"], rows))
+        rows.append([f"`{algo}`", linked, text.partition("\n")[0].partition(": ")[2].rstrip(".")])
+    return lines(markdown(["`--algo`", "paper", "what it does"], rows))
 
 
-def _signed(differences) -> str:
-    """The mean; in italics where its 95 % interval has zero in it."""
-    shown = grids.signed(differences.mean())
-    low, high = grids.interval(differences.tolist())
-    return f"*{shown}*" if low <= 0 <= high else shown
-
-
-def losses_paired() -> str:
-    """Paired differences of losses on stale data, by seed."""
-    return lines(grids.paired_page(grids.read_records(RESULTS / "losses" / "cells.jsonl")))
-
-
-def losses_final() -> str:
-    """Final held-out accuracies of the losses."""
-    return lines(grids.table(grids.read_records(RESULTS / "losses" / "cells.jsonl")))
-
-
-def grid() -> str:
-    """Final held-out accuracies of the default grid, and the staleness that its runs had."""
-    records = grids.read_records(RESULTS / "ablation" / "cells.jsonl")
-    runs = grids.summaries(records)
-    staleness = runs[runs["async_ratio"] == 4][["staleness_settled", "staleness_max"]]
-    mean, most = staleness["staleness_settled"].mean(), staleness["staleness_max"].max()
-    return lines([*grids.table(records), "", f"At α = 4 staleness was {mean:.1f} steps on average, {most} at most."])
-
-
-def clipped() -> str:
-    """Tokens whose gradient a clip cuts at a publish delay of 4."""
-    rows = []
-    for algo in ("gspo", "grpo"):
-        share = load(RESULTS / "losses" / "clipped" / f"{algo}-k4-s0").metrics["loss/clipped"]
-        rows.append([f"`{algo}`", f"{share[:10].mean():.0%}", f"{share[40:].mean():.0%}"])
-    return lines(markdown(["gradient cut to 0, share of the tokens", "first ten steps", "last forty"], rows))
+def study(part: str, *arguments: str) -> str:
+    """A part of docs/staleness.md: what the function of that name in staleness.py says."""
+    return lines(getattr(staleness_page, part)(*arguments))
 
 
 def replay() -> str:

@@ -8,14 +8,17 @@ loss and seed on fresh data, async_ratio 0 and publish_delay 0, and not mean wit
 version that *sampled* a batch: a reward that is seen later because weights are published later is no worse a policy.
 """
 
+import itertools
 import json
 import math
 import shlex
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from config import ALGOS
 from records.batches import weights_sha256
@@ -50,8 +53,9 @@ MEASURES = {
 }
 """What is compared of two runs. Oscillation uses every point and leaves a trend out; the largest drop from a running
 maximum would rest on two points, and grow with their number."""
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""0.975 quantile of Student's t with 1, 2, … degrees of freedom; for more the last serves, a little wide."""
+FEW, UNCLEAR, BELOW, ABOVE = "too few seeds to say", "not told apart from zero", "below zero", "above zero"
+MIN_SEEDS = 3
+"""Fewer show nothing: two that happen to be alike make an interval of no width."""
 
 
 def read_records(path: Path) -> list[dict]:
@@ -182,80 +186,129 @@ def measure(reward: pd.Series, start: int) -> pd.Series:
     return pd.Series(measured)
 
 
-def differences(records: list[dict]) -> pd.DataFrame:
-    """A row per run on stale data: its MEASURES less those of the same loss, options and seed on fresh data.
+def difference(run: dict, base: dict) -> dict:
+    """MEASURES of a record less those of another at the versions that sampled in both, and their last part."""
+    one, other, start = reward_by_version(run), reward_by_version(base), len(run["series"]["reward"]) // 2
+    common = one.index.intersection(other.index)
+    less = measure(one[common], start) - measure(other[common], start)
+    return {"seed": run["cell"]["seed"], "start": start, "end": common[-1], **less}
 
-    `start` and `end` are the versions of the last part. Empty if the grid has no such pairs.
+
+def fresh_of(record: dict, runs: dict[str, dict]) -> dict | None:
+    """The run on fresh data with a record's loss, options and seed, or grpo's where that is the same gradient.
+
+    On fresh data with one update a step the ratio is 1, and there all losses that come with the code have one gradient;
+    what options of a loss's own do is not known, so then there is no other.
     """
+    fresh = record["cell"] | {"async_ratio": 0.0, "publish_delay": 0}
+    several = fresh.get("minibatches", 1) != 1 or any("minibatches" in word for word in record.get("options", ()))
+    others = [] if several or fresh.get("algo_args") or fresh["algo"] not in ALGOS else [fresh | {"algo": "grpo"}]
+    return next((runs[key(cell)] for cell in (fresh, *others) if key(cell) in runs), None)
+
+
+def differences(records: list[dict]) -> pd.DataFrame:
+    """A row per run on stale data: its MEASURES less those of `fresh_of`. Empty if the grid has no such pairs."""
     runs, found = {key(record["cell"]): record for record in records if "error" not in record}, []
     for run in summaries(records).itertuples():
-        fresh = runs.get(key(run.record["cell"] | {"async_ratio": 0.0, "publish_delay": 0}))
-        if fresh is None or fresh is run.record or "error" in run.record:
-            continue
-        stale, base = reward_by_version(run.record), reward_by_version(fresh)
-        common, start = stale.index.intersection(base.index), run.steps // 2
-        less = measure(stale[common], start) - measure(base[common], start)
-        pair = {"loss": run.loss, "setting": run.setting, "seed": run.seed, "start": start, "end": common[-1]}
-        found.append(pair | dict(less))
+        fresh, is_fresh = fresh_of(run.record, runs), not run.async_ratio and not run.publish_delay
+        if fresh is not None and not is_fresh and "error" not in run.record:
+            found.append({"loss": run.loss, "setting": run.setting, **difference(run.record, fresh)})
     return pd.DataFrame(found)
 
 
-def paired(records: list[dict], measured: str = "level") -> list[str]:
-    """A table of paired differences of one of MEASURES, a line per loss and setting, and what they show; or nothing."""
-    found, shown = differences(records).dropna(subset=measured), {}
-    if found.empty:
-        return []
-    seeds, all_settings = sorted(found["seed"].unique()), summaries(records)["setting"].cat.categories
-    same = set.intersection(*(set(column.split(", ")) for column in all_settings))
-    heading, lines = ["loss", "setting", "versions", *(f"seed {seed}" for seed in seeds), "mean", "95 % t-interval"], []
-    for (column, name), pairs in found.groupby(["setting", "loss"], sort=False):
-        values, column = pairs.set_index("seed")[measured], ", ".join(p for p in column.split(", ") if p not in same)
-        cells = [f"`{name}`", column, f"{pairs['start'].min() if measured != 'area' else 0} … {pairs['end'].min()}"]
-        cells += [signed(values[seed]) if seed in values else MISSING for seed in seeds]
-        ends = " … ".join(map(signed, interval(values.tolist()))) if len(values) > 1 else MISSING
-        lines.append([*cells, f"**{signed(values.mean())}**" if len(values) > 1 else signed(values.mean()), ends])
-        sign = "below zero" if (values < 0).all() else "above zero" if (values > 0).all() else "not all of one sign"
-        if len(values) > 1:  # one pair shows nothing
-            shown.setdefault(column, {}).setdefault(sign, []).append(f"`{name}`")
-    signs = []
-    for column, of_sign in shown.items():
-        signs.append(f"- {column}: " + "; ".join(f"{sign} {', '.join(names)}" for sign, names in of_sign.items()))
-    return [
-        f"**{MEASURES[measured]}.**",
-        "",
-        *markdown(heading, lines),
-        *(["", "The seeds of a loss are", "", *signs] if signs else []),
-    ]
+def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
+    """A row per setting and loss: `values` of the seeds, `ends` of their interval, what it `says`, if that `stays`.
+
+    It stays if p, by Student's t, passes Holm's correction over all rows at 0.05.
+    """
+    by = found.dropna(subset=measured).groupby(["setting", "loss"], sort=False, observed=True)[measured]
+    rows = pd.DataFrame([{"setting": s, "loss": of, "values": list(v)} for (s, of), v in by])
+    if len(rows):
+        p = rows["values"].map(_p).sort_values()
+        rows = rows.assign(
+            ends=rows["values"].map(interval),
+            says=rows["values"].map(verdict),
+            stays=(p <= 0.05 / np.arange(len(p), 0, -1)).cummin(),
+        )
+    return rows
+
+
+def _p(values: list[float]) -> float:
+    """Two-sided p of the mean by Student's t; 1 for too few seeds, and where all are zero."""
+    if len(values) < MIN_SEEDS or not any(values):
+        return 1.0
+    error = stats.sem(values)
+    return 2 * stats.t.sf(abs(statistics.mean(values)) / error, len(values) - 1) if error else 0.0
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """95 % interval of the mean of at least two differences by Student's t: mean ± t·SD/√n, for n = 3 ± 2.48 SD."""
-    quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
-    mean, half = statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+    """95 % interval of the mean by Student's t: mean ± t·SD/√n, for n = 3 ± 2.48 SD; all numbers for one value."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def verdict(values: list[float]) -> str:
+    """What the interval of some differences says of their mean."""
+    low, high = interval(values)
+    if len(values) < MIN_SEEDS:
+        return FEW
+    return BELOW if high < 0 else ABOVE if low > 0 else UNCLEAR
+
+
+def shown(values: list[float]) -> str:
+    """The mean and its interval."""
+    ends = " … ".join(map(signed, interval(values))) if len(values) > 1 else "one seed"
+    return f"{signed(statistics.mean(values))} ({ends})"
 
 
 def signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 
+def compact(rows: pd.DataFrame, what: str = "loss") -> list[str]:
+    """The table of what `compare` found, a row per loss and a column per setting, and how much of it is chance."""
+    cells = {(r.setting, r.loss): f"**{shown(r.values)}**" if r.stays else shown(r.values) for r in _each(rows)}
+    settings, losses = list(dict.fromkeys(rows["setting"])), list(dict.fromkeys(rows["loss"]))
+    lines = [[f"`{one}`", *(cells.get((s, one), MISSING) for s in settings)] for one in losses]
+    n, m = sorted({len(values) for values in rows["values"]}), len(rows)
+    outside = rows["says"].isin((BELOW, ABOVE)).sum()
+    text = f"n = {' to '.join(map(str, dict.fromkeys((n[0], n[-1]))))} seeds; mean (95 % t-interval). Of {m} intervals "
+    text += (
+        f"chance alone would put {0.05 * m:.1f} outside zero; {outside} are, and {rows['stays'].sum()} stay, in bold,"
+    )
+    return [*markdown([what, *settings], lines), "", f"{text} after Holm's correction."]
+
+
+def _each(rows: pd.DataFrame) -> list[SimpleNamespace]:
+    return [SimpleNamespace(**row) for row in rows.to_dict("records")]
+
+
+def sentences(rows: pd.DataFrame) -> list[str]:
+    """What each setting's intervals say, a point each: what was not told apart first, what stays after Holm last."""
+    points = []
+    for setting, of in rows.groupby("setting", sort=False, observed=True):
+        for stays, says in itertools.product((False, True), (FEW, UNCLEAR, BELOW, ABOVE)):
+            if named := [f"`{r.loss}` {shown(r.values)}" for r in _each(of) if (r.stays, r.says) == (stays, says)]:
+                corrected = {True: ", also", False: ", but not"}[stays] + " after Holm's correction"
+                points.append(f"- {setting}, {says}{corrected * (says in (BELOW, ABOVE))}: {'; '.join(named)}.")
+    return points
+
+
 def paired_page(records: list[dict]) -> list[str]:
     """All tables of pairs with what they are; nothing if the grid has no pairs."""
-    if differences(records).empty:
+    if (found := differences(records)).empty:
         return []
-    distinct = []
-    for column, of in summaries(records).groupby("setting", observed=True):
-        curves = {str(record["series"]["reward"]) for record in of["record"]}
-        distinct.append(f"{column}: {len(curves)} distinct of {len(of)} runs")
+    compared = {text: compare(found, name) for name, text in MEASURES.items()}
+    tables = [["", f"**{text}.**", "", *compact(rows)] for text, rows in compared.items() if len(rows)]
     return [
         "Training reward of a loss on stale data less that of the same loss and seed on fresh data (`async_ratio` 0, "
         "`publish_delay` 0), both at the same policy version that sampled. Runs of one seed share problems, first "
         "weights and sampling seeds; at one version they see other problems, those of their own steps. The interval is "
-        "of the mean over seeds and takes their differences as normal.",
-        "",
-        "Runs whose rewards are equal at every step are one run, and losses that share a fresh run share its chances: "
-        f"{'; '.join(distinct)}.",
-        *(line for lines in filter(None, (paired(records, name) for name in MEASURES)) for line in ("", *lines)),
+        "of the mean over seeds and takes their differences as normal. Where a loss has no run on fresh data, `grpo`'s "
+        "serves: with one update a step they have one gradient there.",
+        *(line for lines in tables for line in lines),
     ]
 
 

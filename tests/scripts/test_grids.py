@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.image import imread
+from scipy import stats
 
 from config import ALGOS
 from scripts import figures, grids
@@ -73,13 +74,6 @@ def test_accuracy_before_training_is_averaged_over_the_losses_and_then_over_seed
     assert by_first_cell(grids.table(records))["before training"] == ["0.400 ± 0.283"]
 
 
-@pytest.mark.parametrize("grid", ["ablation", "losses"])
-def test_the_tables_of_the_recorded_grids_are_made_again(grid):
-    made = grids.table(grids.read_records(RESULTS / grid / "cells.jsonl"))
-    kept = (RESULTS / grid / "table.md").read_text().splitlines()
-    assert [made[0], *made[2:]] == [kept[0], *kept[2:]]
-
-
 def test_the_table_of_the_recorded_replays_is_made_again():
     made = grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl"))
     assert made == (RESULTS / "replay" / "table.md").read_text().splitlines()
@@ -113,18 +107,57 @@ def test_a_swing_is_oscillation_and_neither_level_nor_area():
     assert found["level"].abs().max() < 0.002
 
 
-def test_the_table_of_pairs_has_every_seed_the_mean_its_interval_and_what_all_seeds_show():
-    lines = grids.paired(make_pairs(), "level")
-    row = "| `grpo` | `publish_delay` 4 | 40 … 75 | −0.019 | −0.021 | −0.020 "
-    assert row + "| **−0.020** | −0.022 … −0.018 |" in lines
-    assert lines[-1] == "- `publish_delay` 4: below zero `grpo`"
-    mixed = grids.paired(make_pairs(gap=0.0), "level")
-    assert mixed[-1].endswith("not all of one sign `grpo`")
+def test_the_table_of_pairs_has_mean_and_interval_and_sentences_say_no_more_than_they():
+    rows = grids.compare(grids.differences(make_pairs()))
+    (cell,) = by_first_cell(grids.compact(rows))["`grpo`"]
+    assert cell == "**−0.020 (−0.022 … −0.018)**"
+    assert "Of 1 intervals chance alone would put 0.1 outside zero; 1 are, and 1 stay" in grids.compact(rows)[-1]
+    assert grids.sentences(rows)[0].endswith(
+        "below zero, also after Holm's correction: `grpo` −0.020 (−0.022 … −0.018)."
+    )
+    above, unclear = (grids.compare(grids.differences(make_pairs(gap=gap))) for gap in (-0.02, 0.0))
+    assert above["says"].tolist() == [grids.ABOVE]
+    assert unclear["says"].tolist() == [grids.UNCLEAR] and not unclear["stays"].any()
 
 
-def test_one_pair_is_neither_set_in_bold_nor_said_to_show_a_sign():
-    lines = grids.paired(make_pairs()[:2], "level")
-    assert lines[-1] == "| `grpo` | `publish_delay` 4 | 40 … 75 | −0.019 | −0.019 | – |"
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_too_few_pairs_show_nothing_however_alike_they_are(num_seeds):
+    found = pd.DataFrame({"setting": "lag 4", "loss": "grpo", "level": [-0.5] * num_seeds})
+    rows = grids.compare(found)
+    assert rows["says"].tolist() == [grids.FEW] and not rows["stays"].any()
+
+
+def test_holms_correction_stops_at_the_first_comparison_that_fails():
+    p = {"a": 0.001, "b": 0.02, "c": 0.03, "d": 0.9}  # against 0.0125, 0.0167, 0.025, 0.05
+    values = {name: _with_p(one) for name, one in p.items()}
+    found = [{"setting": "s", "loss": name, "level": v} for name, of in values.items() for v in of]
+    rows = grids.compare(pd.DataFrame(found)).set_index("loss")
+    said = grids.sentences(rows.reset_index())
+    assert [line.split(":")[0] for line in said] == [
+        "- s, not told apart from zero",
+        "- s, above zero, but not after Holm's correction",
+        "- s, above zero, also after Holm's correction",
+    ]
+    assert rows["stays"].to_dict() == {"a": True, "b": False, "c": False, "d": False}
+    assert rows["says"].to_dict() == {"a": grids.ABOVE, "b": grids.ABOVE, "c": grids.ABOVE, "d": grids.UNCLEAR}
+
+
+def _with_p(p):
+    """Five values whose mean has this two-sided p by Student's t."""
+    spread = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
+    return (spread + stats.t.isf(p / 2, 4) * stats.sem(spread)).tolist()
+
+
+def test_a_loss_without_a_fresh_run_is_compared_with_that_of_grpo_where_it_has_one_gradient():
+    records = make_pairs()
+    late = [record for record in records if record["cell"]["publish_delay"]]
+    for record in late:
+        record["cell"]["algo"] = "tis"
+    assert grids.differences(records)["level"].round(6).tolist() == [-0.019, -0.021, -0.02]
+    for change in ({"minibatches": 4}, {"algo_args": ["clip_high=3.0"]}, {"algo": "own.py:loss"}):
+        changed = [r | {"cell": r["cell"] | change} if r["cell"]["publish_delay"] else r for r in records]
+        assert grids.differences(changed).empty
+    assert grids.differences([r | {"options": ["--minibatches", "4"]} for r in records]).empty
 
 
 def test_the_interval_is_students():
@@ -135,7 +168,7 @@ def test_a_last_part_that_is_too_short_has_no_level_but_an_area():
     found = grids.differences(make_pairs(steps=20, delay=8))
     assert found["level"].isna().all() and found["area"].notna().all()
     page = grids.paired_page(make_pairs(steps=20, delay=8))
-    assert any("Area" in line for line in page) and not any("Level" in line for line in page)
+    assert any("Area" in line for line in page) and not any("Level:" in line for line in page)
 
 
 def test_a_batch_of_several_versions_counts_for_its_mean_one():
@@ -148,12 +181,6 @@ def test_runs_that_failed_and_those_without_a_fresh_one_have_no_pair():
     records[1]["error"] = records[2]["error"] = "it broke"
     assert grids.differences(records)["seed"].tolist() == [2]
     assert grids.paired_page([record for record in records if record["cell"]["publish_delay"]]) == []
-
-
-def test_the_recorded_losses_show_that_grpo_learns_more_slowly_at_a_lag_of_four_steps_in_every_seed():
-    found = grids.differences(grids.read_records(RESULTS / "losses" / "cells.jsonl"))
-    at_four = found[found["setting"].str.contains("`publish_delay` 4") & (found["loss"] == "grpo")]
-    assert at_four["level"].round(3).tolist() == [-0.021, -0.019, -0.020]
 
 
 # Records, figures, report

@@ -1,0 +1,262 @@
+"""What docs/staleness.md says, made from results/study; `python scripts/staleness.py` draws its two figures there.
+
+A seed counts when all of its cells in a part have run. The words of a sentence are chosen by its interval.
+"""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from scripts import ablate, figures, grids
+from scripts.lines import markdown
+
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "study"
+WHAT = {
+    "lag": "12 losses at exact lags, tiny model",
+    "smollm2": "5 losses at exact lags, SmolLM2-135M",
+    "rates": "6 losses: another learning rate, 4 updates a step",
+    "time": "6 losses at four async ratios",
+}
+NOISE = "chance: reinforce − grpo"
+LATE = 16
+"""The greatest lag, in steps: where losses are compared with each other."""
+
+
+@functools.cache  # to read the options of hundreds of runs takes seconds
+def cells_of(part: str) -> list[dict]:
+    """All cells of a part."""
+    return ablate.study([part])[part][0]
+
+
+def whole(part: str) -> list[dict]:
+    """The records of a part's seeds of which no cell is missing."""
+    found = {grids.key(record["cell"]): record for record in grids.read_records(RESULTS / part / "cells.jsonl")}
+    cells = [grids.key(cell) for cell in cells_of(part)]
+    missing = {_seed(cell) for cell in cells if cell not in found}
+    return [found[cell] for cell in cells if cell in found and _seed(cell) not in missing]
+
+
+def _seed(cell: str) -> int:
+    return int(re.search(r'"seed": (\d+)', cell)[1])
+
+
+def not_run(part: str) -> list[str]:
+    return [f"*Not run yet: no seed of `--study {part}` is whole.*"]
+
+
+def was_run() -> list[str]:
+    """How much of each part there is, and how it was made."""
+    rows, records = [], []
+    for part in WHAT:
+        cells, kept = cells_of(part), grids.read_records(RESULTS / part / "cells.jsonl")
+        seeds, wanted = ({record["cell"]["seed"] for record in whole(part)}, {cell["seed"] for cell in cells})
+        failed = sum("error" in record for record in kept)
+        rows.append([f"`{part}`", WHAT[part], f"{len(kept)} of {len(cells)}", f"{len(seeds)} of {len(wanted)}", failed])
+        records += kept
+    done, partial = sum(len(cells_of(part)) for part in WHAT), len(records)
+    made = sorted({f"{r['hardware']['cpu_cores']} cores of {r['hardware']['cpu']}" for r in records})
+    commits = list(dict.fromkeys(record["git_commit"][:12] for record in records))
+    text = f"Commits {commits[0]} to {commits[-1]}; {', '.join(made)}." if records else "Nothing has run."
+    state = f"**Partial: {partial} of {done} runs are there.** What is missing is said where it would stand."
+    return [
+        *([state, ""] if partial < done else []),
+        *markdown(["`--study`", "what", "runs", "whole seeds", "failed"], rows),
+        "",
+        text,
+    ]
+
+
+# Exact lags
+
+
+def lags(part: str = "lag") -> pd.DataFrame:
+    """A row per run on stale data less its fresh one, `setting` the lag; and how far chance goes, at lag 0."""
+    records = whole(part)
+    if not records or (found := grids.differences(records)).empty:
+        return pd.DataFrame()
+    found["setting"] = "lag " + found["setting"].str.extract(r"delay` (\d+)", expand=False)
+    fresh = {(r["cell"]["algo"], r["cell"]["seed"]): r for r in records if not r["cell"]["publish_delay"]}
+    chance = [grids.difference(r, fresh["grpo", s]) for (algo, s), r in fresh.items() if algo == "reinforce"]
+    return pd.concat([found, pd.DataFrame([{"loss": NOISE, "setting": "lag 0", **one} for one in chance])])
+
+
+def cost(part: str, measured: str) -> list[str]:
+    """What the intervals of a measure say, and its table. Chance is a row of its own, in no family of comparisons."""
+    if (found := lags(part)).empty:
+        return not_run(part)
+    rows, chance = (grids.compare(found[is_in], measured) for is_in in (found["loss"] != NOISE, found["loss"] == NOISE))
+    table = grids.compact(rows)
+    floor = [
+        f"| {NOISE}, both fresh: {grids.shown(v)} {'| ' * (table[0].count('|') - 1)}"[:-1]
+        for v in chance.get("values", [])
+    ]
+    end = table.index("")
+    return [*grids.sentences(rows), "", *table[:end], *floor, *table[end:]]
+
+
+def levels(part: str = "lag") -> pd.DataFrame:
+    """Mean reward of the last part at the greatest lag, a row per seed and a column per loss, the best first."""
+    found = {}
+    for record in whole(part):
+        if record["cell"]["publish_delay"] == LATE and "error" not in record:
+            start = len(record["series"]["reward"]) // 2
+            level = grids.measure(grids.reward_by_version(record), start)["level"]
+            found.setdefault(record["cell"]["algo"], {})[record["cell"]["seed"]] = level
+    frame = pd.DataFrame(found)
+    return frame[frame.mean().sort_values(ascending=False).index]
+
+
+def order(part: str = "lag") -> list[str]:
+    """The losses by level at the greatest lag, and which pairs can be told apart."""
+    if (level := levels(part)).empty:
+        return not_run(part)
+    pairs = [
+        {"setting": better, "loss": worse, "level": value}
+        for better, worse in itertools.combinations(level, 2)
+        for value in (level[better] - level[worse]).dropna()
+    ]
+    rows = grids.compare(pd.DataFrame(pairs))
+    outside, stay = rows["says"].isin((grids.BELOW, grids.ABOVE)).sum(), rows[rows["stays"]]
+    lines = []
+    for loss in level:
+        below = [f"`{row.loss}`" for row in stay[stay["setting"] == loss].itertuples()]
+        seeds = level[loss].dropna().tolist()
+        lines.append([f"`{loss}`", grids.shown(seeds), len(seeds), ", ".join(below) or "none"])
+    return [
+        f"- Of {len(rows)} pairs of losses {len(rows) - outside} cannot be told apart by 95 % t-intervals. "
+        f"{outside} can; chance alone would give {0.05 * len(rows):.1f}. {len(stay)} stay after Holm's correction.",
+        "",
+        *markdown(
+            ["loss", f"level at lag {LATE}, mean (95 % t-interval)", "n", "above, after Holm's correction"], lines
+        ),
+    ]
+
+
+def same_order(draws: int = 1000) -> list[str]:
+    """Kendall's tau of the order of losses on both models, with an interval by drawing seeds again."""
+    tiny, text = levels("lag"), levels("smollm2")
+    if tiny.empty or text.empty:
+        return not_run("lag" if tiny.empty else "smollm2")
+    low, tau, high = agreement(tiny, text, draws)
+    says = "is the same way on both" if low > 0 else "is turned round" if high < 0 else "cannot be said to hold"
+    return [
+        f"- The order of {len(tiny.columns.intersection(text.columns))} losses at lag {LATE} {says}: Kendall's τ "
+        f"{tau:+.2f} (95 % bootstrap over seeds {low:+.2f} … {high:+.2f}; n = {len(tiny)} and {len(text)} seeds)."
+    ]
+
+
+def agreement(one: pd.DataFrame, other: pd.DataFrame, draws: int = 1000) -> tuple[float, float, float]:
+    """Kendall's tau between the mean levels of the losses in both, and before and after it the ends of its interval."""
+    common, rng = one.columns.intersection(other.columns), np.random.default_rng(0)
+
+    def tau(*frames: pd.DataFrame) -> float:
+        return stats.kendalltau(*(frame[common].mean() for frame in frames)).statistic
+
+    drawn = (tau(*(f.iloc[rng.integers(len(f), size=len(f))] for f in (one, other))) for _ in range(draws))
+    low, high = np.nanpercentile([*drawn], (2.5, 97.5))
+    return low, tau(one, other), high
+
+
+# Rates
+
+
+def rates() -> list[str]:
+    """What lag 16 costs at other rates less what it costs with the defaults, by loss and seed."""
+    records, usual = whole("rates"), lags("lag")
+    if not records or usual.empty:
+        return not_run("lag" if usual.empty else "rates")
+    found = grids.differences(records)
+    usual = usual[usual["setting"] == f"lag {LATE}"].astype({"loss": str})
+    both = found.astype({"loss": str}).merge(usual, on=["loss", "seed"], suffixes=("", "_usual"))
+    both["setting"] = both["setting"].astype(str).str.replace(r"^.*?delay` \d+, ", "", regex=True)
+    rows, less = (grids.compare(one) for one in (both, both.assign(level=both["level"] - both["level_usual"])))
+    title = "**The same, less what it costs at `lr` 0.001 with one update a step: above zero, the lag costs less.**"
+    return [
+        *grids.sentences(rows),
+        "",
+        *grids.compact(rows),
+        "",
+        title,
+        "",
+        *grids.sentences(less),
+        "",
+        *grids.compact(less),
+    ]
+
+
+# Time
+
+
+def over_time(record: dict, start_s: float, end_s: float) -> float:
+    """Mean training reward between two times in seconds of steps, each step's reward for as long as it took."""
+    series = record["series"]
+    ends = np.cumsum(series["step_s"])
+    inside = np.clip(ends, start_s, end_s) - np.clip(ends - series["step_s"], start_s, end_s)
+    return float(np.dot(series["reward"], inside) / inside.sum())
+
+
+def by_time(records: list[dict]) -> pd.DataFrame:
+    """A row per run: its loss, seed and α, staleness, and reward until the time at which the seed's first run ended."""
+    records = [record for record in records if "error" not in record]
+    rows = []
+    for record in records:
+        cell, series = record["cell"], record["series"]
+        until = min(sum(r["series"]["step_s"]) for r in records if r["cell"]["seed"] == cell["seed"])
+        row = {"loss": grids.loss(cell), "seed": cell["seed"], "alpha": cell["async_ratio"]}
+        row |= {"area": over_time(record, 0, until), "level": over_time(record, 0.8 * until, until), "until": until}
+        rows.append(row | {"staleness": np.mean(series["staleness_mean"][len(series["reward"]) // 2 :])})
+    return pd.DataFrame(rows)
+
+
+def bought(runs: pd.DataFrame) -> pd.DataFrame:
+    """What each α > 0 of a loss and seed has more than α = 0 after the same time."""
+    both = runs[runs["alpha"] > 0].merge(runs[runs["alpha"] == 0], on=["loss", "seed"], suffixes=("", "_0"))
+    both = both.assign(setting=[f"α = {alpha:g}" for alpha in both["alpha"]])
+    return both.assign(**{name: both[name] - both[f"{name}_0"] for name in ("area", "level")}).sort_values("alpha")
+
+
+def equal_time() -> list[str]:
+    """What async ratios buy at equal time: area, level and the best α of each loss."""
+    if (runs := by_time(whole("time"))).empty:
+        return not_run("time")
+    lines, found = [], bought(runs)
+    for measured, text in (("area", "Mean reward up to that time"), ("level", "Mean reward in its last fifth")):
+        rows = grids.compare(found, measured)
+        lines += [f"**{text}, less that of α = 0.**", "", *grids.sentences(rows), "", *grids.compact(rows), ""]
+        if measured == "area":
+            lines += [*best(rows), ""]
+    stale = [
+        [f"{alpha:g}", f"{grids.shown(of.groupby('seed')['staleness'].mean().tolist())}"]
+        for alpha, of in runs.groupby("alpha")
+    ]
+    return [*lines, *markdown(["α", "realised staleness, steps, mean (95 % t-interval)"], stale)]
+
+
+def best(rows: pd.DataFrame) -> list[str]:
+    """The α with the greatest mean of each loss, and whether it can be told from α = 0."""
+    points = []
+    for loss, of in rows.groupby("loss", sort=False):
+        top = of.loc[of["values"].map(np.mean).idxmax()]
+        name, said = top["setting"], f"{top['says']}, {grids.shown(top['values'])}"
+        first = f"{name}; less α = 0 it is" if np.mean(top["values"]) > 0 else f"α = 0; the next, {name}, less it is"
+        points.append(f"- `{loss}`: the greatest mean is at {first} {said}.")
+    return points
+
+
+def main() -> None:
+    """Draw the figures from what is there."""
+    if (found := lags()).empty:
+        raise SystemExit("error: no seed of results/study/lag is whole; scripts/ablate.py --study lag runs it")
+    figures.draw_lags(grids.compare(found), RESULTS / "lag.png")
+    parts = {WHAT[part]: lags(part) for part in ("lag", "smollm2")}
+    late = {name: of[of["setting"] == f"lag {LATE}"] for name, of in parts.items() if len(of)}
+    figures.draw_order({name: grids.compare(of) for name, of in late.items()}, RESULTS / "order.png")
+
+
+if __name__ == "__main__":
+    main()

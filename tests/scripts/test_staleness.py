@@ -1,0 +1,143 @@
+"""The page on staleness, from a study that is made up: what it says follows from the numbers, and from nothing else."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.image import imread
+
+from algos import LOSSES
+from config import ALGOS
+from scripts import blocks, grids, staleness
+
+
+def record_of(cell, *, cost=0.0, steps=80, step_s=1.0):
+    """A run whose reward at every version is that of its seed, less what a lag costs it."""
+    lag, rng = cell["publish_delay"], np.random.default_rng([cell["seed"], cell["publish_delay"]])
+    reward = 0.8 + 0.01 * rng.standard_normal(steps) - cost * lag
+    series = {
+        "reward": reward.tolist(),
+        "staleness_mean": [min(step, lag) + 0.5 * cell["async_ratio"] for step in range(steps)],
+        "staleness_max": [min(step, lag) for step in range(steps)],
+        "step_s": [step_s] * steps,
+        "samples": list(range(steps)),
+    }
+    made = {"git_commit": "0123456789abcdef", "hardware": {"cpu_cores": 2, "cpu": "CPU"}, "options": []}
+    return made | {"cell": cell, "evaluations": [], "series": series}
+
+
+COSTS = {"reinforce": 0.03, "grpo": 0.02, "dppo": 0.001}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """A function that writes the records of a part's cells and makes the page read them."""
+    monkeypatch.setattr(staleness, "RESULTS", tmp_path)
+
+    def write(part, keep=lambda cell: True, **options):
+        cells = [cell for cell in staleness.cells_of(part) if keep(cell)]
+        records = [record_of(cell, cost=COSTS.get(cell["algo"], 0.0), **options) for cell in cells]
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    return write
+
+
+def test_losses_that_come_with_the_code_are_those_whose_gradient_on_fresh_data_is_tested():
+    assert set(LOSSES) == set(ALGOS)
+
+
+def test_a_page_of_a_study_that_has_not_run_says_so_and_nothing_else(write):
+    for part in (
+        staleness.cost("lag", "level"), staleness.order(), staleness.same_order(), staleness.rates(),
+        staleness.equal_time(),
+    ):  # fmt: skip
+        assert len(part) == 1 and part[0].startswith("*Not run yet")
+    assert "**Partial: 0 of 388 runs are there.**" in staleness.was_run()[0]
+
+
+def test_a_seed_of_which_a_cell_is_missing_counts_for_nothing(write):
+    write("lag", lambda cell: cell["seed"] < 2 or (cell["seed"] == 2 and cell["algo"] != "tis"))
+    assert {record["cell"]["seed"] for record in staleness.whole("lag")} == {0, 1}
+    assert any("| 111 of 190 | 2 of 5 |" in line for line in staleness.was_run())
+
+
+def test_a_cost_is_said_with_its_interval_and_chance_has_a_row_of_its_own(write):
+    write("lag")
+    lines = staleness.cost("lag", "level")
+    worse = next(line for line in lines if line.startswith("- lag 16, below zero"))
+    assert "`grpo` −0.3" in worse and "`reinforce` −0.4" in worse and "`tis`" not in worse
+    assert [line for line in lines if line.startswith(f"| {staleness.NOISE}")] != []
+    assert "Of 36 intervals chance alone would put 1.8 outside zero" in lines[-1]
+    assert all(line.count("|") == 5 for line in lines if line.startswith("|"))
+
+
+def test_the_order_has_the_best_loss_first_and_says_which_pairs_stay(write):
+    write("lag")
+    assert list(staleness.levels())[-2:] == ["grpo", "reinforce"]
+    lines = staleness.order()
+    assert "Of 66 pairs" in lines[0] and lines[-1].startswith("| `reinforce` |") and lines[-1].endswith("| none |")
+    assert "`reinforce`" in next(line for line in lines if line.startswith("| `grpo` |"))
+
+
+def test_kendalls_tau_is_one_for_the_same_order_and_minus_one_for_the_other():
+    one = pd.DataFrame({"a": [3.0, 3.1, 3.2], "b": [2.0, 2.1, 2.2], "c": [1.0, 1.1, 1.2]})
+    assert staleness.agreement(one, one, 50) == pytest.approx((1, 1, 1))
+    assert staleness.agreement(one, -one, 50) == pytest.approx((-1, -1, -1))
+
+
+def test_both_models_stand_side_by_side_as_soon_as_both_have_run(write):
+    write("lag")
+    alone = staleness.RESULTS / "order.png"
+    staleness.main()
+    narrow = imread(alone).shape[1]
+    write("smollm2", steps=60)
+    staleness.main()
+    assert imread(alone).shape[1] > narrow
+    (sentence,) = staleness.same_order(50)
+    assert "The order of 5 losses" in sentence and "n = 5 and 3 seeds" in sentence
+    lines = staleness.cost("smollm2", "level")
+    assert "Of 10 intervals" in lines[-1] and not any(staleness.NOISE in line for line in lines)
+
+
+def test_another_rate_is_compared_with_the_defaults_of_the_same_loss_and_seed(write, monkeypatch):
+    write("lag")
+    monkeypatch.setitem(COSTS, "grpo", 0.01)
+    write("rates")
+    less = "\n".join(staleness.rates()).partition("The same, less")[2]
+    assert any("above zero, " in line and "`grpo` +0.1" in line for line in less.splitlines())
+
+
+def test_reward_over_time_counts_a_step_for_as_long_as_it_took():
+    record = {"series": {"reward": [0.0, 1.0, 0.5], "step_s": [1.0, 3.0, 10.0]}}
+    assert staleness.over_time(record, 0, 4) == pytest.approx(0.75)
+    assert staleness.over_time(record, 3, 5) == pytest.approx(0.75)
+
+
+def test_at_equal_time_the_ratio_that_earns_more_is_named_with_its_interval(write):
+    write("time")
+    path = staleness.RESULTS / "time" / "cells.jsonl"
+    records = grids.read_records(path)
+    for record in records:  # rewards rise over steps, and at α = 2 a step takes half as long
+        more = 0.001 * record["cell"]["seed"]
+        record["series"]["reward"] = [0.01 * step * (1 + more) for step in range(80)]
+        record["series"]["step_s"] = [0.5 if record["cell"]["async_ratio"] == 2 else 1.0] * 80
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines = staleness.equal_time()
+    assert any(
+        line.startswith("- `grpo`: the greatest mean is at α = 2; less α = 0 it is above zero, +0.2") for line in lines
+    )
+    assert "| 4 | +2.000 (+2.000 … +2.000) |" in lines
+
+
+def test_both_figures_show_something(write):
+    write("lag")
+    staleness.main()
+    for name in ("lag.png", "order.png"):
+        pixels = imread(staleness.RESULTS / name)
+        assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
+
+
+def test_the_table_of_losses_has_all_of_them():
+    assert all(f"| `{name}` | " in blocks.losses() for name in LOSSES)
