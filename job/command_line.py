@@ -98,7 +98,8 @@ def check(config: Config) -> None:
     from trainer.optimizer import OptimOptions
 
     _check_loss(config)
-    OptimOptions.of(config), AdvantageOptions.of(config)
+    OptimOptions.of(config)
+    AdvantageOptions.of(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:
         load_score(config.task, config.reward)
