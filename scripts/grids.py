@@ -8,7 +8,6 @@ loss and seed on fresh data, async_ratio 0 and publish_delay 0, and not mean wit
 version that *sampled* a batch: a reward that is seen later because weights are published later is no worse a policy.
 """
 
-import itertools
 import json
 import math
 import shlex
@@ -257,14 +256,10 @@ def verdict(values: list[float]) -> str:
     return BELOW if high < 0 else ABOVE if low > 0 else UNCLEAR
 
 
-def shown(values: list[float]) -> str:
-    """The mean and its interval."""
-    ends = " … ".join(map(signed, interval(values))) if len(values) > 1 else "one seed"
-    return f"{signed(statistics.mean(values))} ({ends})"
-
-
-def signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
+def shown(values: list[float], form: str = "{:+.3f}") -> str:
+    """The mean and its interval; a form without a sign is for what is no difference."""
+    ends = [form.format(end) for end in interval(values)] if len(values) > 1 else ["one seed"]
+    return f"{form.format(statistics.mean(values))} ({' … '.join(ends)})".replace("-", "−")
 
 
 def compact(rows: pd.DataFrame, what: str = "loss") -> list[str]:
@@ -286,13 +281,13 @@ def _each(rows: pd.DataFrame) -> list[SimpleNamespace]:
 
 
 def sentences(rows: pd.DataFrame) -> list[str]:
-    """What each setting's intervals say, a point each: what was not told apart first, what stays after Holm last."""
+    """What each setting's intervals say, a point each: how many hold zero first, what stays after Holm's last."""
     points = []
     for setting, of in rows.groupby("setting", sort=False, observed=True):
-        for stays, says in itertools.product((False, True), (FEW, UNCLEAR, BELOW, ABOVE)):
-            if named := [f"`{r.loss}` {shown(r.values)}" for r in _each(of) if (r.stays, r.says) == (stays, says)]:
-                corrected = {True: ", also", False: ", but not"}[stays] + " after Holm's correction"
-                points.append(f"- {setting}, {says}{corrected * (says in (BELOW, ABOVE))}: {'; '.join(named)}.")
+        outside, stay = of["says"].isin((BELOW, ABOVE)), [f"`{r.loss}` {shown(r.values)}" for r in _each(of) if r.stays]
+        before = f"; {lost} outside it, but not after Holm's correction" if (lost := outside.sum() - len(stay)) else ""
+        after = f". After Holm's correction too: {'; '.join(stay)}" if stay else ""
+        points.append(f"- {setting}: {(~outside).sum()} of {len(of)} not told apart from zero{before}{after}.")
     return points
 
 

@@ -18,11 +18,12 @@ from scripts.lines import markdown
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "study"
 WHAT = {
     "lag": "12 losses at exact lags, tiny model",
+    "others": "8 more losses at exact lags, tiny model",
     "smollm2": "5 losses at exact lags, SmolLM2-135M",
     "rates": "6 losses: another learning rate, 4 updates a step",
     "time": "6 losses at four async ratios",
 }
-NOISE = "chance: reinforce − grpo"
+NOISE = "rounding: reinforce − grpo"
 LATE = 16
 """The greatest lag, in steps: where losses are compared with each other."""
 
@@ -61,7 +62,8 @@ def was_run() -> list[str]:
     done, partial = sum(len(cells_of(part)) for part in WHAT), len(records)
     made = sorted({f"{r['hardware']['cpu_cores']} cores of {r['hardware']['cpu']}" for r in records})
     commits = list(dict.fromkeys(record["git_commit"][:12] for record in records))
-    text = f"Commits {commits[0]} to {commits[-1]}; {', '.join(made)}." if records else "Nothing has run."
+    run = "A run is `torchrun train_async.py` with the `options` of its record"
+    text = f"{run}. Commits {commits[0]} to {commits[-1]}; {', '.join(made)}." if records else "Nothing has run."
     state = f"**Partial: {partial} of {done} runs are there.** What is missing is said where it would stand."
     return [
         *([state, ""] if partial < done else []),
@@ -75,28 +77,29 @@ def was_run() -> list[str]:
 
 
 def lags(part: str = "lag") -> pd.DataFrame:
-    """A row per run on stale data less its fresh one, `setting` the lag; and how far chance goes, at lag 0."""
+    """A row per run on stale data less its fresh one, `setting` the lag; and what rounding does, at lag 0."""
     records = whole(part)
     if not records or (found := grids.differences(records)).empty:
         return pd.DataFrame()
     found["setting"] = "lag " + found["setting"].str.extract(r"delay` (\d+)", expand=False)
     fresh = {(r["cell"]["algo"], r["cell"]["seed"]): r for r in records if not r["cell"]["publish_delay"]}
-    chance = [grids.difference(r, fresh["grpo", s]) for (algo, s), r in fresh.items() if algo == "reinforce"]
-    return pd.concat([found, pd.DataFrame([{"loss": NOISE, "setting": "lag 0", **one} for one in chance])])
+    rounding = [grids.difference(r, fresh["grpo", s]) for (algo, s), r in fresh.items() if algo == "reinforce"]
+    return pd.concat([found, pd.DataFrame([{"loss": NOISE, "setting": "lag 0", **one} for one in rounding])])
 
 
 def cost(part: str, measured: str) -> list[str]:
-    """What the intervals of a measure say, and its table. Chance is a row of its own, in no family of comparisons."""
+    """The table of a measure. What rounding does is a row of its own, in no family of comparisons."""
     if (found := lags(part)).empty:
         return not_run(part)
-    rows, chance = (grids.compare(found[is_in], measured) for is_in in (found["loss"] != NOISE, found["loss"] == NOISE))
-    table = grids.compact(rows)
-    floor = [
-        f"| {NOISE}, both fresh: {grids.shown(v)} {'| ' * (table[0].count('|') - 1)}"[:-1]
-        for v in chance.get("values", [])
-    ]
-    end = table.index("")
-    return [*grids.sentences(rows), "", *table[:end], *floor, *table[end:]]
+    table, rounding = grids.compact(compare(found, measured)), found.loc[found["loss"] == NOISE, measured].tolist()
+    end, bars = table.index(""), "| " * (table[0].count("|") - 1)
+    floor = [f"| {NOISE}, both fresh: {grids.shown(rounding)} {bars}"[:-1]] if rounding else []
+    return [*table[:end], *floor, *table[end:]]
+
+
+def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
+    """What grids.py's compare says of runs on stale data, without the rows of rounding."""
+    return grids.compare(found[found["loss"] != NOISE], measured)
 
 
 def levels(part: str = "lag") -> pd.DataFrame:
@@ -126,14 +129,13 @@ def order(part: str = "lag") -> list[str]:
     for loss in level:
         below = [f"`{row.loss}`" for row in stay[stay["setting"] == loss].itertuples()]
         seeds = level[loss].dropna().tolist()
-        lines.append([f"`{loss}`", grids.shown(seeds), len(seeds), ", ".join(below) or "none"])
+        lines.append([f"`{loss}`", grids.shown(seeds, "{:.3f}"), len(seeds), ", ".join(below) or "none"])
     return [
-        f"- Of {len(rows)} pairs of losses {len(rows) - outside} cannot be told apart by 95 % t-intervals. "
-        f"{outside} can; chance alone would give {0.05 * len(rows):.1f}. {len(stay)} stay after Holm's correction.",
+        f"- At lag {LATE}, {len(rows) - outside} of {len(rows)} pairs of losses cannot be told apart by 95 % "
+        f"t-intervals. {outside} can; chance alone would give {0.05 * len(rows):.1f}. {len(stay)} stay after Holm's "
+        "correction.",
         "",
-        *markdown(
-            ["loss", f"level at lag {LATE}, mean (95 % t-interval)", "n", "above, after Holm's correction"], lines
-        ),
+        *markdown(["loss", "level, mean (95 % t-interval)", "n", "above, after Holm's correction"], lines),
     ]
 
 
@@ -175,18 +177,8 @@ def rates() -> list[str]:
     both = found.astype({"loss": str}).merge(usual, on=["loss", "seed"], suffixes=("", "_usual"))
     both["setting"] = both["setting"].astype(str).str.replace(r"^.*?delay` \d+, ", "", regex=True)
     rows, less = (grids.compare(one) for one in (both, both.assign(level=both["level"] - both["level_usual"])))
-    title = "**The same, less what it costs at `lr` 0.001 with one update a step: above zero, the lag costs less.**"
-    return [
-        *grids.sentences(rows),
-        "",
-        *grids.compact(rows),
-        "",
-        title,
-        "",
-        *grids.sentences(less),
-        "",
-        *grids.compact(less),
-    ]
+    title = "**Less what it costs at `lr` 0.001 with one update a step. Above zero, the lag costs less.**"
+    return [*grids.compact(rows), "", title, "", *grids.sentences(less), "", *grids.compact(less)]
 
 
 # Time
@@ -226,26 +218,40 @@ def equal_time() -> list[str]:
         return not_run("time")
     lines, found = [], bought(runs)
     for measured, text in (("area", "Mean reward up to that time"), ("level", "Mean reward in its last fifth")):
-        rows = grids.compare(found, measured)
-        lines += [f"**{text}, less that of α = 0.**", "", *grids.sentences(rows), "", *grids.compact(rows), ""]
-        if measured == "area":
-            lines += [*best(rows), ""]
+        lines += [f"**{text}, less that of α = 0.**", "", *grids.compact(grids.compare(found, measured)), ""]
     stale = [
-        [f"{alpha:g}", f"{grids.shown(of.groupby('seed')['staleness'].mean().tolist())}"]
+        [f"{alpha:g}", f"{grids.shown(of.groupby('seed')['staleness'].mean().tolist(), '{:.2f}')}"]
         for alpha, of in runs.groupby("alpha")
     ]
     return [*lines, *markdown(["α", "realised staleness, steps, mean (95 % t-interval)"], stale)]
 
 
-def best(rows: pd.DataFrame) -> list[str]:
-    """The α with the greatest mean of each loss, and whether it can be told from α = 0."""
+def best() -> list[str]:
+    """The α with the greatest mean reward up to one time, for each loss, and whether it can be told from α = 0."""
+    if (runs := by_time(whole("time"))).empty:
+        return not_run("time")
     points = []
-    for loss, of in rows.groupby("loss", sort=False):
+    for loss, of in grids.compare(bought(runs), "area").groupby("loss", sort=False):
         top = of.loc[of["values"].map(np.mean).idxmax()]
         name, said = top["setting"], f"{top['says']}, {grids.shown(top['values'])}"
         first = f"{name}; less α = 0 it is" if np.mean(top["values"]) > 0 else f"α = 0; the next, {name}, less it is"
         points.append(f"- `{loss}`: the greatest mean is at {first} {said}.")
     return points
+
+
+def in_short() -> list[str]:
+    """What the study answers, a point for each interval that counts; and first, which question has no runs yet."""
+    costs = {name: lags(name) for name in ("lag", "others", "smollm2")}
+    said = {name: grids.sentences(compare(of)) if len(of) else not_run(name) for name, of in costs.items()}
+    answers = {f"What lag costs: {WHAT[name]}; reward, less that on fresh data": said[name] for name in said}
+    answers |= {"Which losses can be told apart": order()[:1], "Whether the order holds on both models": same_order()}
+    answers["What lag buys: the best α by loss, in reward up to one time"] = best()
+    lines, missing = [], [title for title, points in answers.items() if not points[0].startswith("-")]
+    if missing:
+        lines += [f"*Not answered yet, as runs are missing: {'. '.join(missing)}.*", ""]
+    for title in (title for title in answers if title not in missing):
+        lines += [f"**{title}.**", "", *answers[title], ""]
+    return lines[:-1]
 
 
 def main() -> None:

@@ -112,8 +112,9 @@ def test_the_table_of_pairs_has_mean_and_interval_and_sentences_say_no_more_than
     (cell,) = by_first_cell(grids.compact(rows))["`grpo`"]
     assert cell == "**−0.020 (−0.022 … −0.018)**"
     assert "Of 1 intervals chance alone would put 0.1 outside zero; 1 are, and 1 stay" in grids.compact(rows)[-1]
-    assert grids.sentences(rows)[0].endswith(
-        "below zero, also after Holm's correction: `grpo` −0.020 (−0.022 … −0.018)."
+    (said,) = grids.sentences(rows)
+    assert said.endswith(
+        ": 0 of 1 not told apart from zero. After Holm's correction too: `grpo` −0.020 (−0.022 … −0.018)."
     )
     above, unclear = (grids.compare(grids.differences(make_pairs(gap=gap))) for gap in (-0.02, 0.0))
     assert above["says"].tolist() == [grids.ABOVE]
@@ -132,12 +133,10 @@ def test_holms_correction_stops_at_the_first_comparison_that_fails():
     values = {name: _with_p(one) for name, one in p.items()}
     found = [{"setting": "s", "loss": name, "level": v} for name, of in values.items() for v in of]
     rows = grids.compare(pd.DataFrame(found)).set_index("loss")
-    said = grids.sentences(rows.reset_index())
-    assert [line.split(":")[0] for line in said] == [
-        "- s, not told apart from zero",
-        "- s, above zero, but not after Holm's correction",
-        "- s, above zero, also after Holm's correction",
-    ]
+    (said,) = grids.sentences(rows.reset_index())
+    counts, _, named = said.partition(" After Holm's correction too: ")
+    assert counts == "- s: 1 of 4 not told apart from zero; 2 outside it, but not after Holm's correction."
+    assert "`a` +" in named and "`b`" not in named
     assert rows["stays"].to_dict() == {"a": True, "b": False, "c": False, "d": False}
     assert rows["says"].to_dict() == {"a": grids.ABOVE, "b": grids.ABOVE, "c": grids.ABOVE, "d": grids.UNCLEAR}
 
