@@ -61,7 +61,10 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     if unknown:
         name = unknown[0].partition("=")[0]
         known = [f"--{flag(field)}" for _, field, _ in option_texts() if field] + ["--like", "--dry-run", "--gpus"]
-        raise ValueError(f"{name} is no option{nearest(name, known)}; --help lists all")
+        word = name.strip("-").replace("-", "_")  # may belong to one loss, schedule or the like
+        of = [flag(field) for _, field, text in option_texts() if re.search(rf"\b{re.escape(word)}=", text)]
+        instead = f"; write --{of[0]} {word}=VALUE" if of else nearest(name, known)
+        raise ValueError(f"{name} is no option{instead}; --help lists all")
     chosen = resolved({name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
     like = chosen.pop("like", None)
     if chosen.get("resume"):

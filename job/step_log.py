@@ -105,9 +105,8 @@ class StepLog:
         return StepOfNode(batch, report, controller.take_evaluation(), mismatch, swarm.take_report() if swarm else {})
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], rollout: RolloutReport) -> None:
-        """After the first steps, say how rollout and training could be balanced, or, where machines may join, how many
-        are enough; only where rollout may run ahead, thus not with partial rollouts or an engine that sleeps, and not
-        of several nodes."""
+        """Say after the first steps how rollout and training could be balanced, or how many machines that join are
+        enough; only where rollout may run ahead (no partial rollouts, no engine that sleeps), and not of several nodes."""
         config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
         stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
         stays_synchronous |= config.listen is not None and config.async_ratio == 0

@@ -59,6 +59,8 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--run-name", ""], "--run-name may hold letters"),
         (["--algo", "grop"], "got 'grop'; did you mean grpo?"),
         (["--task", "addtion"], "got 'addtion'; did you mean addition?"),
+        (["--warmup", "5"], "--warmup is no option; write --optim-args warmup=VALUE;"),
+        (["--weight_decay=0.1"], "--weight-decay is no option; write --optim-args weight_decay=VALUE;"),
         (["--async-ration", "2"], "--async-ration is no option; did you mean --async-ratio?"),
         (["--steps", "many"], "--steps must be a whole number, got 'many'"),
         (["--lr"], "--lr expected one argument"),
