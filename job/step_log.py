@@ -106,7 +106,7 @@ class StepLog:
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], rollout: RolloutReport) -> None:
         """Say after the first steps how rollout and training could be balanced, or how many machines that join are
-        enough; only where rollout may run ahead (no partial rollouts, no engine that sleeps), and not of several nodes."""
+        enough; only where rollout may run ahead (no partial rollouts, no engine that sleeps), on one node."""
         config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
         stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
         stays_synchronous |= config.listen is not None and config.async_ratio == 0
