@@ -129,13 +129,16 @@ def order(part: str = "lag") -> list[str]:
     for loss in level:
         below = [f"`{row.loss}`" for row in stay[stay["setting"] == loss].itertuples()]
         seeds = level[loss].dropna().tolist()
-        lines.append([f"`{loss}`", grids.shown(seeds, "{:.3f}"), len(seeds), ", ".join(below) or "none"])
+        said = grids.shown(seeds, "{:.3f}"), f"{min(seeds):.3f}", len(seeds), ", ".join(below) or "none"
+        lines.append([f"`{loss}`", *said])
     return [
         f"- At lag {LATE}, {len(rows) - outside} of {len(rows)} pairs of losses cannot be told apart by 95 % "
         f"t-intervals. {outside} can; chance alone would give {0.05 * len(rows):.1f}. {len(stay)} stay after Holm's "
         "correction.",
         "",
-        *markdown(["loss", "level, mean (95 % t-interval)", "n", "above, after Holm's correction"], lines),
+        *markdown(
+            ["loss", "level, mean (95 % t-interval)", "worst seed", "n", "above, after Holm's correction"], lines
+        ),
     ]
 
 
