@@ -189,14 +189,17 @@ def cells(lines, name):
 def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
     rates = {"ours α=1": 150.0, "ours α=2": 180.0, "TRL a": 30.0, "TRL b": 60.0, "training alone": 1200.0}
     cost = {"cores": 2, "cpu_ms_per_sample": 10.0, "cores_busy": 1.8}
-    records = [run_of(name, samples_per_s=rate, **cost) for name, rate in rates.items() for _ in range(3)]
+    records = [run_of(name, "natural", samples_per_s=rate, **cost) for name, rate in rates.items() for _ in range(3)]
     lines = peers.summary(records)
     assert len(lines) == 4, "the best of each"
     ours, peer = cells(lines, "ours α=2"), cells(lines, "TRL b")
-    assert (ours["÷ TRL"], ours["target"], ours["reached"]) == ("3.00 [3.00–3.00]", "≥ 2", "yes")
+    assert (ours["÷ TRL"], ours["aim"], ours["reached"]) == ("3.00 [3.00–3.00]", "≥ 2 ÷ TRL", "yes")
     assert peer["÷ TRL"] == "–" and peer["samples/s"] == "60.0 [60.0–60.0]"
-    assert ours["limit of the machine, samples/s"] == "200 [200–200]"
-    lines = peers.summary([*records, run_of("TRL c", samples_per_s=100.0)])
+    assert ours["÷ limit of the machine"] == "0.90 [0.90–0.90]"
+    assert {r["limit"] for r in peers.arms_of(records)["natural"]["ours α=2"]} == {200.0}
+    long = [{**record, "work": "long"} for record in records]
+    assert cells(peers.summary(long), "ours α=2")["reached"] == "no", "there it is the limit that counts"
+    lines = peers.summary([*records, run_of("TRL c", "natural", samples_per_s=100.0)])
     assert cells(lines, "ours α=2")["÷ TRL"] == "1.80 [1.80–1.80]" and cells(lines, "ours α=2")["reached"] == "no"
     assert len(peers.summary([run_of("ours α=1")])) == 3, "without TRL there is nothing to compare with"
 
@@ -206,7 +209,7 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
     records = [run_of("TRL a", samples_per_s=10.0, to_accuracy_s=50.0, **learns)]
     records += [run_of("TRL a", samples_per_s=12.0, to_accuracy_s=None, **learns)]
     records += [run_of("TRL a", samples_per_s=11.0, to_accuracy_s=70.0, up_s=30.0, **learns)]
-    records += [run_of("ours α=1", cores_busy=1.5), run_of("ours α=1")]
+    records += [run_of("ours α=1", cores_busy=1.5, cores=2), run_of("ours α=1")]
     _, natural, long = (text.splitlines() for text in peers.report(records))
     found = cells(natural, "TRL a")
     assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11.0 [10.0–12.0]")
@@ -219,7 +222,7 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
 def test_the_committed_records_give_a_table_of_each_work():
     records = read(harness.ROOT / "results" / "peers" / "peers.jsonl")
     arms = peers.arms_of(records)
-    assert {"natural", "short", "long"} <= arms.keys() <= peers.TARGETS.keys()
+    assert {"natural", "short", "long"} <= arms.keys() <= peers.AIMS.keys()
     for work, of_work in arms.items():
         ours, peer = peers.best(of_work, "ours"), peers.best(of_work, "TRL")
         ratio = f"{peers.rate(of_work[ours]) / peers.rate(of_work[peer]):.2f} ["
