@@ -29,7 +29,6 @@ import pandas as pd
 from scripts.latency import LatencyLaw
 from scripts.simulation.cluster import Case, Outcome, train_s_per_token
 from scripts.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, EngineCurve, Swarm, roofline
-from scripts.simulation.theory import train_gpus
 from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, lengths_up_to
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -121,6 +120,22 @@ def _cluster(known: dict, lengths: LengthLaw) -> Cluster:
         known.get("message_s", 0.0),
         swarm,
     )
+
+
+def train_gpus(sync: Outcome, gpus: int, async_ratio: float) -> int:
+    """GPUs for the trainer: β* of Proposition 2, by what a synchronous run on all of them measured."""
+    slot_s = [s for step in sync.steps for s in step.slot_s]
+    rollout_s = sum(slot_s) / len(sync.steps) / sync.case.cluster.num_slots
+    share = best_train_share(rollout_s, max(slot_s), sync.numbers["train_s"], async_ratio)
+    return min(max(1, round(share * gpus)), gpus - 1)
+
+
+def best_train_share(rollout_s: float, longest_s: float, train_s: float, async_ratio: float) -> float:
+    """β* of Proposition 2: the trainer's share of the machines at which its branch equals the bound.
+
+    Takes (N/K)·μ, L and E·N·μ_train/K, in seconds, each with all K slots or machines.
+    """
+    return train_s / (rollout_s + longest_s / (async_ratio + 1) + train_s)
 
 
 # Claims
