@@ -12,10 +12,10 @@ same held-out problems, at temperature 1.
 
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
 checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache, on policy.
-`colocate` is vLLM in the trainer's process with our engine options, without the importance correction, which would cost
-a forward pass to correct by 1e-6 (on `smollm2` by more). `async` is TRL's asynchronous trainer and a vLLM server with
-our engine options, and its default staleness of 4. Where TRL cannot run without a GPU, it gets the fastest that we have
-(peers_cpu.py). One thread and two are tried; what is compared is the best arm of each.
+`async` is TRL's asynchronous trainer and a vLLM server with our engine options, and its default staleness of 4. Where
+TRL cannot run without a GPU, it gets the fastest that we have (peers_cpu.py). One thread and two are tried; what is
+compared is the best arm of each. `colocate`, vLLM in the trainer's process, was never that: its code is in the history,
+at its records' commits, with that of the halves alone.
 
 Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the steps
 to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to an
@@ -59,7 +59,7 @@ TIMEOUT_S = 1200.0
 POLL_S = 2.0
 STEPS = {"natural": 64, "short": 32, "long": 16, "smollm2": 30}
 SYNCHRONOUS_STEPS = {**STEPS, "long": 6}
-"""Of TRL's synchronous modes, which take up to ten times as long, and begin every step with nothing in store."""
+"""Of TRL's synchronous mode, which takes up to ten times as long, and begins every step with nothing in store."""
 TINY_STEPS = 5
 EVAL_RESPONSES = 256
 TARGETS = {"natural": 2.0, "short": 1.0, "long": 2.0, "smollm2": 2.0}
@@ -84,7 +84,7 @@ class Way:
 
     def steps(self, work: str) -> int:
         """Steps of a run that is long enough for a steady state."""
-        return (SYNCHRONOUS_STEPS if self.mode in ("generate", "colocate") else STEPS)[work]
+        return (SYNCHRONOUS_STEPS if self.mode == "generate" else STEPS)[work]
 
 
 WAYS = {
@@ -93,8 +93,6 @@ WAYS = {
     "ours α=2, 2 workers": Way(options={"async_ratio": 2.0, "num_rollout_workers": 2}),
     "TRL generate, 1 thread": Way("generate"),
     "TRL generate, 2 threads": Way("generate", threads=2),
-    "TRL colocate, 1 thread": Way("colocate"),
-    "TRL colocate, 2 threads": Way("colocate", threads=2),
     "TRL async, 1 thread": Way("async"),
 }
 
@@ -143,8 +141,6 @@ def environment(way: Way, peers: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": str(way.threads), "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
-        # TRL looks into the engine of its own process, and the asynchronous trainer's server has one of its own.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if way.mode == "colocate" else "1",
     }  # fmt: skip
 
 
