@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import time
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -35,33 +36,16 @@ COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
 MACHINE_COLORS = (*COLORS, "#8d6cc4", "#e3b505", "#e57373", "#6fb1e8", "#7a4a1e")
 LAG_COLORS = {"0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030"}
 """Of the lag buckets of trainer/lag_stats.py, which needs torch; fresh to stale."""
-CURVES = {
-    "Staleness of trajectories, steps": {"staleness/mean": "mean", "staleness/max": "max"},
-    "Response length, tokens": {"response/length_mean": "mean", "response/length_max": "max"},
-    "Groups whose rewards are all equal, share": {"reward/zero_variance_groups": "zero variance"},
-    "Generated tokens/s": {"rollout/tokens_per_s": "tokens/s"},
-    "Loss": {"loss/total": "loss"},
-    "Gradient norm, before clipping": {"loss/grad_norm": "gradient norm"},
-    "Drift: KL(behavior ‖ current), k3, nats per token": {"drift/k3": "drift"},
-    "Mismatch: engine against trainer at one version, nats per token": {
-        "mismatch/k3": "KL, k3", "mismatch/abs_mean": "mean of |difference|", "mismatch/abs_max": "max of |difference|",
-    },
-    "Entropy, nats per token": {"loss/entropy": "entropy"},
+_PAGE = tomllib.loads(Path(__file__).with_name("report_page.toml").read_text(encoding="utf-8"))
+CURVES, MACHINE_CURVES = _PAGE["charts"], _PAGE["machine_charts"]
+CURVES |= {
     "Clip fraction by lag, steps": {f"loss/clipped/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS},
     "Effective sample size by lag, steps": {f"loss/ess/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS},
-    "Time of a step and of its phases, s": {f"time/{phase}_s": phase for phase in ("step", "wait", "train", "publish")},
     "Trainer's time, share of each step": {f"trainer_time/{state}": state for state in TRAINER_STATES},
     "Workers' time, share, all workers together": {f"worker_time/{state}": state for state in WORKER_STATES},
-    "Machines that have joined": {"swarm/machines": "machines"},
-}  # fmt: skip
+}
 """Charts over steps: title, metrics and what to call them."""
 WHOLE_REWARD = ("reward/mean", "reward/std", "reward/zero_variance_groups")  # others are named parts of it
-MACHINE_CURVES = {
-    "tokens_per_s": "Generated tokens/s", "lag": "Versions that responses were behind when they came in",
-    "mb_sent": "MB sent to it in a step", "mb_received": "MB received from it in a step",
-    "mismatch/k3": "Mismatch with the trainer, k3, nats per token",
-}  # fmt: skip
-"""Charts of machines that joined over time: field of an event `machine` or `mismatch`, and title."""
 
 
 def make_page(run: Run, timeline: Timeline, now: float) -> dict:
