@@ -36,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,13 +58,10 @@ PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
 TIMEOUT_S = 1200.0
 POLL_S = 2.0
-STEPS = {"natural": 64, "short": 32, "long": 16, "smollm2": 30}
-SYNCHRONOUS_STEPS = {**STEPS, "long": 6}
-"""Of TRL's synchronous mode, which takes up to ten times as long, and begins every step with nothing in store."""
 TINY_STEPS = 5
 EVAL_RESPONSES = 256
-TARGETS = {"natural": 2.0, "short": 1.0, "long": 2.0, "smollm2": 2.0}
-"""Samples/s of our best arm, in multiples of the best arm of TRL."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TARGETS = _TABLES["targets"]
 
 
 @dataclass(frozen=True)
@@ -84,17 +82,10 @@ class Way:
 
     def steps(self, work: str) -> int:
         """Steps of a run that is long enough for a steady state."""
-        return (SYNCHRONOUS_STEPS if self.mode == "generate" else STEPS)[work]
+        return _TABLES["synchronous_steps" if self.mode == "generate" else "steps"][work]
 
 
-WAYS = {
-    "ours α=1": Way(options={"async_ratio": 1.0}),
-    "ours α=2": Way(options={"async_ratio": 2.0}),
-    "ours α=2, 2 workers": Way(options={"async_ratio": 2.0, "num_rollout_workers": 2}),
-    "TRL generate, 1 thread": Way("generate"),
-    "TRL generate, 2 threads": Way("generate", threads=2),
-    "TRL async, 1 thread": Way("async"),
-}
+WAYS = {name: Way(**fields) for name, fields in _TABLES["ways"].items()}
 
 
 def install(folder: Path) -> None:
