@@ -72,21 +72,13 @@ class Worker:
 
     def connect(self, weights: Weights) -> None:
         """Give the engine its first weights, when it is up."""
-        self.weights, self.version, self.transport = weights, -1, ShmTransport(specs_of(weights))
+        self.transport = ShmTransport(specs_of(weights))
         self.receive()
         self.pipe.send(Connect(self.transport.init_info()))
-        self.publish()
-
-    def publish(self) -> dict[str, float]:
-        """Stage and transfer the weights. Returns seconds of each, and of the pause that the worker reports."""
-        self.version += 1
-        start = time.monotonic()
-        staged = self.transport.stage(self.version, self.weights)
-        stage_s = time.monotonic() - start
-        self.pipe.send(Update(self.version, staged.messages, ()))
-        pause_s = self.receive().pause_s
+        staged = self.transport.stage(0, weights)
+        self.pipe.send(Update(0, staged.messages, ()))
+        self.receive()
         self.transport.announce(staged)
-        return {"stage_s": stage_s, "publish_s": time.monotonic() - start, "pause_s": pause_s}
 
     def sample(self, tickets: list[Ticket]) -> float:
         """Run tickets to their end. Returns tokens per second."""

@@ -4,13 +4,13 @@ rollout      one rollout worker, rewards and log-probs included, against AsyncLL
              prompts, seeds and sampling parameters; both are given all requests at once
 trainer      Policy.train_step against forward, backward, clipping and AdamW on the same tokens, packed beforehand
 reward       a reward function of one's own in its processes, beyond its own time, against 0.2 ms
-publish      weights from the trainer's memory to an engine that samples with them, against one memcpy of their bytes
 job          whole steps of the default task at α = 0, 1, 2: pause per update, speed-up over α = 0, and overlap: the
              step against the slower of the same loop without training and training alone
 frozen_lake  speed-up over α = 0 where every turn of the environment takes 0.1 s
 
 Training has a learning rate of 1e-12, so that policy and lengths stay as they are. Lengths of `natural` and `long` are
-in work.py. The page also has `large`, `update` and `queue`: their code is in the history, at their records' commit.
+in work.py. The page also has `publish`, `large`, `update` and `queue`: their code is in the history, at their records'
+commits.
 """
 
 import argparse
@@ -80,15 +80,6 @@ def tiny_model() -> tuple[str, Weights]:
     return path, load_weights(path)
 
 
-def memcpy_s(num_bytes: int) -> float:
-    """Seconds of one copy of `num_bytes` from memory to memory, both of which were touched before."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    target.copy_(source)
-    start = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - start
-
-
 @contextmanager
 def sampling(start: Callable, work: Work, count: int, logs: Path) -> Iterator[Measure]:
     """Tokens per second of a worker that is given all tickets at once."""
@@ -96,15 +87,6 @@ def sampling(start: Callable, work: Work, count: int, logs: Path) -> Iterator[Me
     with worker(start, work.config(), path, weights, logs) as made:
         tickets = make_tickets(work.config(), path, count)
         yield lambda: {"tokens_per_s": made.sample(tickets)}
-
-
-@contextmanager
-def publishing(logs: Path) -> Iterator[Measure]:
-    """Seconds of a publication and what is in it; bytes, and the seconds that memcpy takes for them."""
-    path, weights = tiny_model()
-    num_bytes = sum(weight.nbytes for _, weight in weights)
-    with worker(start_work_worker, NATURAL.config(), path, weights, logs) as made:
-        yield lambda: {**made.publish(), "bytes": num_bytes, "memcpy_s": memcpy_s(num_bytes)}
 
 
 @contextmanager
@@ -259,12 +241,6 @@ def against_plain(name: str, found: dict[str, dict]) -> list[dict]:
     return [record(name, found["ours"]["tokens_per_s"], found["plain"]["tokens_per_s"])]
 
 
-def against_memcpy(found: dict[str, dict]) -> list[dict]:
-    """Bytes per second of publishing against those of a copy."""
-    m = found["ours"]
-    return [record("publish tiny", m["bytes"] / m["publish_s"], m["bytes"] / m["memcpy_s"], **m)]
-
-
 def against_synchronous(task: str, found: dict[str, dict]) -> Iterator[dict]:
     """Speed-up over α = 0, and for the task whose halves are measured too, overlap and pause."""
     for ratio in (1, 2):
@@ -286,7 +262,6 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
         arms = [Arm(who, partial(training, who, work, size["steps"])) for who in start]
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
     yield Case("reward", [Arm("ours", rewarding)], lambda f: [record("reward", f["ours"]["reward_s"], MAX_REWARD_S)])
-    yield Case("publish", [Arm("ours", publishing)], against_memcpy)
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
     yield Case(
         "job",

@@ -54,10 +54,6 @@ def test_tickets_are_those_of_a_run(model_path):
     assert [(t.group_id, t.member) for t in tickets] == [(0, i) for i in range(8)] + [(1, i) for i in range(3)]
 
 
-def test_memcpy_is_timed_for_all_bytes():
-    assert 1e-6 < parts.memcpy_s(10**6) < 0.1
-
-
 def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
     assert parts.record("rollout long", 90.0, 100.0)["ratio"] == pytest.approx(0.9)
     assert parts.record("speed-up natural α=1", 0.4, 0.5)["ratio"] == pytest.approx(1.25)
@@ -74,9 +70,7 @@ def test_whole_steps_give_overlap_pause_and_speed_up():
 def test_every_case_is_there_in_both_sizes():
     for size in parts.SIZES:
         cases = list(parts.cases(SimpleNamespace(size=size)))
-        assert {case.name.split()[0] for case in cases} == {
-            "rollout", "trainer", "reward", "publish", "job", "frozen_lake"
-        }  # fmt: skip
+        assert {case.name.split()[0] for case in cases} == {"rollout", "trainer", "reward", "job", "frozen_lake"}
 
 
 def test_the_records_of_the_repository_give_their_page(tmp_path):
