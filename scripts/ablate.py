@@ -1,4 +1,4 @@
-"""A grid of real runs, its tables and its figures.
+"""A grid of real runs, its tables and its figure.
 
     python scripts/ablate.py --algos grpo grpo:clip_high=0.4 tis --async-ratio 0 --publish-delay 0 4 --seeds 3
     python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=off|tree' -- --steps 40
@@ -8,7 +8,7 @@
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out goes on where it stopped. What follows `--` is handed to
 every run. A part of --study is what study.toml says, in OUT/PART. grids.py says what is kept, and makes table.md,
-paired.md, cells.csv and the figures of it.
+paired.md, cells.csv and curves.png of it.
 """
 
 import argparse
@@ -164,10 +164,10 @@ def read_arguments(args: list[str] | None = None) -> argparse.Namespace:
     add("--replay", nargs="+", default=[], type=Path, metavar="RUN", help="replay these runs with each of --algos")
     text = "run these parts of study.toml, or all; --out, --parallel, --keep-runs and --report alone go with it"
     add("--study", nargs="*", metavar="PART", help=text)
-    add("--out", type=Path, help="where records, tables and figures go; unset makes runs/ablation-DATE-TIME")
+    add("--out", type=Path, help="where records, tables and the figure go; unset makes runs/ablation-DATE-TIME")
     add("--keep-runs", action="store_true", help="keep the directories of the runs, in OUT/runs")
     add("--parallel", type=int, default=1, metavar="N", help="runs at a time; above 1, times mean less (default: 1)")
-    add("--report", action="store_true", help="run nothing, make the tables and figures of --out again")
+    add("--report", action="store_true", help="run nothing, make the tables and the figure of --out again")
     add("extra", nargs="*", metavar="-- --option=value", help="options of every run")
     arguments, unknown = parser.parse_known_args(args)
     if unknown:

@@ -29,18 +29,6 @@ from scripts.simulation.workload import LONGEST_TO_MEDIAN
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
-MECHANISMS = (
-    ("`--scheduling queue`", "`batch`", "ROLL Flash", "scheduling", "queue", "batch"),
-    ("`--extra-groups 16`", "0", "ROLL Flash", "scheduling", "queue +16 groups", "queue"),
-    ("`--replicate-prompts`", "one request a group", "ROLL Flash", "replication 16x16", "replicated", "one request"),
-    ("`--extra-members 2`", "0", "ROLL Flash", "redundancy", "+2 members", "none"),
-    ("`--extra-members 2` where 1 % of steps fail", "0", "ROLL Flash", "redundancy failing", "+2 members", "none"),
-    ("`--over-sampling 2`", "1", "APRIL", "over-sampling", "R = 2", "R = 1"),
-    ("`--scheduling queue`, several turns", "`lockstep`", "ROLL Flash", "environments normal(10,10)", "asynchronous",
-     "barrier"),
-)  # fmt: skip
-"""Option, baseline, paper; comparison of results/rollout, its arm, and the arm of the baseline."""
-
 
 def records_of(name: str) -> list[dict]:
     """The records of results/NAME/NAME.jsonl."""
@@ -157,13 +145,13 @@ def staleness() -> str:
 def mechanisms() -> str:
     """How many times better than its baseline each mechanism of rollout is, by medians: steps, or trained tokens."""
     records, rows = records_of("rollout"), []
-    columns = {comparison.name: comparison.columns for comparison in rollout_bench.COMPARISONS}
-    for option, baseline, paper, comparison, arm, against in MECHANISMS:
-        arms = rounds(records, "arm", comparison=comparison)
+    for comparison in rollout_bench.COMPARISONS:
+        arms = rounds(records, "arm", comparison=comparison.name)
         # With over-sampling steps are not alike.
-        column = columns[comparison][comparison == "over-sampling"]
-        gain = column.gain(column.values(arms[arm]), column.values(arms[against]))
-        rows.append([option, baseline, paper, f"{gain:.2f}×"])
+        column = comparison.columns[comparison.name == "over-sampling"]
+        for arm, (option, baseline, paper, against) in comparison.mechanisms.items():
+            gain = column.gain(column.values(arms[arm]), column.values(arms[against]))
+            rows.append([option, baseline, paper, f"{gain:.2f}×"])
     return lines(markdown(["option", "baseline", "paper", "gain"], rows))
 
 

@@ -1,4 +1,4 @@
-"""What ablate.py keeps of a grid of runs, and the tables and figures that are made of it.
+"""What ablate.py keeps of a grid of runs, and the tables and the figure that are made of it.
 
 OUT/cells.jsonl has a line per run: its `cell` (loss, seed and what else is varied: its *setting*), how it was made and
 its curves. A run that ended with an error is in no mean.
@@ -17,13 +17,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from scipy import stats
 
 from config import ALGOS
 from records.batches import weights_sha256
-from scripts import figures
 from scripts.lines import markdown, read
-from scripts.runs import Run, evaluations, summarise
+from scripts.runs import Run, evaluations, progress, summarise
 from scripts.table import MISSING, show, sort_key, spread
 
 SERIES = {
@@ -325,7 +326,7 @@ def replay_table(records: list[dict]) -> list[str]:
 
 
 def report(out: Path) -> None:
-    """Write the tables and the figures of a grid or of replays, print the first table and where everything is.
+    """Write the tables and the figure of a grid or of replays, print the first table and where everything is.
 
     Raises ValueError if nothing is finished.
     """
@@ -338,7 +339,7 @@ def report(out: Path) -> None:
         runs, options = summaries(records), dict.fromkeys(name for record in records for name in record["cell"])
         csv = runs[[*CSV]].map(lambda v: round(v, 5) if isinstance(v, float) else v).rename(columns=CSV)
         pd.concat([runs[[*options]], csv], axis=1).to_csv(out / "cells.csv", index=False, lineterminator="\n")
-        _draw(runs, out)
+        _draw(runs, out / "curves.png")
     for name, lines in tables.items():
         if lines:
             (out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -346,22 +347,33 @@ def report(out: Path) -> None:
     print(*sorted(path for path in out.iterdir() if path.is_file()), sep="\n")
 
 
-def _draw(runs: pd.DataFrame, out: Path) -> None:
-    failed, several = runs["error"].notna(), runs["seed"].nunique() > 1
-    notes = ["line: mean over seeds; band or bar: minimum to maximum"] * several
-    notes += ["thin, up to ×: a run that ended with an error"] * bool(failed.any())
-    panels: figures.Panels = {}
-    for (column, of), chosen in runs.groupby(["setting", "loss"], observed=True):
-        curves = [(figures.accuracy_over_samples(metrics_of(one)), "error" in one) for one in chosen["record"]]
-        panels.setdefault(column.replace("`", ""), {})[of] = curves
-    figures.draw_panels(panels, ("samples trained on", "held-out accuracy"), "; ".join(notes), out / "curves.png")
-    reward, names = "reward, mean of the last tenth of the steps", list(runs["loss"].cat.categories)
-    panels = {"final held-out accuracy": {}, reward: {}}
-    width = np.ptp(runs["staleness_settled"]) * 0.08 / len(names)  # losses are moved sideways, apart from each other
-    for lines, measured in zip(panels.values(), ("accuracy_last", "reward_last"), strict=True):
-        for (of, _), chosen in runs[~failed].groupby(["loss", "seed"], observed=True):
-            curve = chosen[["staleness_settled", measured]].astype(float).set_axis(["x", "y"], axis=1)
-            curve["x"] += width * (names.index(of) - len(names) / 2)
-            lines.setdefault(of, []).append((curve.set_axis(chosen["setting"].cat.codes).dropna(), False))
-    label = "realised staleness, steps, in the last half of them"
-    figures.draw_panels(panels, (label, ""), "; ".join(notes[:several]), out / "staleness.png", share=False)
+def _draw(runs: pd.DataFrame, path: Path) -> None:
+    """Held-out accuracy over samples, a panel per setting: mean of the seeds that did not fail, lowest and highest."""
+    by_setting = list(runs.groupby("setting", observed=True))
+    num_columns, num_rows = min(3, len(by_setting)), -(-len(by_setting) // 3)
+    figure = Figure(figsize=(4 * num_columns + 4, 3.5 * num_rows), layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False).flat
+    for panel, (name, of) in zip(axes, by_setting, strict=False):
+        panel.set_prop_cycle(color=colormaps["tab20"].colors)
+        for which in runs["loss"].cat.categories:
+            records = of["record"][of["error"].isna() & (of["loss"] == which)]
+            points = [accuracy_over_samples(metrics_of(record)) for record in records]
+            seeds = pd.concat([pd.Series(dtype=float), *points]).groupby(level=0).agg(["mean", "min", "max"])
+            panel.plot(seeds.index, seeds["mean"], marker=".", label=which)
+            panel.fill_between(seeds.index, seeds["min"], seeds["max"], alpha=0.15)
+        panel.set_title(name.replace("`", ""), fontsize="medium")
+        panel.grid(alpha=0.3)
+    for panel in axes[len(by_setting) :]:
+        panel.remove()
+    figure.supxlabel("samples trained on")
+    figure.supylabel("held-out accuracy")
+    named = axes[0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside right upper", title="mean of the seeds,\nlowest to highest")
+    figure.savefig(path, dpi=100)
+
+
+def accuracy_over_samples(metrics: pd.DataFrame) -> pd.Series:
+    """Held-out accuracy over the samples that its version had been trained on."""
+    accuracy = evaluations(metrics).groupby(level=0).last()
+    both = progress(metrics)[["samples"]].join(accuracy.rename("accuracy")).dropna()
+    return both.set_index("samples")["accuracy"]

@@ -22,4 +22,4 @@ if [ "$status" -ne 0 ]; then
     echo "quickstart: the run ended with status $status; its records, if any, are in $run" >&2
     exit "$status"
 fi
-.venv/bin/python scripts/plot.py "$run"
+.venv/bin/python scripts/report.py "$run"

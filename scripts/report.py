@@ -1,9 +1,9 @@
 """Report on runs: `python scripts/report.py RUN [RUN ...] [--trace]`, RUN a directory with metrics.jsonl and run.json.
 
-Of one run it writes RUN/report.html, one page that needs nothing else: what was run, curves, a timeline of trainer and
-workers, where groups, tokens and time went, and samples. --trace also writes RUN/trace.json, which
-https://ui.perfetto.dev opens. Of several it writes comparison.html into the first: how they differ, every curve with a
-line per run, and samples of each. A run that is still going, or was killed, is reported as far as it got.
+It prints a summary. Of one run it writes RUN/report.html, one page that needs nothing else: what was run, curves, a
+timeline of trainer and workers, where groups, tokens and time went, and samples. --trace also writes RUN/trace.json,
+which https://ui.perfetto.dev opens. Of several it writes comparison.html into the first: how they differ, every curve
+with a line per run, and samples of each. A run that is still going, or was killed, is reported as far as it got.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import time
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -35,32 +36,16 @@ COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
 MACHINE_COLORS = (*COLORS, "#8d6cc4", "#e3b505", "#e57373", "#6fb1e8", "#7a4a1e")
 LAG_COLORS = {"0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030"}
 """Of the lag buckets of trainer/lag_stats.py, which needs torch; fresh to stale."""
-CURVES = {
-    "Staleness of trajectories, steps": {"staleness/mean": "mean", "staleness/max": "max"},
-    "Response length, tokens": {"response/length_mean": "mean", "response/length_max": "max"},
-    "Groups whose rewards are all equal, share": {"reward/zero_variance_groups": "zero variance"},
-    "Generated tokens/s": {"rollout/tokens_per_s": "tokens/s"},
-    "Loss": {"loss/total": "loss"},
-    "Gradient norm, before clipping": {"loss/grad_norm": "gradient norm"},
-    "Drift: KL(behavior ‖ current), k3, nats per token": {"drift/k3": "drift"},
-    "Mismatch: engine against trainer at one version, nats per token": {
-        "mismatch/k3": "KL, k3", "mismatch/abs_mean": "mean of |difference|", "mismatch/abs_max": "max of |difference|",
-    },
-    "Entropy, nats per token": {"loss/entropy": "entropy"},
+_PAGE = tomllib.loads(Path(__file__).with_name("report_page.toml").read_text(encoding="utf-8"))
+CURVES, MACHINE_CURVES = _PAGE["charts"], _PAGE["machine_charts"]
+CURVES |= {
     "Clip fraction by lag, steps": {f"loss/clipped/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS},
     "Effective sample size by lag, steps": {f"loss/ess/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS},
     "Trainer's time, share of each step": {f"trainer_time/{state}": state for state in TRAINER_STATES},
     "Workers' time, share, all workers together": {f"worker_time/{state}": state for state in WORKER_STATES},
-    "Machines that have joined": {"swarm/machines": "machines"},
-}  # fmt: skip
+}
 """Charts over steps: title, metrics and what to call them."""
 WHOLE_REWARD = ("reward/mean", "reward/std", "reward/zero_variance_groups")  # others are named parts of it
-MACHINE_CURVES = {
-    "tokens_per_s": "Generated tokens/s", "lag": "Versions that responses were behind when they came in",
-    "mb_sent": "MB sent to it in a step", "mb_received": "MB received from it in a step",
-    "mismatch/k3": "Mismatch with the trainer, k3, nats per token",
-}  # fmt: skip
-"""Charts of machines that joined over time: field of an event `machine` or `mismatch`, and title."""
 
 
 def make_page(run: Run, timeline: Timeline, now: float) -> dict:
@@ -331,27 +316,26 @@ def choose_samples(samples: pd.DataFrame, num_groups: int) -> list[dict]:
     return chosen
 
 
-def write_report(path: Path, with_trace: bool) -> list[Path]:
-    """Write what was asked for into the run's directory. Returns the files. Raises ValueError as runs.load does."""
-    run = load(path)
+def write_report(run: Run, with_trace: bool) -> list[Path]:
+    """Write what was asked for into the run's directory. Returns the files."""
     timeline = build_timeline(run)
     texts = {"report.html": render(make_page(run, timeline, time.time()))}
     if with_trace:
         texts["trace.json"] = json.dumps(trace(timeline))
     for name, text in texts.items():
-        (path / name).write_text(text, encoding="utf-8")
-    return [path / name for name in texts]
+        (run.path / name).write_text(text, encoding="utf-8")
+    return [run.path / name for name in texts]
 
 
-def write_comparison(paths: list[Path]) -> Path:
-    """Write the page of several runs into the first one's directory. Returns its path. Raises as `write_report`."""
-    file = paths[0] / "comparison.html"
-    file.write_text(render(make_comparison([load(path) for path in paths])), encoding="utf-8")
+def write_comparison(runs: list[Run]) -> Path:
+    """Write the page of several runs into the first one's directory. Returns its path."""
+    file = runs[0].path / "comparison.html"
+    file.write_text(render(make_comparison(runs)), encoding="utf-8")
     return file
 
 
 def main() -> None:
-    """Read the command line, write the report, and say where it is."""
+    """Read the command line, write the report, print a summary, and say where the report is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     where = "directory of a run; report.html is written into it, or comparison.html into the first of several"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=where)
@@ -361,10 +345,12 @@ def main() -> None:
     if arguments.trace and len(arguments.runs) > 1:
         parser.error("--trace is of one run; leave it out, or give one")
     try:
-        several = len(arguments.runs) > 1
-        written = [write_comparison(arguments.runs)] if several else write_report(arguments.runs[0], arguments.trace)
+        runs = [load(path) for path in arguments.runs]
+        written = [write_comparison(runs)] if len(runs) > 1 else write_report(runs[0], arguments.trace)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    summaries = {name: readable_summary(run.metrics) for name, run in zip(names(runs), runs, strict=True)}
+    print(pd.DataFrame(summaries).to_string(na_rep="-"))
     print(*(f"{path.stem}: {path}" for path in written), sep="\n")
 
 

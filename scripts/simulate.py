@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from scripts.bench.harness import ROOT, provenance
-from scripts.simulation import report, theory
+from scripts.simulation import report
 from scripts.simulation.cluster import Outcome, simulate
 from scripts.simulation.scenarios import Scenario, scenarios
 
@@ -29,7 +29,6 @@ def run(scenario: Scenario, seed: int) -> dict:
         outcomes[arm] = simulate(scenario.case(arm, outcomes, seed))
     arms = {
         arm: {name: float(f"{number:.6g}") for name, number in outcome.numbers.items()}
-        | {"propositions": theory.checked(outcome)}
         for arm, outcome in outcomes.items()
     }
     cpu_s = round(time.process_time() - start, 1)

@@ -161,7 +161,7 @@ def worker(folder: Path) -> list[str]:
 def pair(folder: Path, group_first: bool = False) -> list[str]:
     """Of the bench's pair, or of one that forms its group first."""
     calls = record_calls()
-    from scripts.bench.gpu_setup import Pair
+    from scripts.bench.gpu_parts import Pair
     from scripts.bench.trainer_alone import Setup
     from scripts.qwen3_shapes import save_random_qwen3
 

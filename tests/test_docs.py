@@ -95,6 +95,19 @@ def test_the_recipe_for_a_notebook_runs_as_it_stands(tmp_path, monkeypatch):
     assert (tmp_path / "docs/notebook.png").stat().st_size > 10_000 and known["drift"].shape == (80, 3)
 
 
+def test_the_figures_of_the_results_are_drawn_by_what_the_page_shows(tmp_path, monkeypatch):
+    for name in ("staleness", "smollm2"):
+        shutil.copytree(ROOT / "results" / name, tmp_path / "results" / name, ignore=shutil.ignore_patterns("*.png"))
+    monkeypatch.chdir(tmp_path)
+    known = {}
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, known)
+    for name in ("staleness/staleness.png", "smollm2/curves.png"):
+        assert (tmp_path / "results" / name).stat().st_size > 10_000
+    assert known["phases"].shape == (3, 3)
+
+
 def test_every_heading_that_is_linked_is_there():
     for page in PAGES:
         for name, anchor in re.findall(r"\]\(([\w/.]*)#([^)]+)\)", page.read_text(encoding="utf-8")):

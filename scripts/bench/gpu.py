@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 from cluster.gpus import visible_gpus
@@ -23,13 +24,9 @@ from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arm, Bench, Case
 
 BUDGET_S = 470.0
-PARTS = {
-    "trainer 0.6b": 80, "tests-trainer -": 150, "sync 0.6b": 200, "job-async 0.6b": 180, "tests-engine -": 300,
-    "rollout 0.6b": 110, "bare 0.6b": 110, "job-sync 0.6b": 150, "sync 1.7b": 110, "job-sleep 0.6b": 150,
-    "sync 4b": 150,
-}  # fmt: skip
-"""What is done, and with which model -> most seconds; in the order of what a minute tells. First is what needs no vLLM,
-then the engine's first start, which compiles, and whether its log-probs are the trainer's, then a whole job."""
+SAYS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PARTS, ROWS, RATIOS, PREDICTIONS = (SAYS[what] for what in ("parts", "rows", "ratios", "predictions"))
+"""What is done, and what is shown of it; gpu.toml says what is what."""
 TINY_PARTS = {f"{kind} tiny": 200 for kind in ("sync", "trainer", "rollout", "bare", "job-sync", "job-async")}
 
 
@@ -82,62 +79,19 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
 
 # The table
 
-_RATE = "{tokens_per_s:.0f} tokens/s; n = {steps} batches of {tokens} tokens, spread {spread:.0f}"
-_MEMORY = {"memory, {case}": "{trainer_peak_gib:.1f} GiB peak of tensors, {gpu_used_gib:.1f} GiB used in all"}
-_JOB = {
-    "{case}": "{step_s:.2f} s per step (n = {steps}, spread {spread_s:.2f}); publish {publish_s:.3f} s, "
-    "{tokens_per_s:.0f} tokens/s",
-    "memory, {case}": "{peak_gib:.1f} GiB peak of the trainer",
-    "|engine − trainer| {case}, nats": "{gap_mean:.1e}",
-}
-ROWS = {
-    "sync": {
-        "weight sync {model}, {transport}": "{gb:.2f} GB in {stage_s:.3f} + {load_s:.3f} s (trainer + engine), "
-        "{gb_per_s:.1f} GB/s; n = {rounds}, spread {spread_s:.3f} s",
-        "|engine − trainer| {model}, nats": "mean {gap_mean:.2e}, max {gap_max:.2e} over {gap_tokens} tokens",
-        **_MEMORY,
-    },
-    "trainer": {
-        "trainer {model}, {attention}": "{tokens_per_s:.0f} tokens/s; n = {steps}, step {step_s:.2f} s, "
-        "spread {spread_s:.2f} s",
-        "MFU of the trainer {model}": "{tflops:.1f} of {matmul_tflops:.1f} TFLOP/s = {mfu:.1%}",
-        **_MEMORY,
-    },
-    "rollout": {"rollout {model}": _RATE},
-    "bare": {"bare vLLM {model}": _RATE},
-    **dict.fromkeys(("job-sync", "job-async", "job-sleep"), _JOB),
-    **{kind: {kind: "{summary}"} for kind in ("tests-trainer", "tests-engine")},
-}
-"""Of each kind: what a row is of, and what it says."""
-RATIOS = (
-    ("rollout over bare vLLM", "rollout", "bare", "tokens_per_s", "{:.2f}"),
-    ("job-async over job-sync", "job-sync", "job-async", "step_s", "{:.2f}× faster per step"),
-    ("job-sleep over job-sync", "job-sync", "job-sleep", "step_s", "{:.2f}× faster per step"),
-)
-"""What it is of, the part above the line, the one below, the number of both, what the row says."""
-
-
-PREDICTIONS = {
-    ("trainer 0.6b", "step_s"): (0.29, "40 % of an H100's 989 TFLOP/s, and nothing is computed twice"),
-    ("sync 0.6b", "stage_s"): (0.16, "DTensor takes 0.5 ms for each of 310 parameters, their bytes 2 ms"),
-    ("sync 0.6b", "load_s"): (0.3, "vLLM takes 1 ms to load each; 1.2 GB are copied twice at 3.35 TB/s"),
-    ("rollout 0.6b", "tokens_per_s"): (70e3, "10 to 15 µs of Python per token in the worker, as for any small model"),
-    ("bare 0.6b", "tokens_per_s"): (150e3, "weights and 256 requests' keys are read once a token, at 3.35 TB/s"),
-}
-"""Part and number -> what a desk calculation for one H100 says, before anything has run on one, and what it assumes."""
-
 
 def table(records: list[dict]) -> str:
     """A row for each number that was taken, and one for each part that failed."""
     records = {record["case"]: record for record in records}.values()  # the newest of each part
     measured = {record["kind"]: record["numbers"] for record in records if "numbers" in record}
     rows = [row for record in records if "numbers" in record for row in _rows(record)]
-    for what, above, below, key, form in RATIOS:
+    for what, (above, below, key, form) in RATIOS.items():
         if {above, below} <= measured.keys():
             rows.append((what, form.format(measured[above][key] / measured[below][key])))
-    for (case, key), (value, assumed) in PREDICTIONS.items():
-        if found := next((r["numbers"] for r in records if r["case"] == case and "numbers" in r), None):
-            rows.append((f"{case}, {key}", f"{found[key]:.3g}, {found[key] / value:.2f} × the prediction: {assumed}"))
+    for record in (record for record in records if "numbers" in record):
+        for key, (value, assumed) in PREDICTIONS.get(record["case"], {}).items():
+            of = f"{record['numbers'][key]:.3g}, {record['numbers'][key] / value:.2f} × the prediction"
+            rows.append((f"{record['case']}, {key}", f"{of}: {assumed}"))
     rows += [(record["case"], record["failed"]) for record in records if "failed" in record]
     width = max((len(what) for what, _ in rows), default=0)
     return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
@@ -146,7 +100,7 @@ def table(records: list[dict]) -> str:
 def _rows(record: dict) -> list[tuple[str, str]]:
     """What a part's numbers say; memory is not taken on the CPU, and then has no row."""
     rows, found = [], record | record["numbers"]
-    for what, value in ROWS[record["kind"]].items():
+    for what, value in ROWS[record["kind"].split("-")[0]].items():
         with contextlib.suppress(KeyError):
             rows.append((what.format_map(found), value.format_map(found)))
     return rows

@@ -1,16 +1,15 @@
 """The speed of each part against its limit, on the CPU: `python scripts/bench/parts.py`.
 
-rollout      one rollout worker, rewards and log-probs included, against AsyncLLM with the same options, weights,
-             prompts, seeds and sampling parameters; both are given all requests at once
 trainer      Policy.train_step against forward, backward, clipping and AdamW on the same tokens, packed beforehand
 reward       a reward function of one's own in its processes, beyond its own time, against 0.2 ms
-publish      weights from the trainer's memory to an engine that samples with them, against one memcpy of their bytes
 job          whole steps of the default task at α = 0, 1, 2: pause per update, speed-up over α = 0, and overlap: the
              step against the slower of the same loop without training and training alone
 frozen_lake  speed-up over α = 0 where every turn of the environment takes 0.1 s
 
 Training has a learning rate of 1e-12, so that policy and lengths stay as they are. Lengths of `natural` and `long` are
-in work.py. The page also has `large`, `update` and `queue`: their code is in the history, at their records' commit.
+in work.py. The page also has `rollout`, one rollout worker against AsyncLLM with the same options, weights, prompts,
+seeds and sampling parameters, and `publish`, `large`, `update` and `queue`: their code is in the history, at their
+records' commits. gpu.py compares rollout with bare vLLM.
 """
 
 import argparse
@@ -35,9 +34,8 @@ from config import Config
 from data.tasks import load_task
 from engine.reward_pool import RewardPool
 from scripts.bench import harness
-from scripts.bench.bare import PlainWorker, make_tickets, worker
 from scripts.bench.harness import Arm, Bench, Case, Column
-from scripts.bench.rig import Rig, TrainingRig, Weights, load_weights, running
+from scripts.bench.rig import Rig, TrainingRig, running
 from scripts.bench.trainer_alone import made_up, one_rank
 from scripts.bench.work import (
     LONG,
@@ -46,7 +44,6 @@ from scripts.bench.work import (
     SAMPLES_PER_STEP,
     Work,
     run_work_worker,
-    start_work_worker,
     work_of,
 )
 from scripts.latency import run_latency_worker
@@ -61,50 +58,14 @@ LATENCY = "lognormal:2,0.8 scale:0.01"
 """Of a turn, as in rollout.py: 0.1 s in the mean."""
 # Slots enough that they are never what is short where the environment is slow.
 FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64, "max_running_requests": 1024}
-SIZES = {
-    "full": {"natural": 3072, "long": 768, "steps": 10},
-    "tiny": {"natural": 16, "long": 16, "steps": 2},
-}
-"""Tickets of each work, steps of a measurement."""
+STEPS = {"full": 10, "tiny": 2}
+"""Steps of a measurement."""
 REWARDS, MAX_REWARD_S = 2048, 0.2e-3
 
 Measure = Callable[[], dict]
 
 
 # What is measured
-
-
-def tiny_model() -> tuple[str, Weights]:
-    """The tiny model: its folder and its weights."""
-    path = resolve_model("tiny", NATURAL.config().task)
-    return path, load_weights(path)
-
-
-def memcpy_s(num_bytes: int) -> float:
-    """Seconds of one copy of `num_bytes` from memory to memory, both of which were touched before."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    target.copy_(source)
-    start = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - start
-
-
-@contextmanager
-def sampling(start: Callable, work: Work, count: int, logs: Path) -> Iterator[Measure]:
-    """Tokens per second of a worker that is given all tickets at once."""
-    path, weights = tiny_model()
-    with worker(start, work.config(), path, weights, logs) as made:
-        tickets = make_tickets(work.config(), path, count)
-        yield lambda: {"tokens_per_s": made.sample(tickets)}
-
-
-@contextmanager
-def publishing(logs: Path) -> Iterator[Measure]:
-    """Seconds of a publication and what is in it; bytes, and the seconds that memcpy takes for them."""
-    path, weights = tiny_model()
-    num_bytes = sum(weight.nbytes for _, weight in weights)
-    with worker(start_work_worker, NATURAL.config(), path, weights, logs) as made:
-        yield lambda: {**made.publish(), "bytes": num_bytes, "memcpy_s": memcpy_s(num_bytes)}
 
 
 @contextmanager
@@ -259,12 +220,6 @@ def against_plain(name: str, found: dict[str, dict]) -> list[dict]:
     return [record(name, found["ours"]["tokens_per_s"], found["plain"]["tokens_per_s"])]
 
 
-def against_memcpy(found: dict[str, dict]) -> list[dict]:
-    """Bytes per second of publishing against those of a copy."""
-    m = found["ours"]
-    return [record("publish tiny", m["bytes"] / m["publish_s"], m["bytes"] / m["memcpy_s"], **m)]
-
-
 def against_synchronous(task: str, found: dict[str, dict]) -> Iterator[dict]:
     """Speed-up over α = 0, and for the task whose halves are measured too, overlap and pause."""
     for ratio in (1, 2):
@@ -278,28 +233,24 @@ def against_synchronous(task: str, found: dict[str, dict]) -> Iterator[dict]:
 
 def cases(given: argparse.Namespace) -> Iterator[Case]:
     """All parts, in the size that is asked for."""
-    size, start = SIZES[given.size], {"ours": start_work_worker, "plain": PlainWorker.start}
+    steps = STEPS[given.size]
     for work in (NATURAL, LONG):
-        arms = [Arm(who, partial(sampling, start[who], work, size[work.name])) for who in start]
-        yield Case(f"rollout {work.name}", arms, partial(against_plain, f"rollout {work.name}"))
-    for work in (NATURAL, LONG):
-        arms = [Arm(who, partial(training, who, work, size["steps"])) for who in start]
+        arms = [Arm(who, partial(training, who, work, steps)) for who in ("ours", "plain")]
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
     yield Case("reward", [Arm("ours", rewarding)], lambda f: [record("reward", f["ours"]["reward_s"], MAX_REWARD_S)])
-    yield Case("publish", [Arm("ours", publishing)], against_memcpy)
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
     yield Case(
         "job",
-        [_of_ratio(config, size, halves=config.async_ratio > 0) for config in configs],
+        [_of_ratio(config, steps, halves=config.async_ratio > 0) for config in configs],
         partial(against_synchronous, "natural"),
     )
     configs = [Config(**FROZEN_LAKE, async_ratio=ratio).checked() for ratio in (0.0, 1.0, 2.0)]
-    arms = [_of_ratio(config, size, worker_main=run_latency_worker(LATENCY)) for config in configs]
+    arms = [_of_ratio(config, steps, worker_main=run_latency_worker(LATENCY)) for config in configs]
     yield Case("frozen_lake", arms, partial(against_synchronous, "frozen_lake"))
 
 
-def _of_ratio(config: Config, size: dict, **options) -> Arm:
-    return Arm(f"α={config.async_ratio:g}", partial(stepping, config, size["steps"], **options))
+def _of_ratio(config: Config, steps: int, **options) -> Arm:
+    return Arm(f"α={config.async_ratio:g}", partial(stepping, config, steps, **options))
 
 
 # Tables

@@ -13,10 +13,10 @@ same held-out problems, at temperature 1.
 
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
 checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache, on policy.
-`colocate` is vLLM in the trainer's process with our engine options, without the importance correction, which would cost
-a forward pass to correct by 1e-6 (on `smollm2` by more). `async` is TRL's asynchronous trainer and a vLLM server with
-our engine options, and its default staleness of 4. Where TRL cannot run without a GPU, it gets the fastest that we have
-(peers_cpu.py). One thread and two are tried; what is compared is the best arm of each.
+`async` is TRL's asynchronous trainer and a vLLM server with our engine options, and its default staleness of 4. Where
+TRL cannot run without a GPU, it gets the fastest that we have (peers_cpu.py). One thread and two are tried; what is
+compared is the best arm of each. `colocate`, vLLM in the trainer's process, was never that: its code is in the history,
+at its records' commits, with that of the halves alone.
 
 Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the steps
 to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to an
@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,16 +60,10 @@ PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
 TIMEOUT_S = 1200.0
 POLL_S = 2.0
-STEPS = {"natural": 64, "short": 32, "long": 16, "smollm2": 30}
-SYNCHRONOUS_STEPS = {**STEPS, "long": 6}
-"""Of TRL's synchronous modes, which take up to ten times as long, and begin every step with nothing in store."""
 TINY_STEPS = 5
 EVAL_RESPONSES = 256
-AIMS = {
-    "natural": ("over_peer", 2.0), "long": ("over_limit", 0.95), "short": ("over_peer", 1.5),
-    "smollm2": ("over_peer", 1.5),
-}  # fmt: skip
-"""What our best arm is to reach on a work: column of `summary`, and its least median."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+AIMS = _TABLES["aims"]
 
 
 @dataclass(frozen=True)
@@ -89,20 +84,10 @@ class Way:
 
     def steps(self, work: str) -> int:
         """Steps of a run that is long enough for a steady state."""
-        return (SYNCHRONOUS_STEPS if self.mode in ("generate", "colocate") else STEPS)[work]
+        return _TABLES["synchronous_steps" if self.mode == "generate" else "steps"][work]
 
 
-WAYS = {
-    "ours α=1": Way(options={"async_ratio": 1.0}),
-    "ours α=2": Way(options={"async_ratio": 2.0}),
-    "ours α=2, prompts once": Way(options={"async_ratio": 2.0, "share_prefix": "prompt"}),
-    "ours α=2, 2 workers": Way(options={"async_ratio": 2.0, "num_rollout_workers": 2}),
-    "TRL generate, 1 thread": Way("generate"),
-    "TRL generate, 2 threads": Way("generate", threads=2),
-    "TRL colocate, 1 thread": Way("colocate"),
-    "TRL colocate, 2 threads": Way("colocate", threads=2),
-    "TRL async, 1 thread": Way("async"),
-}
+WAYS = {name: Way(**fields) for name, fields in _TABLES["ways"].items()}
 
 
 def install(folder: Path) -> None:
@@ -149,8 +134,6 @@ def environment(way: Way, peers: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": str(way.threads), "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
-        # TRL looks into the engine of its own process, and the asynchronous trainer's server has one of its own.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if way.mode == "colocate" else "1",
     }  # fmt: skip
 
 

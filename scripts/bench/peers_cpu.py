@@ -1,12 +1,10 @@
-"""What TRL 1.16 lacks to run without a GPU, and forced lengths for its three ways to generate; see peers.py.
+"""What TRL 1.16 lacks to run without a GPU, and forced lengths for its two ways to generate; see peers.py.
 
 Each replacement is the fastest that we have. Runs in the peers' own environment.
 """
 
 import copy
-import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -14,8 +12,6 @@ import torch
 from torch import Tensor
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
 from trl.experimental.async_grpo.vllm_client import VLLMClient
-from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration
 
 from scripts.bench.work import Work, work_of
 from weights.shm import ShmTransport
@@ -62,32 +58,6 @@ class ShmWeightTransfer:
         pass
 
 
-def sync_colocated_weights(generation: VLLMGeneration) -> None:
-    """Load the trainer's weights into the engine of the same process.
-
-    On the CPU vLLM computes with packed copies of its weights, and keeps no others: TRL's load_weights finds nothing to
-    load into. vLLM's reload makes the copies again, but for a head that is tied to the embedding.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
-    initialize_layerwise_reload(runner.model)
-    runner.model.load_weights(generation._iter_named_params())
-    finalize_layerwise_reload(runner.model, runner.model_config)
-    for module in runner.model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-    generation.llm.reset_prefix_cache()
-
-
-def use_our_engine_options(dtype: str) -> None:
-    """Give the colocated engine our options where TRL leaves vLLM's, and a reload that works. `dtype`: of sampling."""
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=dtype, enforce_eager=True)
-    VLLMGeneration.sync_weights = sync_colocated_weights
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
 # Forced lengths
 
 
@@ -104,19 +74,6 @@ def force_generate(model, work: Work, eos_token_id: int) -> None:
         return tokens
 
     model.generate = generate
-
-
-def force_colocated(llm, work: Work) -> None:
-    """Have the engine of the same process give each response its forced length."""
-    sample, seeds = llm.generate, itertools.count()
-
-    def generate(prompts, sampling_params, use_tqdm: bool):
-        params = [sampling_params.clone() for _ in prompts]
-        for one in params:
-            one.max_tokens, one.ignore_eos = work.length(next(seeds)), True
-        return sample(prompts, sampling_params=params, use_tqdm=use_tqdm)
-
-    llm.generate = generate
 
 
 class WorkLoop(async_rollout_worker._AsyncRolloutLoop):

@@ -97,7 +97,7 @@ def problems(config: Config, conversational: bool) -> Dataset:
 
 
 def common_options(config: Config) -> dict:
-    """What all three modes share: the batch, the optimizer and dtypes as ours, and nothing that only costs time."""
+    """What both modes share: the batch, the optimizer and dtypes as ours, and nothing that only costs time."""
     optim = OptimOptions.of(config)
     return {
         "output_dir": config.runs_dir, "max_steps": config.steps, "seed": config.seed, "disable_tqdm": True,
@@ -110,23 +110,16 @@ def common_options(config: Config) -> dict:
     }  # fmt: skip
 
 
-def synchronous_trainer(mode: str, work: Work, config: Config, recorder: Recorder):
-    """GRPOTrainer, sampling by transformers' generate or by vLLM in the same process."""
+def synchronous_trainer(work: Work, config: Config, recorder: Recorder):
+    """GRPOTrainer, sampling by transformers' generate."""
     from trl import GRPOConfig, GRPOTrainer
 
     from scripts.bench import peers_cpu
 
-    options = common_options(config)
-    if mode == "colocate":
-        peers_cpu.use_our_engine_options(config.dtype_on("cpu"))
-        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": config.max_sequence_tokens}
-        options |= {"vllm_importance_sampling_correction": False}  # see the top of peers.py
-    arguments = GRPOConfig(**options, beta=0.0, loss_type="dapo", shuffle_dataset=False)
+    arguments = GRPOConfig(**common_options(config), beta=0.0, loss_type="dapo", shuffle_dataset=False)
     rows = problems(config, conversational=False)
     trainer = GRPOTrainer(config.model, task_reward, args=arguments, train_dataset=rows, callbacks=[recorder])
-    if work.forced and mode == "colocate":
-        peers_cpu.force_colocated(trainer.vllm_generation.llm, work)
-    elif work.forced:
+    if work.forced:
         peers_cpu.force_generate(trainer.model, work, trainer.processing_class.eos_token_id)
     return trainer
 
@@ -212,12 +205,12 @@ def server(config: Config, out: Path) -> Iterator[str]:
 
 
 def main(mode: str, work: str, steps: int, out: str, snapshot_every: int = 0, **options) -> None:
-    """Train, and write steps.jsonl and snapshots into the folder `out`. `mode`: generate, colocate or async."""
+    """Train, and write steps.jsonl and snapshots into the folder `out`. `mode`: generate or async."""
     config = WORKS[work].config(steps=steps, runs_dir=out, **options)
     recorder = Recorder(Path(out), snapshot_every, config.groups_per_step * config.group_size)
     with server(config, Path(out)) if mode == "async" else contextlib.nullcontext() as url:
         made = (WORKS[work], config, recorder)
-        trainer = asynchronous_trainer(*made, url) if url else synchronous_trainer(mode, *made)
+        trainer = asynchronous_trainer(*made, url) if url else synchronous_trainer(*made)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Start(recorder))
         trainer.train()

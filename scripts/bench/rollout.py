@@ -17,7 +17,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +69,7 @@ class Comparison:
     why: str
     latency: str = "constant:0"
     counts_sampled: bool = False
+    mechanisms: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -112,8 +112,7 @@ async def start_proxy(spec: WorkerSpec, stop_token_ids: list[int]) -> LLMProxy:
     return await kind.start(spec, stop_token_ids)
 
 
-start_work_worker = functools.partial(start_worker, start_proxy=start_proxy)
-run_work_worker = functools.partial(run_worker, start=start_work_worker)
+run_work_worker = functools.partial(run_worker, start=functools.partial(start_worker, start_proxy=start_proxy))
 """What the process of a rollout worker runs that does a work."""
 
 

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pandas as pd
+from jinja2 import StrictUndefined, Template
 
 from scripts.lines import markdown, read
-from scripts.simulation import engine, scenarios, workload
-from scripts.simulation.cluster import FLOPS_PER_PARAMETER
+from scripts.simulation import cluster, engine, scenarios, workload
 from scripts.simulation.scenarios import UNITS, Scenario
 
-NEAR, ROUNDING = 0.15, 1e-6
+NEAR = 0.15
 RULE = f"A hit: what is reported lies within the range of the seeds, or within {NEAR:.0%} of their mean."
 
 
@@ -144,68 +144,23 @@ def _texts(records: list[dict]) -> dict[tuple[str, str], list[str]]:
     return names
 
 
-def propositions(records: list[dict]) -> list[str]:
-    """Lines of a table: how many runs each proposition speaks of, how near they come to it, why others are left out."""
-    pairs = [pair for record in records for arm in record["arms"].values() for pair in arm["propositions"].items()]
-    rows = []
-    for name, found in pd.DataFrame(pairs, columns=["name", "share"]).groupby("name").share:
-        shares = pd.to_numeric(found, errors="coerce")
-        reasons = found[shares.isna()].value_counts()
-        shares = shares.dropna()
-        fails, why = (shares > 1 + ROUNDING).sum(), "; ".join(f"{count}: {of}" for of, count in reasons.items())
-        rows.append([name, str(len(shares)), f"{shares.mean():.2f}", f"{shares.max():.3f}", str(fails), why or "–"])
-    return markdown(["proposition", "runs", "measured / bound, mean", "worst", "fails", "left out, and why"], rows)
-
-
-ASSUMED = f"""\
-- Lengths: lognormal, cut at the limit, which is {workload.LONGEST_TO_MEDIAN:g} times the median (ROLL Flash says more
-  than 20 times) and is reached once in {workload.RESPONSES_OF_LONGEST} responses; a third of
-  the variance of log-lengths is within a group (APRIL: less than across). Some columns have lighter tails.
-- Engine, where no file is given: a roofline. A decoding step takes {engine.STEP_OVERHEAD_S * 1000:g} ms +
-  max(2·P·n / ({engine.FLOPS_EFFICIENCY:g}·FLOP/s),
-  (2·P + n·context·KV bytes) / ({engine.BANDWIDTH_EFFICIENCY:g}·bandwidth)) for n requests and P parameters; at most
-  {engine.MAX_RUNNING_REQUESTS} requests per engine (ROLL's default), or as many as fit. Data sheets: H800 989 TFLOP/s,
-  3.35 TB/s, 80 GB; MI300X 1307 TFLOP/s, 5.3 TB/s, 192 GB.
-- Training: {FLOPS_PER_PARAMETER}·P floating-point operations per token at {engine.FLOPS_EFFICIENCY:.0%} of the data
-  sheet, divided perfectly.
-- Weights: {scenarios.SYNC_BYTES_PER_S / 1e9:g} GB/s to all engines at once; trainer and engines stand still meanwhile.
-- Where the paper names neither model, GPU nor limit: Qwen3-8B, H800, 8192 tokens. Prompts of {workload.PROMPT_TOKENS}
-  tokens; {workload.VARYING_SHARE:.0%} of the groups teach something; environments take 20 turns of 256 tokens.
-- Nothing is fitted to a row: all ratios are predictions. Absolute times depend on these numbers directly.
-- Not simulated: evaluations, failures of processes, `--on-update restart` and `wait`, a KV cache that is full."""
-"""What the papers do not give."""
-
-
 def write(out: Path) -> None:
-    """Write table.md from simulation.jsonl in the folder `out`. Raises ValueError if it is empty."""
+    """Write table.md, which is page.md with numbers, from simulation.jsonl in the folder `out`.
+
+    Raises ValueError if that is empty.
+    """
     records = read(out / "simulation.jsonl")
     if not records:
         raise ValueError(f"{out / 'simulation.jsonl'} has no records; run python scripts/simulate.py first")
-    found = claims(records)
-    made_by = dict.fromkeys(
-        f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}." for r in records
+    page = Template(Path(__file__).with_name("page.md").read_text(encoding="utf-8"), undefined=StrictUndefined)
+    text = page.render(
+        made_by=dict.fromkeys(
+            f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}." for r in records
+        ),
+        num_seeds=num_seeds(claims(records)),
+        minutes=sum(r["cpu_s"] for r in records) / 60,
+        rule=RULE,
+        **{part.__name__: part(records) for part in (short, table, notes, swarms)},
+        **{of.__name__.rpartition(".")[2]: of for of in (cluster, engine, scenarios, workload)},
     )
-    text = [
-        "# The papers' comparisons, simulated at their scale",
-        "\n".join(made_by),
-        f"{num_seeds(found)}, each with problems of its own; all arms of a comparison have the same. "
-        f"{sum(r['cpu_s'] for r in records) / 60:.0f} minutes of CPU time on one core. What is real and what is "
-        "simulated is on top of `scripts/simulate.py`.",
-        "## In short",
-        "\n".join(short(records)),
-        "## Assumed, once and for all rows",
-        ASSUMED,
-        "## Comparisons",
-        f"Means and ranges are of the seeds' ratios; above 1 is better. {RULE}",
-        "\n".join(table(records)),
-        "\n".join(notes(records)),
-        "## Swarms: machines that join and leave",
-        "What is simulated, and what is not, is on top of `scripts/simulation/swarm.py`; the CPU time is the real "
-        "controller's. Of a step: `issued_again`, tickets of machines that went; `step_by_rates_s`, the responses by "
-        "Σμ, or the training; `step_by_echo_s`, the same with T_broadcast/κ added to the responses (ECHO-2).",
-        "\n".join(swarms(records)),
-        "## Propositions 1 and 2 of ROLL Flash",
-        "What they state, and what of a run is compared with what, is on top of `scripts/simulation/theory.py`.",
-        "\n".join(propositions(records)),
-    ]
-    (out / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    (out / "table.md").write_text(text + "\n", encoding="utf-8")

@@ -1,22 +1,4 @@
-"""Comparisons as simulated cases, read from scenarios.toml.
-
-A [[comparison]] becomes a scenario for each of its `rows`, which replace or, in `options`, add to what it says; its
-`arms` do the same once more. Keys of an arm are
-
-    options                     options of Config
-    longest, or lengths         limit of lengths under the law of every single-turn case; or a LengthLaw
-    turns, latency, reward_s, prompt_tokens       see Workload; latency is a law of scripts/latency.py
-    model, gpu, tensor_parallel, or curve         engines of a roofline, or of a measured curve in results/simulation
-    engines, replicas, train_gpus, sync_s, message_s       see Cluster; without train_gpus nothing is trained
-    swarm                       see Swarm, whose weights are the model's; the trainer has H800s
-    gpus, split_by              GPUs that Proposition 2 divides, and the arm whose measurement it divides them by
-    steps, warmup               at least so many steps, in whole cycles of 1 + α; unset warms up for 2 + α
-    paper, against, short       how many times better than the arm `against`, by default the first, it is in the paper,
-                                as one number or as lowest and highest; and its words in the short table
-
-`numbers` are further results: of two arms, a number of one, or a function of all (`of`). `tails` are other ratios of
-longest to median length, at which the comparison is repeated.
-"""
+"""Comparisons as simulated cases, read from scenarios.toml, which says what each of its keys means."""
 
 import functools
 import tomllib
@@ -29,7 +11,6 @@ import pandas as pd
 from scripts.latency import LatencyLaw
 from scripts.simulation.cluster import Case, Outcome, train_s_per_token
 from scripts.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, EngineCurve, Swarm, roofline
-from scripts.simulation.theory import train_gpus
 from scripts.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, lengths_up_to
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -70,7 +51,7 @@ class Scenario:
     name: str
     measure: str
     arms: dict[str, dict]
-    """What is known of each arm; see the top of this file."""
+    """What is known of each arm; see the top of scenarios.toml."""
     claims: list[Claim]
     source: str
     """What the papers say, and how sure that is."""
@@ -121,6 +102,22 @@ def _cluster(known: dict, lengths: LengthLaw) -> Cluster:
         known.get("message_s", 0.0),
         swarm,
     )
+
+
+def train_gpus(sync: Outcome, gpus: int, async_ratio: float) -> int:
+    """GPUs for the trainer: β* of Proposition 2, by what a synchronous run on all of them measured."""
+    slot_s = [s for step in sync.steps for s in step.slot_s]
+    rollout_s = sum(slot_s) / len(sync.steps) / sync.case.cluster.num_slots
+    share = best_train_share(rollout_s, max(slot_s), sync.numbers["train_s"], async_ratio)
+    return min(max(1, round(share * gpus)), gpus - 1)
+
+
+def best_train_share(rollout_s: float, longest_s: float, train_s: float, async_ratio: float) -> float:
+    """β* of Proposition 2: the trainer's share of the machines at which its branch equals the bound.
+
+    Takes (N/K)·μ, L and E·N·μ_train/K, in seconds, each with all K slots or machines.
+    """
+    return train_s / (rollout_s + longest_s / (async_ratio + 1) + train_s)
 
 
 # Claims

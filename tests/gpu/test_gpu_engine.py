@@ -8,7 +8,7 @@ import torch
 
 from cluster.memory import GIB, kv_bytes_per_token
 from cluster.shape import read_shape
-from scripts.bench.gpu_setup import Pair
+from scripts.bench.gpu_parts import Pair
 from scripts.bench.trainer_alone import Setup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]

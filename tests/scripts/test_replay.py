@@ -158,7 +158,7 @@ def test_a_replay_is_drawn_and_reported_like_a_run(run, tmp_path):
     replay_to_end(Recording.open(run), tmp_path, "--run-name=replay", "--advantage=gae", "--advantage-args=lam=0.9")
     metrics = runs.load(tmp_path / "replay").metrics
     assert runs.summarise(metrics)["steps"] == NUM_STEPS and "value/explained_variance" in metrics
-    page = write_report(tmp_path / "replay", with_trace=True)[0].read_text()
+    page = write_report(runs.load(tmp_path / "replay"), with_trace=True)[0].read_text()
     assert "Where the trainer" in page and "Where the groups went" not in page
 
 

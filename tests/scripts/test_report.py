@@ -234,7 +234,7 @@ class Text(HTMLParser):
 
 
 def html_of(run):
-    report.write_report(run, with_trace=False)
+    report.write_report(load(run), with_trace=False)
     return (run / "report.html").read_text()
 
 
@@ -287,6 +287,7 @@ def test_what_people_look_at_first_has_curves(run):
     first = {
         "response/length_mean": 9.0, "response/length_max": 20, "loss/grad_norm": 0.5, "loss/total": 0.01,
         "drift/k3": 0.001, "mismatch/k3": 1e-7, "rollout/tokens_per_s": 500.0, "reward/zero_variance_groups": 0.25,
+        "time/step_s": 2.5, "time/wait_s": 0.75, "time/train_s": 1.25, "time/publish_s": 0.125,
     }  # fmt: skip
     write_lines(run / "metrics.jsonl", [metrics_line(step) | first for step in range(1, STEPS + 1)])
     drawn = [points for lines in curves(page_of(run)).values() for points in lines.values()]
@@ -443,7 +444,10 @@ def test_several_runs_have_one_page_with_how_they_differ_and_a_line_each_in_ever
 
 def test_the_page_of_several_runs_is_written_into_the_first_and_is_text_and_never_markup(run, other):
     result = run_script(run, other)
-    assert result.stdout == f"comparison: {run / 'comparison.html'}\n", result.stderr
+    assert result.stdout.endswith(f"comparison: {run / 'comparison.html'}\n"), result.stderr
+    printed = [line.split() for line in result.stdout.splitlines()]
+    assert printed[:2] == [["my", "run", "other"], ["steps", "12", "4"]]
+    assert ["held-out", "accuracy,", "last", "1.000", "-"] in printed
     html = (run / "comparison.html").read_text()
     page = Text(html)
     assert html.count("</script>") == 2 and not any(tag == "img" for tag, _ in page.tags)
@@ -600,7 +604,7 @@ def test_spans_are_packed_into_as_few_rows_as_overlap():
 
 def test_the_trace_has_the_keys_of_the_chrome_format_and_the_same_lanes(run):
     result = run_script(run, "--trace")
-    assert result.stdout == f"report: {run / 'report.html'}\ntrace: {run / 'trace.json'}\n", result.stderr
+    assert result.stdout.endswith(f"report: {run / 'report.html'}\ntrace: {run / 'trace.json'}\n"), result.stderr
     written = json.loads((run / "trace.json").read_text())
     assert written == json.loads(json.dumps(trace(timeline_of(run))))
     for event in written["traceEvents"]:

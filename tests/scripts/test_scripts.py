@@ -24,6 +24,17 @@ METRICS = {
     "time/train_s": 0.5,
     "time/publish_s": 0.1,
 }
+RUN = {
+    "command": ["python", "train_async.py"],
+    "world_size": 1,
+    "config": {"algo": "grpo", "task": "addition", "steps": 1},
+    "git_commit": None,
+    "git_diff": None,
+    "packages": {},
+    "python": "3.11.0",
+    "hardware": {"cpu_cores": 2, "cpu": "Some CPU", "gpus": []},
+    "started_at": "2023-11-14T22:13:20+0000",
+}
 HAVE = f"numpy=={version('numpy').split('+')[0]}"
 TRAIN = f"""
 import json, pathlib, sys
@@ -33,7 +44,7 @@ if given["--steps"] == "13":
     sys.exit(3)
 run = pathlib.Path(given["--runs-dir"], given["--run-name"])
 run.mkdir(parents=True)
-(run / "run.json").write_text("{{}}")
+(run / "run.json").write_text({json.dumps(json.dumps(RUN))})
 (run / "metrics.jsonl").write_text({json.dumps(json.dumps(METRICS))} + "\\n")
 """
 
@@ -196,8 +207,8 @@ def test_quickstart_passes_options_on_and_ends_with_the_summary(copy):
     assert result.returncode == 0, result.stderr
     passed = json.loads(next(line for line in result.stdout.splitlines() if "train_async.py got" in line)[19:])
     assert passed[0] == "--run-name" and passed[2:] == options
-    assert "12.5%" in result.stdout and "my runs/mine/curves.png" in result.stdout
-    assert (copy / "my runs/mine/curves.png").exists()
+    assert "12.5%" in result.stdout and "my runs/mine/report.html" in result.stdout
+    assert (copy / "my runs/mine/report.html").exists()
 
 
 def test_quickstart_keeps_the_status_of_a_failed_run_and_names_its_directory(copy):

@@ -86,28 +86,3 @@ def check(outcome: Outcome) -> list[Bound]:
         Bound("2 async", step_s, max(generation_s, train_s) + sync_s, unmet_here),
         Bound("2 async, no overlap", step_s, generation_s + train_s + sync_s, unmet),
     ]
-
-
-def checked(outcome: Outcome) -> dict[str, float | str]:
-    """Each proposition with how much of its bound was taken, by the worst step; or with what it lacks here."""
-    found: dict[str, float | str] = {}
-    for bound in check(outcome):
-        share = bound.unmet.split(":")[0] or bound.measured_s / bound.bound_s
-        found[bound.proposition] = share if bound.unmet else max(share, found.get(bound.proposition, 0.0))
-    return found
-
-
-def train_gpus(sync: Outcome, gpus: int, async_ratio: float) -> int:
-    """GPUs for the trainer: β* of Proposition 2, by what a synchronous run on all of them measured."""
-    slot_s = [s for step in sync.steps for s in step.slot_s]
-    rollout_s = sum(slot_s) / len(sync.steps) / sync.case.cluster.num_slots
-    share = best_train_share(rollout_s, max(slot_s), sync.numbers["train_s"], async_ratio)
-    return min(max(1, round(share * gpus)), gpus - 1)
-
-
-def best_train_share(rollout_s: float, longest_s: float, train_s: float, async_ratio: float) -> float:
-    """β* of Proposition 2: the trainer's share of the machines at which its branch equals the bound.
-
-    Takes (N/K)·μ, L and E·N·μ_train/K, in seconds, each with all K slots or machines.
-    """
-    return train_s / (rollout_s + longest_s / (async_ratio + 1) + train_s)
