@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from config import ALGOS
 from scripts import ablate
 from scripts.ablate import cell_name, grid, options, read_value, run_cell, run_missing
 from scripts.grids import key, read_records, record_of, replay_table
@@ -173,6 +174,7 @@ def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
     script = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+from config import ALGOS
 from scripts import ablate
 
 def run(cell, command, keep_in):
@@ -236,7 +238,7 @@ def test_the_script_goes_on_with_a_grid_that_is_finished_without_running_anythin
 
 def test_the_study_is_cells_that_runs_accept_each_once_with_whole_seeds_first():
     parts = ablate.study([])
-    assert list(parts) == ["lag", "smollm2", "rates", "time"] and [*ablate.study(["rates"])] == ["rates"]
+    assert list(parts) == ["lag", "others", "smollm2", "rates", "time"] and [*ablate.study(["rates"])] == ["rates"]
     for name, (cells, extra) in parts.items():
         seeds = [cell["seed"] for cell in cells]
         assert len({key(cell) for cell in cells}) == len(cells) and seeds == sorted(seeds), name
@@ -244,6 +246,7 @@ def test_the_study_is_cells_that_runs_accept_each_once_with_whole_seeds_first():
     of_lag = [(cell["algo"], cell["publish_delay"]) for cell in parts["lag"][0] if cell["seed"] == 4]
     assert len({algo for algo, lag in of_lag if lag == 16}) == 12, "twelve losses at the longest lag"
     assert {lag for _, lag in of_lag} == {0, 1, 4, 16}
+    assert {cell["algo"] for part in ("lag", "others") for cell in parts[part][0]} == set(ALGOS)
 
 
 def test_a_part_of_the_study_goes_on_where_it_stopped_and_one_that_is_not_there_is_refused(tmp_path):
@@ -256,7 +259,7 @@ def test_a_part_of_the_study_goes_on_where_it_stopped_and_one_that_is_not_there_
     assert f"{len(cells)} cells, {len(cells)} of them finished before" in finished.stdout, finished.stderr
     assert (tmp_path / "time" / "table.md").exists()
     refused = run_script("--study", "lags", "--out", tmp_path)
-    said = "error: --study lags: the parts are lag, smollm2, rates, time; did you mean lag?"
+    said = "error: --study lags: the parts are lag, others, smollm2, rates, time; did you mean lag?"
     assert refused.stderr.strip() == said and refused.returncode == 1
 
 
