@@ -18,6 +18,7 @@ bash scripts/install.sh --dev
 status=0
 .venv/bin/ruff check . || status=$?
 .venv/bin/ruff format --check . || status=$?
+unset PYTHONDONTWRITEBYTECODE # or each of the hundreds of processes that tests start would compile the project again
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 run_tests() {
