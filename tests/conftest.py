@@ -3,6 +3,13 @@
 import pytest
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where whole jobs alone are chosen, no file without one is read: each process would import for a long time."""
+    if not config.option.markexpr.startswith("e2e and ") or not collection_path.match("test_*.py"):
+        return None
+    return True if "pytest.mark.e2e" not in collection_path.read_text() else None
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     """A process group of this process alone, as a run without torchrun has."""
