@@ -18,6 +18,7 @@ bash scripts/install.sh --dev
 status=0
 .venv/bin/ruff check . || status=$?
 .venv/bin/ruff format --check . || status=$?
+unset PYTHONDONTWRITEBYTECODE # or each of the hundreds of processes that tests start would compile the project again
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 run_tests() {
@@ -28,7 +29,8 @@ if [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -gt 0 ]; then
     chosen="not gpu and ($chosen)"
 fi
 export OMP_NUM_THREADS=1 # two threads on a busy core wait for each other
-run_tests -m "not e2e and ($chosen)" -n 3 --dist loadfile "$@"
+# Files in the order of tests/conftest.py, the long ones first, and not by how many tests they have.
+run_tests -m "not e2e and ($chosen)" -n 3 --dist loadfile --no-loadscope-reorder "$@"
 run_tests -m "e2e and ($chosen)" -n 3 --dist worksteal "$@"
 grep -E '^(=+ )?[0-9]+ (failed|passed|errors?)\b' "$log" || { status=1 && echo "error: no test was run" >&2; }
 exit "$status"
