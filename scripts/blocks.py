@@ -21,6 +21,7 @@ from scripts import table as run_table
 from scripts.bench import parts as parts_bench
 from scripts.bench import peers as peers_bench
 from scripts.bench import rollout as rollout_bench
+from scripts.bench import trees as trees_bench
 from scripts.bench.harness import rounds, spread
 from scripts.lines import markdown, read
 from scripts.runs import Run, load
@@ -204,6 +205,11 @@ def parts() -> str:
     """Each part against its limit, and the CPU time of a step."""
     records = records_of("parts")
     return lines([*parts_bench.summary(records), "", *parts_bench.cpu_table(records)])
+
+
+def trees() -> str:
+    """What sharing prefixes saves in the trainer."""
+    return lines(trees_bench.table(records_of("trees")))
 
 
 def simulation() -> str:

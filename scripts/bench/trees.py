@@ -1,0 +1,161 @@
+"""What it saves to read shared prefixes once, on the CPU: `python scripts/bench/trees.py`.
+
+Short runs of train_async.py record batches, once, in --recordings. On these the trainer makes its own steps: bundling,
+packing, forward, backward, clipping and AdamW, at a learning rate that leaves the weights as they are. Each value of
+--share-prefix has a process of its own with one thread; they take turns, and a round is refused in which their
+gradient norms differ. Memory is the most that a process held in its steps, and what of it came with the steps.
+"""
+
+import argparse
+import functools
+import json
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from cluster.cluster import Cluster
+from data.tasks import load_task
+from records.batches import batch_path, read_batch
+from scripts.bench import harness
+from scripts.bench.harness import ROOT, Arm, Bench, Case, Column
+from scripts.bench.work import NO_LEARNING
+from scripts.lines import markdown
+from scripts.replay import Recording
+from trainer.batch import deal
+from trainer.packing import pack
+from trainer.policy import load_policy
+from weights.models import resolve_model
+
+ARMS, SAME = ("off", "prompt", "tree"), 1e-3
+"""Values of --share-prefix; how much their gradient norms may differ, relative."""
+SMOLLM2 = "--steps 2 --model smollm2 --dtype bfloat16 --groups-per-step 4 --lr 4e-5 --max-response-tokens 20"
+WORKS = {
+    "prompts tiny": "--steps 4",
+    "prompts SmolLM2": f"{SMOLLM2} --task jsonl --data-path other-sums.jsonl",
+    "turns frozen_lake": "--steps 4 --task frozen_lake --max-prompt-tokens 8 --max-response-tokens 64",
+    "turns guess_number": "--steps 4 --task guess_number --max-prompt-tokens 4 --max-response-tokens 24",
+    "system tiny": "--steps 4 --max-prompt-tokens 400 --task jsonl --data-path same-addition.jsonl",
+    "system SmolLM2": f"{SMOLLM2} --task jsonl --data-path same-sums.jsonl",
+}
+"""Options of the run that is recorded. Rows are problems after five answered ones: others, or the same for all."""
+
+
+def recorded(work: str, folder: Path) -> Path:
+    """The recorded run of a work, which is made if it is not there."""
+    run, options = folder / work.replace(" ", "-"), WORKS[work].split()
+    if not run.exists():
+        if options[-1].endswith(".jsonl"):
+            options[-1] = str(write_rows(folder / options[-1]))
+        fixed = ["--record", "--eval-every", "0", "--runs-dir", str(folder), "--run-name", run.name]
+        subprocess.run([sys.executable, "train_async.py", *options, *fixed], cwd=ROOT, check=True)
+    return run
+
+
+def write_rows(path: Path) -> Path:
+    """Write the rows that a file's name says; returns its path."""
+    task, rng = load_task("addition" if "addition" in path.name else "sums:one_digit", seed=0), random.Random(0)
+    problems = [task.train_problem(index) for index in range(256)]
+    with path.open("w", encoding="utf-8") as file:
+        for asked in problems[5:]:
+            shown = problems[:5] if "same" in path.name else rng.sample(problems, 5)
+            prompt = " ".join([*(f"{p.prompt} {p.answer}" for p in shown), asked.prompt])
+            file.write(json.dumps({"prompt": prompt, "answer": asked.answer}) + "\n")
+    return path
+
+
+@functools.cache
+def loaded(run: Path, share_prefix: str) -> tuple:
+    """In an arm's process: the policy, batches by step, bytes held then, columns of a step's rows, and the longest."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    recording = Recording.open(run)
+    config = replace(recording.config, share_prefix=share_prefix, lr=NO_LEARNING)
+    path = resolve_model(config.model, config.task)
+    recording.check_weights(config.model, path)
+    policy = load_policy(config, path, torch.device("cpu"))
+    batches = {step: read_batch(batch_path(run, step), step) for step in range(1, recording.num_steps + 1)}
+    dealt = (bundles for step in batches for of in deal(batches[step], step, policy, Cluster()) for bundles in of)
+    rows = [pack(bundles, policy.one_row, share_prefix).input_ids for bundles in dealt]
+    held = psutil.Process().memory_info().rss
+    return policy, batches, held, sum(r.numel() for r in rows) / len(batches), max(r.shape[1] for r in rows)
+
+
+def measure(run: Path, share_prefix: str) -> dict:
+    """A training step on each batch, in an arm's process: means."""
+    policy, batches, held, columns, width = loaded(run, share_prefix)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the most that was held is counted anew
+    start, stats = time.perf_counter(), []
+    for step, groups in batches.items():
+        stats.append(policy.train_step(deal(groups, step, policy, Cluster()), policy_version=step - 1))
+    seconds = (time.perf_counter() - start) / len(batches)
+    status = Path("/proc/self/status").read_text(encoding="ascii").split()
+    peak = 1024 * int(status[status.index("VmHWM:") + 1])
+    names = ("grad_norm", "tokens/shareable", "tokens/saved_share", "tokens/forward")
+    means = {name: statistics.fmean(of[name] for of in stats) for name in names}
+    return {"seconds": seconds, "peak": peak, "added": peak - held, "columns": columns, "width": width, **means}
+
+
+@contextmanager
+def training(work: str, folder: Path, share_prefix: str, logs: Path) -> Iterator[Callable[[], dict]]:
+    """An arm, in a process of its own so that its memory is too."""
+    run = recorded(work, folder)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        yield lambda: process.submit(measure, run, share_prefix).result()
+
+
+def of_round(found: dict[str, dict]) -> list[dict]:
+    """Records of a round. Raises RuntimeError if the arms' gradients differ."""
+    norms = [of["grad_norm"] for of in found.values()]
+    if max(norms) - min(norms) > SAME * max(norms):
+        raise RuntimeError(f"gradient norms of {', '.join(found)} are {norms}: they must agree to {SAME:g}, relative")
+    return [{"arm": arm, **of} for arm, of in found.items()]
+
+
+def cases(given: argparse.Namespace) -> Iterator[Case]:
+    """Every work with an arm for each way to share."""
+    for work in WORKS:
+        arms = [Arm(arm, functools.partial(training, work, given.recordings.resolve(), arm)) for arm in ARMS]
+        yield Case(work, arms, of_round)
+
+
+def table(records: list[dict]) -> list[str]:
+    """Markdown lines: a row for each work and way to share."""
+    columns = [
+        Column("seconds", "ms per step", ".0f", 1e3, better=-1, against="times faster"),
+        Column("peak", "peak, GiB", ".2f", 2**-30),
+        Column("added", "of it with the steps", ".2f", 2**-30),
+    ]
+    heading = ["work", "`--share-prefix`", "n", "POR, %", "ERR, %", "1/(1 − POR)"]
+    heading += [*(name for column in columns for name in column.headings()), "columns ÷ tokens read", "longest row"]
+    rows = []
+    for work, of_work in harness.rounds(records, "case").items():
+        arms = harness.rounds(of_work, "arm")
+        for arm, found in arms.items():
+            r, cells = found[0], (cell for column in columns for cell in column.cells(found, arms[ARMS[0]]))
+            shares = [f"{100 * r[of]:.1f}" for of in ("tokens/shareable", "tokens/saved_share")]
+            shares += [f"{1 / (1 - r['tokens/shareable']):.2f}", *cells]
+            rows.append(
+                [work, f"`{arm}`", len(found), *shares, f"{r['columns'] / r['tokens/forward']:.2f}", r["width"]]
+            )
+    return markdown(heading, rows)
+
+
+BENCH = Bench(
+    "trees", "Shared prefixes in the trainer", cases, lambda records: ["\n".join(table(records))], key=("case", "arm"),
+    add_options=lambda p: p.add_argument("--recordings", type=Path, default=ROOT / "runs/trees", help="recorded runs"),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    harness.main(BENCH)
