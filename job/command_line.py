@@ -5,6 +5,7 @@ argparse and not tyro, which cannot group the options of a flat dataclass in its
 """
 
 import argparse
+import functools
 import inspect
 import itertools
 import os
@@ -12,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,10 +62,9 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     if unknown:
         name = unknown[0].partition("=")[0]
         known = [f"--{flag(field)}" for _, field, _ in option_texts() if field] + ["--like", "--dry-run", "--gpus"]
-        word = name.strip("-").replace("-", "_")  # may belong to one loss, schedule or the like
-        of = [flag(field) for _, field, text in option_texts() if re.search(rf"\b{re.escape(word)}=", text)]
-        instead = f"; write --{of[0]} {word}=VALUE" if of else nearest(name, known)
-        raise ValueError(f"{name} is no option{instead}; --help lists all")
+        word = re.escape(name.strip("-").replace("-", "_"))  # may belong to one loss, schedule or the like
+        of = [f"; write --{flag(f)} {word}=VALUE" for _, f, text in option_texts() if re.search(rf"\b{word}=", text)]
+        raise ValueError(f"{name} is no option{(*of, nearest(name, known))[0]}; --help lists all")
     chosen = resolved({name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
     like = chosen.pop("like", None)
     if chosen.get("resume"):
@@ -143,8 +143,7 @@ def _value_of(option: str, args: list[str]) -> str | None:
 
 
 def _make_parser(default: Config) -> argparse.ArgumentParser:
-    about = {"description": Config.__doc__, "parents": [_dry_run_options()]}
-    parser = _Parser(usage="%(prog)s [options]", allow_abbrev=False, **about)
+    parser = _Parser(None, "%(prog)s [options]", Config.__doc__, parents=[_dry_run_options()], allow_abbrev=False)
     group, types_of = parser, typing.get_type_hints(Config)
     for title, name, text in option_texts():
         if title:
@@ -167,9 +166,10 @@ def _dry_run_options() -> argparse.ArgumentParser:
     return options
 
 
-def option_texts() -> Iterator[tuple[str, str, str]]:
+@functools.cache  # to read the source takes longer than the whole command line
+def option_texts() -> list[tuple[str, str, str]]:
     """Title of a group, or name and text of an option, in the order of config.py."""
-    return (found.groups(default="") for found in _FIELD.finditer(inspect.getsource(Config)))
+    return _FIELD.findall(inspect.getsource(Config))
 
 
 def _form(kind) -> dict:

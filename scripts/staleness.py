@@ -36,10 +36,16 @@ def cells_of(part: str) -> list[dict]:
 
 def whole(part: str) -> list[dict]:
     """The records of a part's seeds of which no cell is missing."""
-    found = {grids.key(record["cell"]): record for record in grids.read_records(RESULTS / part / "cells.jsonl")}
+    path = RESULTS / part / "cells.jsonl"
+    found = _by_cell(path, path.stat().st_mtime_ns) if path.exists() else {}
     cells = [grids.key(cell) for cell in cells_of(part)]
     missing = {_seed(cell) for cell in cells if cell not in found}
     return [found[cell] for cell in cells if cell in found and _seed(cell) not in missing]
+
+
+@functools.lru_cache  # a page asks a dozen times
+def _by_cell(path: Path, changed_ns: int) -> dict[str, dict]:
+    return {grids.key(record["cell"]): record for record in grids.read_records(path)}
 
 
 def _seed(cell: str) -> int:

@@ -133,7 +133,8 @@ def test_a_reward_that_ignores_sigterm_is_killed():
 
 def reward_processes() -> list[psutil.Process]:
     """The template first, then what was forked from it."""
-    return [p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] == ["rewards"]]
+    alive = (p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE)
+    return [p for p in alive if p.cmdline()[:1] == ["rewards"]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -198,7 +199,7 @@ def test_close_ends_the_processes_whatever_they_are_doing():
         await asyncio.gather(*(pool.score("", "1") for _ in range(9)))
         hanging = asyncio.create_task(pool.score("", "hang"))
         await asyncio.sleep(0.3)
-        processes = [p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] == ["rewards"]]
+        processes = reward_processes()
         assert len(processes) >= 3, "a template, and two processes that score"
         pool.close()
         with pytest.raises(RuntimeError, match="closed"):

@@ -278,11 +278,14 @@ def test_a_flood_of_pulls_shuts_a_machine_out(run, capsys):
 
 
 def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
+    answer, answered = run.swarm._answer, []
+    run.swarm._answer = lambda machine, pull, opened: (answer(machine, pull, opened), answered.append(pull))
     with liar(run, holds=False) as machine:
+        wait_until(lambda: machine.versions)  # a pull while it pulls, be that on its own, is another attack
         machine._act = lambda *_: None
         for pull in (Pull(10**9, None, 0), Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63)):
             machine.send(b"-", pull)
-            time.sleep(0.5)  # a pull while it pulls is another attack
+            wait_until(lambda pull=pull: pull in answered)
         machine.send(b"-", Pull(run.version, None, 10**15))
         wait_until(lambda: b"" in [piece.data for piece in machine.saw(Piece)])
         goes_on(run)
