@@ -121,7 +121,12 @@ install_pins() {
             say "$CPU_INDEX does not answer; going on without it"
         fi
     fi
-    pip install "${options[@]}" "${pins[@]}" || fail "pip failed, see above; what it has installed is kept for the next try"
+    pip install --no-compile "${options[@]}" "${pins[@]}" || fail "pip failed, see above; what it has installed is kept for the next try"
+}
+
+compile_packages() { # on all cores, where pip uses one; and not the thousands of files that nobody imports here
+    say "compiling them"
+    .venv/bin/python -W ignore -m compileall -qq -j 0 -x '/tests?/|/testing/|/models/(?!(auto|llama|qwen|_|reg|util|inter))' .venv/lib || true
 }
 
 try_flash_attn() {
@@ -169,5 +174,6 @@ if [ "$kind" = cpu ]; then
 elif [ -n "$flash_attn" ]; then
     try_flash_attn
 fi
+compile_packages
 touch "$stamp"
 say "done: .venv meets ${files[*]}"

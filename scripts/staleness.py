@@ -36,16 +36,10 @@ def cells_of(part: str) -> list[dict]:
 
 def whole(part: str) -> list[dict]:
     """The records of a part's seeds of which no cell is missing."""
-    path = RESULTS / part / "cells.jsonl"
-    found = _by_cell(path, path.stat().st_mtime_ns) if path.exists() else {}
+    found = {grids.key(record["cell"]): record for record in grids.read_records(RESULTS / part / "cells.jsonl")}
     cells = [grids.key(cell) for cell in cells_of(part)]
     missing = {_seed(cell) for cell in cells if cell not in found}
     return [found[cell] for cell in cells if cell in found and _seed(cell) not in missing]
-
-
-@functools.lru_cache  # a page asks a dozen times
-def _by_cell(path: Path, changed_ns: int) -> dict[str, dict]:
-    return {grids.key(record["cell"]): record for record in grids.read_records(path)}
 
 
 def _seed(cell: str) -> int:
@@ -84,6 +78,12 @@ def was_run() -> list[str]:
 
 def lags(part: str = "lag") -> pd.DataFrame:
     """A row per run on stale data less its fresh one, `setting` the lag; and what rounding does, at lag 0."""
+    path = RESULTS / part / "cells.jsonl"
+    return _lags(part, path, path.stat().st_mtime_ns) if path.exists() else pd.DataFrame()
+
+
+@functools.lru_cache  # a page asks a dozen times
+def _lags(part: str, path: Path, changed_ns: int) -> pd.DataFrame:
     records = whole(part)
     if not records or (found := grids.differences(records)).empty:
         return pd.DataFrame()
