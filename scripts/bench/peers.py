@@ -4,7 +4,7 @@ Model, task, prompts, reward, batch (32 groups of 8), token limits, optimizer (A
 clipped at norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in work.py: on `natural` the
 policy ends its responses, and learning is real; on `short` and `long` lengths are forced, by the same law, and only
 speed is measured. `smollm2` is the job of the small language model, 8 groups of 8 at 4e-5, in bfloat16 with float32
-weights (ours by FSDP, TRL by autocast); ours trains a group's prompt once there, as do arms that say so. An arm's runs
+weights (ours by FSDP, TRL by autocast); ours trains a group's prompt once there. An arm's runs
 have the seeds 0, 1, 2, … TRL comes into a folder of its own on top of .venv, so that torch, transformers and vLLM are
 the same ones.
 

@@ -72,13 +72,15 @@ def test_the_bench_measures_each_way_to_share_in_turn_and_its_table_says_what_a_
 
 
 def test_a_round_whose_gradients_differ_or_vanish_is_refused():
-    found = {arm: {"grad_norm": 2.0 + 0.001 * i, "seconds": 1.0} for i, arm in enumerate(trees.ARMS)}
+    found = {arm: {"grad_norm": 2.0 + 0.001 * i, "dtype": "float32"} for i, arm in enumerate(trees.ARMS)}
     assert [r["arm"] for r in trees.of_round(found)] == list(trees.ARMS)
     found["tree"]["grad_norm"] = 2.01
     with pytest.raises(RuntimeError, match=r"2\.01\]: they must agree to 0\.001"):
         trees.of_round(found)
     with pytest.raises(RuntimeError, match="above 0"):
-        trees.of_round({arm: {"grad_norm": 0.0} for arm in trees.ARMS})
+        trees.of_round({arm: {"grad_norm": 0.0, "dtype": "bfloat16"} for arm in trees.ARMS})
+    found["tree"]["grad_norm"] = 2.0
+    assert trees.of_round({arm: {**of, "dtype": "bfloat16"} for arm, of in found.items()})
 
 
 def test_rows_have_five_answered_problems_before_the_question_others_or_the_same(tmp_path):
