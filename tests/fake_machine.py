@@ -223,9 +223,11 @@ class FakeMachine:
         return [message for _, message in self.seen if isinstance(message, kind)]
 
     def finish(self, tickets=None, reason="stop"):
-        """Answer tickets that it holds."""
-        for index, ticket in [held for held in self.held if tickets is None or held[1].ticket_id in tickets]:
-            self.held.remove((index, ticket))
+        """Answer tickets that it holds: each once, even where a test and its own thread ask for it at one time."""
+        with self.lock:
+            asked = [held for held in self.held if tickets is None or held[1].ticket_id in tickets]
+            self.held = [held for held in self.held if held not in asked]
+        for index, ticket in asked:
             self._finish(index, ticket, reason)
 
     def made(self, index, ticket, reason="stop"):
@@ -281,7 +283,8 @@ class FakeMachine:
             case Tickets(tickets):
                 self.had += tickets
                 for ticket in tickets:
-                    self.held.append((index, ticket))
+                    with self.lock:
+                        self.held.append((index, ticket))
                     if not self.holds(ticket):
                         self.finish([ticket.ticket_id])
             case Abort(ticket_ids):

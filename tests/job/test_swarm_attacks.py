@@ -171,8 +171,8 @@ def test_a_ticket_of_another_machine_cannot_be_answered(run, capsys):
         index, ticket = machine.held[0]
         thief.send(b"0", Finished(thief.made(index, ticket), None))
         is_shut_out(run, thief, "which it has not", capsys)
-        machine.finish()
         machine.holds = lambda ticket: False
+        machine.finish()
         goes_on(run)
 
 
