@@ -34,6 +34,12 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch):
+    """vLLM, which other files start in this process, sets this variable of torchrun's and leaves it."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
 def test_our_pages_have_commands_for_named_models():
     assert len(commands()) >= 2
 
