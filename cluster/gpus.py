@@ -106,8 +106,5 @@ def _by_torch(count: int) -> list[Gpu]:
     """The same from CUDA itself, at the price of a context on each."""
     import torch
 
-    found = []
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), total, total - free))
-    return found
+    memory = enumerate(map(torch.cuda.mem_get_info, range(count)))
+    return [Gpu(torch.cuda.get_device_name(index), total, total - free) for index, (free, total) in memory]

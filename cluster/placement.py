@@ -39,6 +39,8 @@ class WorkerPlacement:
     """Share of the GPU's memory for the engine; 0 where it is yet to be computed, and on the CPU."""
     num_gpus: int = 1
     """GPUs of its engine, one after the other."""
+    cores: tuple[int, ...] = ()
+    """CPU cores that nobody else of the run uses once its engine is up; none if it shares all."""
     kv_cache_bytes: int | None = None
     """Bytes of each of them for keys and values; None: all that vLLM finds free within the engine's share."""
 
@@ -76,7 +78,8 @@ class Placement:
         for w in self.workers:
             shared = f", shared with trainer rank {w.shared_with_rank}" if w.shared_with_rank is not None else ""
             memory = f", {w.gpu_memory_utilization:.1%} of its memory" if w.gpu_memory_utilization else ""
-            lines.append(f"  rollout worker {w.worker}   {_device(w.gpu, w.cpu_threads, w.num_gpus)}{shared}{memory}")
+            device = _device(w.gpu, w.cpu_threads, w.num_gpus) + ", on cores of its own" * bool(w.cores)
+            lines.append(f"  rollout worker {w.worker}   {device}{shared}{memory}")
         return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from cluster.gpus import ask_nvidia_smi, choose_visible
 from cluster.memory import ENGINE_STEP_TOKENS
 from cluster.placement import WorkerPlacement, WorkerSpec
 from config import Config
+from engine.cores import bind
 
 CPU_KV_CACHE_BYTES = 1 << 30
 UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")
@@ -71,7 +72,11 @@ def start_engine(spec: WorkerSpec):
         torch.set_num_threads(spec.placement.cpu_threads)
     elif torch.distributed.is_initialized():  # which has called CUDA, and vLLM does not see it: a fork could use no GPU
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
+    engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
+    if cores := spec.placement.cores:
+        bind(engine.engine_core.resources.engine_manager.processes[0].pid, cores)
+        bind(os.getpid(), os.sched_getaffinity(0).difference(cores))
+    return engine
 
 
 def engine_options(spec: WorkerSpec) -> dict:

@@ -32,6 +32,7 @@ from controller.workers import Workers
 from data import own
 from data.records import Group
 from data.tasks import check_rows, encode, load_task
+from engine.cores import claim_cores
 from job.probe import Probe
 from job.resume import controller_of, find_checkpoint
 from records.batches import batch_path, weights_sha256, write_batch
@@ -160,19 +161,19 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
 
 def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.device]:
     """Place the node's processes and say which device is this rank's."""
-    nccl = dist.is_nccl_available()
-    placement = place(config, len(visible_gpus()), available_cores(), len(cluster.local_ranks), nccl)
+    num_gpus, num_ranks, nccl = len(visible_gpus()), len(cluster.local_ranks), dist.is_nccl_available()
+    placement = place(config, num_gpus, available_cores(), num_ranks, nccl)
     torch.set_num_threads(placement.trainer_threads)
-    gpu = placement.trainer_gpus[cluster.local_rank]
-    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     check_shares(config, cluster.num_nodes, cluster.num_ranks)
-    return placement, device
+    gpu = placement.trainer_gpus[cluster.local_rank]
+    return placement, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
 def start_rollout(start: Start) -> Node:
     """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
     cluster, model_path = start.cluster, resolve_model(start.config.model, start.config.task)
     start = _fit_memory(start, model_path)
+    start = replace(start, placement=claim_cores(start.placement, start.on_end))
     config = start.config
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
@@ -225,8 +226,7 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
         weights = weights_sha256(model_path) if config.record else None
         run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights, resumed=resumed)
         print(f"run directory: {run.path}", flush=True)
-    run_name = cluster.gather(run and run.path.name)[0]
-    folder = f"{run_name}/node_{cluster.node}"
+    folder = f"{cluster.gather(run and run.path.name)[0]}/node_{cluster.node}"
     return run or RunDirectory(config, cluster.num_ranks, node_folder=folder, resumed=resumed)
 
 

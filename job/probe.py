@@ -37,10 +37,8 @@ class Probe:
         """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
         if self._sequences:
             return
-        chosen = []
-        if groups is not None:
-            chosen = [_sequence(group.trajectories[0].tokens[: self._length]) for group in groups[:NUM_SEQUENCES]]
-        self._sequences = cluster.broadcast_on_node(chosen)
+        first = [group.trajectories[0].tokens[: self._length] for group in (groups or [])[:NUM_SEQUENCES]]
+        self._sequences = cluster.broadcast_on_node([_sequence(tokens) for tokens in first])
 
     def score(self, policy: "Policy", version: int) -> None:
         """Have the trainer score it at a version, if there is one; collective."""

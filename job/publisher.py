@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.records import Group
+from engine.cores import leave_cores
 from job.node import Node, is_due
 from trainer.policy import Policy
 from weights.ipc import IpcTransport
@@ -109,3 +110,4 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     if node.swarm is not None:
         transport = node.swarm.start(node.controller, transport, specs)
     node.controller.connect(transport)
+    leave_cores(node.placement, node.on_end)
