@@ -3,19 +3,17 @@
 Imported by those who place processes; it starts none.
 """
 
-import fcntl
 import itertools
 import os
-import tempfile
+import socket
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from cluster.placement import Placement
 
-CLAIM = Path(tempfile.gettempdir()) / f"engine-cores-{os.getuid()}.lock"
-"""Held by the run of this user whose engine has cores of its own; two such engines might get the same ones."""
+CLAIM = "\0engine-cores"
+"""Name of a socket, no file, that the run has whose engine has cores of its own; two engines might get the same."""
 
 
 def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
@@ -30,10 +28,10 @@ def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
     (worker,) = placement.workers
     if worker.cpu_threads >= len(allowed):
         return placement
-    claim = on_end.enter_context(CLAIM.open("a"))
+    claim = on_end.enter_context(socket.socket(socket.AF_UNIX))
     try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        claim.bind(CLAIM)
+    except OSError:
         return placement
     return replace(placement, workers=(replace(worker, cores=tuple(allowed[: worker.cpu_threads])),))
 
