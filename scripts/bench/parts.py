@@ -14,6 +14,7 @@ records' commits. gpu.py compares rollout with bare vLLM.
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import math
 import random
@@ -153,10 +154,15 @@ def training(who: str, work: Work, steps: int, logs: Path) -> Iterator[Measure]:
 
 @contextmanager
 def stepping(config: Config, steps: int, logs: Path, worker_main=run_work_worker, halves=False) -> Iterator[Measure]:
-    """Whole steps of train_async.py; and with `halves`, of the same loop without training and of training alone."""
-    with running(TrainingRig(config, logs / f"a{config.async_ratio:g}", worker_main)) as rig:
+    """Whole steps of train_async.py; and with `halves`, of the same loop without training and of training alone.
 
-        def measure() -> dict:
+    The job is up only while it is measured: of several at a time, one engine alone would have cores of its own.
+    """
+    turns = itertools.count()
+
+    def measure() -> dict:
+        with running(TrainingRig(config, logs / f"a{config.async_ratio:g}_{next(turns)}", worker_main)) as rig:
+            whole_steps(rig, steps)  # to warm up
             found = whole_steps(rig, steps)
             if halves:
                 found["generate_alone_s"] = whole_steps(rig, steps, train=False)["step_s"]
@@ -164,9 +170,9 @@ def stepping(config: Config, steps: int, logs: Path, worker_main=run_work_worker
                 for index in range(steps):
                     rig.train(rig.batches[index % len(rig.batches)])
                 found["train_alone_s"] = (time.monotonic() - start) / steps
-            return found
+        return found
 
-        yield measure
+    yield measure
 
 
 def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
@@ -239,14 +245,11 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
     yield Case("reward", [Arm("ours", rewarding)], lambda f: [record("reward", f["ours"]["reward_s"], MAX_REWARD_S)])
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
-    yield Case(
-        "job",
-        [_of_ratio(config, steps, halves=config.async_ratio > 0) for config in configs],
-        partial(against_synchronous, "natural"),
-    )
+    arms = [_of_ratio(config, steps, halves=config.async_ratio > 0) for config in configs]
+    yield Case("job", arms, partial(against_synchronous, "natural"), warm_up=0)
     configs = [Config(**FROZEN_LAKE, async_ratio=ratio).checked() for ratio in (0.0, 1.0, 2.0)]
     arms = [_of_ratio(config, steps, worker_main=run_latency_worker(LATENCY)) for config in configs]
-    yield Case("frozen_lake", arms, partial(against_synchronous, "frozen_lake"))
+    yield Case("frozen_lake", arms, partial(against_synchronous, "frozen_lake"), warm_up=0)
 
 
 def _of_ratio(config: Config, steps: int, **options) -> Arm:
