@@ -269,13 +269,16 @@ RATIOS = {
 
 
 def ours(records: list[dict]) -> dict[str, list[dict]]:
-    """Work -> records of our best arm, each with its ratio to TRL's best and to the limit; of works that both did."""
+    """Work -> records of our best arm, each with its ratio to the limit and to the run of TRL's best arm whose turn was
+    beside it, as the machine's speed drifts; of works that both did."""
     found = {}
     for work, arms in arms_of(records).items():
         our, peer = best(arms, "ours"), best(arms, "TRL")
         if our and peer:
-            found[work] = [{**r, "over_peer": r["samples_per_s"] / rate(arms[peer])} for r in arms[our]]
-    return found
+            rates = {(r["commit"], r["repeat"]): r["samples_per_s"] for r in arms[peer]}
+            beside = ((r, rates.get((r["commit"], r["repeat"]))) for r in arms[our])
+            found[work] = [{**r, "over_peer": r["samples_per_s"] / its} for r, its in beside if its]
+    return {work: records for work, records in found.items() if records}
 
 
 def summary(records: list[dict]) -> list[str]:

@@ -1,5 +1,6 @@
 import json
 import os
+import statistics
 import sys
 import time
 
@@ -18,7 +19,8 @@ from weights.models import resolve_model
 
 def run_of(arm, work="long", **measured):
     defaults = {"samples_per_s": 1.0, "tokens_per_s": 2.0, "tokens_per_sample": 2.0, "start_s": 9.0}
-    return {"arm": arm, "work": work, **defaults, "peak_memory_gb": 1.5, **measured}
+    made = {"commit": "abc", "repeat": 0, "peak_memory_gb": 1.5}
+    return {"arm": arm, "work": work, **defaults, **made, **measured}
 
 
 def test_packed_attention_is_causal_attention_of_each_segment_on_its_own():
@@ -189,7 +191,8 @@ def cells(lines, name):
 def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
     rates = {"ours α=1": 150.0, "ours α=2": 180.0, "TRL a": 30.0, "TRL b": 60.0, "training alone": 1200.0}
     cost = {"cores": 2, "cpu_ms_per_sample": 10.0, "cores_busy": 1.8}
-    records = [run_of(name, "natural", samples_per_s=rate, **cost) for name, rate in rates.items() for _ in range(3)]
+    turns = [(i, name) for i in range(3) for name in rates]
+    records = [run_of(name, "natural", samples_per_s=rates[name], repeat=i, **cost) for i, name in turns]
     lines = peers.summary(records)
     assert len(lines) == 4, "the best of each"
     ours, peer = cells(lines, "ours α=2"), cells(lines, "TRL b")
@@ -202,6 +205,17 @@ def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
     lines = peers.summary([*records, run_of("TRL c", "natural", samples_per_s=100.0)])
     assert cells(lines, "ours α=2")["÷ TRL"] == "1.80 [1.80–1.80]" and cells(lines, "ours α=2")["reached"] == "no"
     assert len(peers.summary([run_of("ours α=1")])) == 2, "without TRL there is nothing to compare with"
+
+
+def test_runs_are_compared_with_the_one_whose_turn_was_beside_theirs():
+    speeds = {"ours": (200.0, 100.0, 300.0), "TRL": (100.0, 50.0, 100.0)}
+    records = [
+        run_of(arm, samples_per_s=rate, repeat=i) for arm, rates in speeds.items() for i, rate in enumerate(rates)
+    ]
+    other = {"commit": "other", "samples_per_s": 1.0}
+    records += [run_of("TRL", repeat=0, **other), run_of("ours", repeat=3)]
+    (of_work,) = peers.ours(records).values()
+    assert [r["over_peer"] for r in of_work] == [2.0, 2.0, 3.0]
 
 
 def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
@@ -225,7 +239,7 @@ def test_the_committed_records_give_a_table_of_each_work():
     assert {"natural", "short", "long"} <= arms.keys() <= peers.AIMS.keys()
     for work, of_work in arms.items():
         ours, peer = peers.best(of_work, "ours"), peers.best(of_work, "TRL")
-        ratio = f"{peers.rate(of_work[ours]) / peers.rate(of_work[peer]):.2f} ["
+        ratio = f"{statistics.median(r['over_peer'] for r in peers.ours(records)[work]):.2f} ["
         rows = [line for line in peers.summary(records) if line.startswith(f"| {work} |")]
         assert len(rows) == 2 and ratio in rows[0] and {ours, peer} <= peers.WAYS.keys()
 
