@@ -169,7 +169,7 @@ def peers() -> str:
 
 
 WHY_NOT = {
-    "overlap α=2": "trainer, worker and engine are three processes on two cores",
+    "overlap α=2": "trainer and worker share the core that is not the engine's",
     "trainer natural": "FSDP's hooks, packing and statistics by lag, beside so small a model",
 }
 """Why a row of `speed` may not reach its aim."""
