@@ -14,7 +14,6 @@ records' commits. gpu.py compares rollout with bare vLLM.
 
 import argparse
 import concurrent.futures
-import itertools
 import json
 import math
 import random
@@ -158,10 +157,9 @@ def stepping(config: Config, steps: int, logs: Path, worker_main=run_work_worker
 
     The job is up only while it is measured: of several at a time, one engine alone would have cores of its own.
     """
-    turns = itertools.count()
 
     def measure() -> dict:
-        with running(TrainingRig(config, logs / f"a{config.async_ratio:g}_{next(turns)}", worker_main)) as rig:
+        with running(TrainingRig(config, logs / f"a{config.async_ratio:g}_{time.time_ns()}", worker_main)) as rig:
             whole_steps(rig, steps)  # to warm up
             found = whole_steps(rig, steps)
             if halves:

@@ -322,7 +322,9 @@ def cases(given: argparse.Namespace) -> list[Case]:
         run_once = functools.partial(measure, WAYS[name], work, peers, given.size == "tiny", itertools.count())
         return Arm(name, lambda logs: contextlib.nullcontext(functools.partial(run_once, logs)))
 
-    return [Case(work.name, [arm(name, work) for name in names], warm_up=0) for work in WORKS.values()]
+    grouped = {name for name in names if not WAYS[name].options.get("replicate_prompts", True)}  # one forced length
+    able = [(w, [arm(name, w) for name in names if not (w.sigma and name in grouped)]) for w in WORKS.values()]
+    return [Case(work.name, arms, warm_up=0) for work, arms in able]
 
 
 BENCH = Bench(

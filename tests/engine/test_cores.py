@@ -89,7 +89,8 @@ def test_nothing_is_claimed_where_cores_are_not_one_engines_and_one_ranks(placem
     with ExitStack() as on_end:
         placed = placement()
         assert cores.claim_cores(placed, on_end) == placed
-        socket.socket(socket.AF_UNIX).bind(cores.CLAIM)  # is free
+        with socket.socket(socket.AF_UNIX) as free:
+            free.bind(cores.CLAIM)
 
 
 @needs_two_cores
