@@ -9,14 +9,14 @@ LONG = (
     "trainer/test_trainer_options.py",
     "trainer/test_policy.py",
     "trainer/test_attention.py",
-    "job/test_brought.py",
     "engine/test_gpu_config.py",
     "controller/test_controller_walk.py",
     "trainer/test_memory_of_a_step.py",
-    "test_rollout.py",
     "data/test_tiny_agent.py",
     "job/test_verify.py",
     "trainer/test_checkpoint.py",
+    "job/test_brought.py",
+    "test_rollout.py",
     "engine/test_in_flight.py",
     "engine/test_proxy.py",
     "scripts/test_ablate.py",
@@ -27,7 +27,10 @@ LONG = (
     "trainer/test_compute_dtype.py",
     "test_docs.py",
 )
-"""The files that take longest, in this order: one that is begun last leaves the other processes nothing to do."""
+"""The files that take longest, in this order: one that is begun last leaves the other processes nothing to do.
+
+The first makes the tiny models. Others that need them come later, as they would wait for it.
+"""
 
 
 def pytest_collection_modifyitems(items):

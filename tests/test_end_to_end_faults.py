@@ -114,6 +114,8 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
 def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_its_log(tmp_path):
     model = save_unservable_model(str(tmp_path / "model"))
     job = start_job(tmp_path, steps=2, model=model, max_prompt_tokens=40, max_response_tokens=48)
+    events = job.run_path / "events.jsonl"
+    job.wait_until(lambda: events.exists() and job.events("worker_started"))
     assert job.wait(timeout_s=60) != 0
     assert "error: rollout worker 0 was up, and died before any response came back" in job.output()
     assert "  | " in job.output() and "head_dim=20" in job.output()
