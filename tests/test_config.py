@@ -1,9 +1,9 @@
 import dataclasses
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -181,6 +181,12 @@ def test_every_field_has_a_docstring_and_they_are_few():
         assert source.splitlines()[line + 1].startswith('    """'), field.name
 
 
+def children_cpu_s() -> float:
+    """CPU time of all children that have ended: unlike wall time, the same on a busy machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_answers_within_a_second_and_without_heavy_imports():
     probe = (
         "import sys, train_async\n"
@@ -189,9 +195,9 @@ def test_help_answers_within_a_second_and_without_heavy_imports():
         "except SystemExit: pass\n"
         "print('HEAVY', [m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
-    start = time.monotonic()
+    cpu_s = children_cpu_s()
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert time.monotonic() - start < 3  # about a second, on a busy machine
+    assert children_cpu_s() - cpu_s < 2  # half a second, where nobody else makes the cores slow
     assert "HEAVY []" in done.stdout and "--async-ratio" in done.stdout
 
 

@@ -70,7 +70,7 @@ def test_at_alpha_0_nobody_is_asked_and_tickets_come_again_as_they_were(tmp_path
         given = {i: t for worker in s.controller.workers for i, t in worker.running.items()}
         start = time.monotonic()
         state = cut(s)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 5.0
     assert {ticket.ticket_id: ticket for ticket in state.queue} == given
     assert all(ticket.prefix is None for ticket in state.queue)
     with session(tmp_path, lambda index: "hang", restored=state, **options) as s:

@@ -84,7 +84,7 @@ def test_the_same_steps_make_the_same_weights():
 def test_an_existing_model_is_found_at_once_and_says_what_it_is(path):
     started = time.monotonic()
     assert TinyAdder().path(CACHE) == path
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     assert set(json.loads((path / "warm_up.json").read_text())) == {"sampled_accuracy", "greedy_accuracy"}
 
 
