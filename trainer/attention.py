@@ -20,6 +20,11 @@ BY_BOUNDS = ("varlen", "flash_attention_2")
 """Implementations that take the bounds of sequences; `varlen` is ours, registered below."""
 ONE_ROW = (*BY_BOUNDS, "flex_attention")
 """Implementations that skip what is masked, so that a micro-batch is best packed into one row."""
+_WITHIN_A_SEQUENCE = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The kinds of layers that transformers names which see no other sequence of a packed row."""
+_BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
+"""Models whose mask for torch's attention transformers 5.19 makes without the positions, which restart in a row."""
+_PACKED = "sequences of a packed row would see each other: take a model with attention that keeps them apart"
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 """What some models give their attention besides a window; varlen_attn has none of it."""
 
@@ -103,19 +108,22 @@ def varlen_attention(
 AttentionInterface.register("varlen", varlen_attention)  # without a mask function of that name none is made
 
 
-def check_shares_prefix(config: PreTrainedConfig, path: str) -> None:
-    """Raise ValueError for a model with layers that are not plain attention over the whole sequence.
+def check_layers(config: PreTrainedConfig, path: str, shares_prefix: bool) -> None:
+    """Raise ValueError for a model with which a sequence of a packed row would change the next one.
 
-    A window counts columns of the row, which are not the positions of a sequence behind a shared prefix, and a
-    recurrent layer reads the row from left to right.
+    A recurrent or convolving layer reads the row from left to right. Where a prefix is shared, a window is refused too:
+    it counts columns of the row, which are not the positions of a sequence behind the prefix.
     """
     text = config.get_text_config()
-    others = sorted(set(getattr(text, "layer_types", None) or ["full_attention"]) - {"full_attention"})
-    if getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None:
-        others = [f"sliding_window {text.sliding_window}"]
-    if others:
+    kinds, window = set(getattr(text, "layer_types", None) or ()), getattr(text, "sliding_window", None)
+    if across := sorted(kinds - _WITHIN_A_SEQUENCE):
+        raise ValueError(f"--model {path} has {', '.join(across)} layers; {_PACKED}")
+    if config.model_type in _BLIND_TO_POSITIONS:
+        raise ValueError(f"--model {path} is a {config.model_type}, whose mask sees no bounds; {_PACKED}")
+    windows = sorted(kinds - {"full_attention"}) or [f"sliding_window {window}"] * (not kinds and window is not None)
+    if shares_prefix and windows:
         raise ValueError(
-            f"--share-prefix needs full attention in every layer, {path} has {', '.join(others)}; leave the option out"
+            f"--share-prefix needs full attention in every layer, {path} has {', '.join(windows)}; leave the option out"
         )
 
 

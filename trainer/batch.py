@@ -11,7 +11,7 @@ from algos import ADVANTAGES, overlong_penalty
 from cluster.cluster import Cluster
 from config import Config
 from data.records import Group
-from trainer.packing import Bundle, Sharing, TrainSequence, bundle, first_fit_decreasing
+from trainer.packing import Bundle, Sharing, TrainSequence, bundle_within, first_fit_decreasing
 from trainer.policy import Policy
 
 COLUMNS_PER_TOKEN = 256
@@ -108,7 +108,7 @@ def choose_bundles(
         lengths = [b.num_tokens for b in bundles]
         return max(row_cost([lengths[i] for i in items], one_row) for items in balance(lengths, num_ranks))
 
-    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=cost)
+    return min(bundle_within(limits, sequences, share_prefix), key=cost)
 
 
 def row_cost(lengths: list[int], one_row: bool) -> int:

@@ -5,6 +5,7 @@ CPU in float32, or by --dtype as a GPU does; what is frozen beside adapters is k
 says with which attention.
 """
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -19,12 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from config import Config
-from trainer.attention import check_shares_prefix, choose_attention
+from trainer.attention import check_layers, choose_attention
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import add_adapters, initial_adapters
 from trainer.optimizer import OptimOptions
 
-_UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_UNSUPPORTED_HEADS = (
+    "final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier",
+)  # fmt: skip
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
 
 
@@ -73,8 +76,7 @@ def load_model(
     What is not trained, as a reference or below adapters, is kept in the dtype of computing.
     """
     hf_config = _read_config(path)
-    if config.share_prefix != "off":
-        check_shares_prefix(hf_config, path)
+    check_layers(hf_config, path, config.share_prefix != "off")
     dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
         attention = choose_attention(device, hf_config, config.share_prefix != "off")
@@ -104,8 +106,9 @@ def load_model(
 
 def _read_config(path: str) -> PreTrainedConfig:
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    for name in _UNSUPPORTED_HEADS:
-        if (value := getattr(hf_config, name, None)) not in (None, 1.0):
+    parts = hf_config, hf_config.get_text_config()
+    for name, part in itertools.product(_UNSUPPORTED_HEADS, parts):
+        if (value := getattr(part, name, None)) not in (None, 1.0):
             raise ValueError(f"--model {path}: its head uses {name} = {value}, which we do not apply")
     return hf_config
 
@@ -147,6 +150,11 @@ def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
         raise ValueError(
             f"--model {path}: {name} is {list(found)} in its safetensors and {list(expected)} by its config.json; "
             "the two are not of one model"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"--model {path}: its safetensors lack {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which its "
+            "config.json asks for; fetch the model again, or mend the names"
         )
     return full
 

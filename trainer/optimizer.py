@@ -42,12 +42,17 @@ class OptimOptions:
             raise ValueError("--optim-args beta1 and beta2 must be below 1, where AdamW would see no gradient")
         return options
 
-    def learning_rate(self, config: Config, update: int, sequence_ess: float = 1.0) -> float:
-        """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1."""
+    def learning_rate(self, config: Config, update: int, steps_made: float, sequence_ess: float = 1.0) -> float:
+        """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1.
+
+        `steps_made` are the run's steps before it, with the share of the one under way: a schedule follows them, and so
+        ends with the run when that is resumed with other epochs.
+        """
         lr = config.lr * min(1.0, (update + 1) / max(1, self.warmup))
-        after, length = update + 1 - self.warmup, config.steps * config.minibatches * self.epochs - self.warmup
-        if self.schedule != "constant" and after > 0:
-            done = min(1.0, after / max(1, length))
+        updates_per_step = config.minibatches * self.epochs
+        if self.schedule != "constant" and update >= self.warmup:
+            after, length = (s * updates_per_step - self.warmup for s in (steps_made, config.steps))
+            done = min(1.0, max(0.0, after + 1) / max(1, length))
             falls = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
             lr *= self.least + (1 - self.least) * falls
         return lr * math.sqrt(sequence_ess) if self.by_ess else lr

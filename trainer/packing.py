@@ -9,6 +9,7 @@ Numpy and torch only, no model and no process group: everything here can be chec
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -130,31 +131,38 @@ def bundle(sequences: list[TrainSequence], share_prefix: Sharing = "off", max_to
     greedily, deepest first. Where branches part, they are packed into the room behind their prefix. Parts that do not
     fit there fit together nowhere above, as they would take their own prefix along.
     """
+    return next(bundle_within([max_tokens], sequences, share_prefix))
+
+
+def bundle_within(
+    limits: Sequence[float], sequences: list[TrainSequence], share_prefix: Sharing
+) -> Iterator[list[Bundle]]:
+    """Yield what `bundle` makes within each limit of tokens; what sequences share is found once."""
 
     def shared_with_next(order: list[int], sharing: Sharing) -> list[int]:
         return [*(common_prefix(sequences[i], sequences[j], sharing) for i, j in itertools.pairwise(order)), 0]
 
     # By bytes, in which equal beginnings stand together: depth first, and a sequence before those that it begins.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tobytes())
-    alone = {
-        i: Bundle((sequences[i],), (), len(sequences[i].tokens) - depth)
-        for i, depth in zip(order, shared_with_next(order, "tree"), strict=False)
-    }
-    if share_prefix == "off":
-        return [alone[i] for i in range(len(sequences))]
+    depths = shared_with_next(order, "tree")
+    alone = {i: Bundle((sequences[i],), (), len(sequences[i].tokens) - d) for i, d in zip(order, depths, strict=False)}
     if share_prefix == "prompt":
         order.sort(key=lambda i: -1 if sequences[i].group_id is None else sequences[i].group_id)
-    most = max([max_tokens, *(one.num_tokens for one in alone.values())])
-    nodes: list[tuple[int, list[Bundle]]] = [(0, [])]  # of the path from the root: depth, and what ended below it
-    for i, depth in zip(order, shared_with_next(order, share_prefix), strict=False):
-        below = [alone[i]]
-        while nodes[-1][0] > depth:
-            prefix, others = nodes.pop()
-            below = _joined([*others, *below], prefix, most)
-        if nodes[-1][0] < depth:
-            nodes.append((depth, []))
-        nodes[-1][1].extend(below)
-    return nodes[0][1]
+        depths = shared_with_next(order, "prompt")
+    elif share_prefix == "off":
+        order, depths = list(range(len(sequences))), [0] * len(sequences)
+    for limit in limits:
+        most = max([limit, *(one.num_tokens for one in alone.values())])
+        nodes: list[tuple[int, list[Bundle]]] = [(0, [])]  # of the path from the root: depth, and what ended below it
+        for i, depth in zip(order, depths, strict=False):
+            below = [alone[i]]
+            while nodes[-1][0] > depth:
+                prefix, others = nodes.pop()
+                below = _joined([*others, *below], prefix, most)
+            if nodes[-1][0] < depth:
+                nodes.append((depth, []))
+            nodes[-1][1].extend(below)
+        yield nodes[0][1]
 
 
 def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]:

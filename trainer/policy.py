@@ -206,7 +206,7 @@ class Policy:
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()
         ess = stats.sequence_ess(before) if self._optim.by_ess else 1.0
-        lr = self._optim.learning_rate(self.config, self.num_updates, ess)
+        lr = self._optim.learning_rate(self.config, self.num_updates, position.policy_version + position.progress, ess)
         return self._step(float(self._sum_over_ranks(loss)), lr)
 
     def _weights(self, batch: MicroBatch, total_tokens: float, total_sequences: float) -> Tensor:

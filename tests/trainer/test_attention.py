@@ -21,17 +21,15 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GPT2Model,
-    JambaConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
-    Qwen3NextConfig,
     RecurrentGemmaConfig,
 )
 
 from algos import LOSSES
 from algos.sampling import Sampling
-from trainer.attention import _block_mask_maker, attention_inputs, check_shares_prefix, dense_mask, mask_function
+from trainer.attention import _block_mask_maker, attention_inputs, check_layers, dense_mask, mask_function
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import named_adapters
@@ -207,13 +205,11 @@ def dense_blocks(mask):
         (Gemma2Config(num_hidden_layers=2), "sliding_attention"),
         (MistralConfig(sliding_window=64), "sliding_window 64"),
         (Qwen3Config(num_hidden_layers=2, use_sliding_window=True, max_window_layers=1), "sliding_attention"),
-        (Qwen3NextConfig(num_hidden_layers=4), "linear_attention"),
-        (JambaConfig(), "linear_attention"),
         (RecurrentGemmaConfig(), "sliding_window 2048"),
     ],
 )
 def test_a_model_that_reads_by_columns_of_the_row_is_refused(config, reason):
     with pytest.raises(ValueError, match=f"needs full attention in every layer, m has {reason}"):
-        check_shares_prefix(config, "m")
+        check_layers(config, "m", shares_prefix=True)
     for whole in (Qwen3Config(num_hidden_layers=2), LlamaConfig(), GPT2Config()):
-        check_shares_prefix(whole, "m")
+        check_layers(whole, "m", shares_prefix=True)

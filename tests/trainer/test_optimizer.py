@@ -18,7 +18,7 @@ from trainer.policy import Policy, StepPosition
 
 def rates(*items: str, ess: float = 1.0) -> list[float]:
     config = Config(lr=0.1, steps=5, minibatches=2, optim_args=("warmup=2", *items))
-    return [OptimOptions.of(config).learning_rate(config, update, ess) for update in range(10)]
+    return [OptimOptions.of(config).learning_rate(config, update, update / 2, ess) for update in range(10)]
 
 
 def test_after_warm_up_the_rate_is_constant_or_falls_to_its_least_at_the_last_update():
@@ -27,6 +27,20 @@ def test_after_warm_up_the_rate_is_constant_or_falls_to_its_least_at_the_last_up
     assert rates("schedule=linear")[5] == pytest.approx(0.1 * (1 - 4 / 8))
     assert rates("schedule=cosine")[5] == pytest.approx(0.1 * (1 + math.cos(math.pi / 2)) / 2)
     assert rates("schedule=cosine")[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_schedule_goes_on_where_it_was_if_the_run_goes_on_with_other_epochs():
+    """4 of 8 steps with two epochs each, then with one, and the other way round."""
+    for before, after in ((2, 1), (1, 2)):
+        lrs, made = [], 0
+        for step in range(8):
+            epochs = before if step < 4 else after
+            config = Config(lr=0.1, steps=8, optim_args=("warmup=0", "schedule=linear", f"epochs={epochs}"))
+            for epoch in range(epochs):
+                lrs.append(OptimOptions.of(config).learning_rate(config, made, step + epoch / epochs))
+                made += 1
+        done = [*(np.arange(1, 4 * before + 1) / before), *(4 + np.arange(1, 4 * after + 1) / after)]
+        assert lrs == pytest.approx([0.1 * (1 - steps / 8) for steps in done])
 
 
 def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
@@ -62,13 +76,12 @@ def test_two_epochs_are_the_updates_of_two_passes_in_another_order(tmp_path, min
     path, sequences = save_tiny_model(tmp_path, tied=True), random_sequences(6)
     size = 6 // minibatches
     updates = [[bundle(sequences[i : i + size])] for i in range(0, 6, size)]
-    optim = {"minibatches": minibatches, "steps": 2, "lr": 0.01, "seed": 3}
-    schedule = ("warmup=2", "schedule=linear")
-    together = load(make_config(path, **optim, optim_args=(*schedule, "epochs=2")))
+    optim = {"minibatches": minibatches, "lr": 0.01, "seed": 3}
+    together = load(make_config(path, **optim, optim_args=("warmup=3", "epochs=2")))
     positions, update = [], together._update
     together._update = lambda batches, anchors, at, stats: positions.append(at) or update(batches, anchors, at, stats)
     stats = together.train_step(updates, policy_version=12)
-    one_by_one = load(make_config(path, **optim | {"steps": 4}, optim_args=schedule))
+    one_by_one = load(make_config(path, **optim, optim_args=("warmup=3",)))
     second = np.random.default_rng((3, 12, 1)).permutation(minibatches).tolist()
     found = [one_by_one.train_step([updates[i]], policy_version=12) for i in [*range(minibatches), *second]]
     assert torch.equal(weights_of(together), weights_of(one_by_one))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from own_files import LOSS, write_own
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_policy import (
     VOCAB,
     assert_same_gradient,
@@ -25,7 +25,14 @@ from tiny_policy import (
     save_tiny_model,
     save_with_a_file_size_limit,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3nConfig,
+    LlamaConfig,
+)
 from transformers import LlamaForCausalLM as Llama
 
 from algos import KL_ESTIMATORS, LOSSES
@@ -543,6 +550,18 @@ def test_a_head_that_we_would_compute_wrongly_is_refused(tmp_path):
     Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30.0"):
         load(make_config(str(tmp_path)))
+    Gemma3nConfig().save_pretrained(tmp_path / "with_parts")
+    with pytest.raises(ValueError, match=r"final_logit_softcapping = 30.0"):
+        load(make_config(str(tmp_path / "with_parts")))
+
+
+def test_weights_that_a_folder_lacks_are_named_and_not_made_up(tied, tmp_path):
+    path = shutil.copytree(tied, tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.down"] = weights.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"its safetensors lack model.layers.1.mlp.down_proj.weight, which its config"):
+        load(make_config(str(path)))
 
 
 def test_weights_of_another_vocabulary_are_refused_with_both_shapes(tied, tmp_path):
