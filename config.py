@@ -94,7 +94,7 @@ class Config:
     replicate_prompts: bool = True
     """One request per response, on any workers; otherwise one request of group_size responses on one worker."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal, as they teach nothing, and start others in their place."""
+    """Drop groups whose rewards are all equal, which teach nothing within a group, and start others in their place."""
     extra_groups: int = 0
     """Groups kept in flight beyond the capacity; those that are left over when a batch is full are aborted."""
     extra_members: int = 0
@@ -367,6 +367,8 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     extra, size, requests = f"--extra-members {config.extra_members}", config.group_size, config.max_running_requests
     waits = config.scheduling == "batch" and config.extra_members > 0
     yield waits, f"{extra}, which gives up the slowest responses,", "--scheduling batch, which waits for all"
+    late = config.extra_groups > 0 and config.stale_policy == "gate"
+    yield late, f"--extra-groups {config.extra_groups}, of which the late are given up,", "--stale-policy gate: none is"
     if not config.replicate_prompts:  # one request cannot be taken up again, nor left early
         one = "--no-replicate-prompts (one request of group_size responses)"
         yield config.on_update in ("resume", "restart"), one, f"--on-update {config.on_update}"

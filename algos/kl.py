@@ -21,6 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from algos.ratio import MAX_LOG_RATIO
+
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     """log π − log π_ref, [N] nats; negative as often as not."""
@@ -33,8 +35,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Ten
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """e^x − 1 − x with x = log π_ref − log π, [N] nats, never negative."""
-    log_ratio = ref_logprobs - logprobs
+    """e^x − 1 − x with x = log π_ref − log π, at most MAX_LOG_RATIO, [N] nats, never negative."""
+    log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
 

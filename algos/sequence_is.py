@@ -1,4 +1,4 @@
-"""Sequence IS: importance sampling of whole sequences. The unbiased control that all other losses trade for variance.
+"""Sequence IS: importance sampling of whole sequences. The control: unbiased where tokens are summed, and the noisiest.
 
     s      = exp(sum over the sequence of log π(t) − log π_behavior(t)) = Π r, at most cap if there is one
     loss_t = −sg(s)·A·log π(t)          sg = stop-gradient

@@ -11,8 +11,8 @@ class Announcements:
     """Brings announced weights to the workers, and keeps the transport's books on who reads them.
 
     A worker loads one version at a time; of those announced meanwhile it is owed the newest. One on a machine that has
-    joined fetches them first, while it samples on, and only when it is `refresh_lag` versions behind. The controller
-    calls all of this under its lock.
+    joined fetches them first, while it samples on, and only when it is `refresh_lag` versions behind, or has nothing to
+    do without them. The controller calls all of this under its lock.
     """
 
     def __init__(self, workers: Iterable[Worker], refresh_lag: int = 0):
@@ -44,14 +44,16 @@ class Announcements:
         self.newest = announcement
         self.transport.announce(announcement.staged)
         for worker in self.workers:
-            worker.owed = worker.stands or self._is_behind(worker)
+            worker.owed = worker.stands or worker.is_behind(self.newest, self.refresh_lag)
             if worker.is_up and worker.loading is None:
                 self._send_owed(worker)
 
-    def _is_behind(self, worker: Worker) -> bool:
-        """Whether a worker has to have the newest weights; an evaluation is of these alone, and nobody may miss it."""
-        is_patient = worker.is_remote and worker.sent_version >= 0 and not self.newest.evaluate
-        return self.newest.version - worker.sent_version >= max(1, self.refresh_lag if is_patient else 1)
+    def catch_up(self) -> None:
+        """Send the newest weights to workers that can start nothing without newer ones, as patient as they may be."""
+        for worker in self.workers if self.newest else ():
+            if worker.held == "version" and worker.loading is None and worker.is_behind(self.newest, self.refresh_lag):
+                worker.owed = True
+                self._send_owed(worker)
 
     def _send_owed(self, worker: Worker) -> None:
         """Send a worker the newest weights if it is owed them, unless it has to wait for those that come after."""
@@ -86,7 +88,7 @@ class Announcements:
     def on_updated(self, worker: Worker) -> None:
         """Give back the buffer that a worker has loaded, and send what it is owed."""
         self.transport.release(worker.index, worker.loaded().staged)
-        worker.owed = worker.owed and (worker.stands or self._is_behind(worker))
+        worker.owed = worker.owed and (worker.stands or worker.is_behind(self.newest, self.refresh_lag))
         self._send_owed(worker)
 
     def on_death(self, worker: Worker) -> None:

@@ -181,6 +181,7 @@ class Controller:
             self.dispatcher.fill()
             why_full = "bound" if self.announcements.deferred is None else "evaluation"
         self.dispatcher.hold_idle(why_full)
+        self.announcements.catch_up()
 
     # Batches
 

@@ -61,14 +61,15 @@ class TicketSource:
 
     def for_group(self, group_id: int, min_version: int) -> list[Ticket]:
         """Make the tickets of a new group, one per member or one for all: of a problem put back, or of the next."""
-        if self._at.put_back:
-            index = self._at.put_back.pop(0)
-        else:
-            index = self._at.next_problem
+        if not self._at.put_back:
+            self._at.put_back.append(self._at.next_problem)
             self._at.next_problem += self._num_nodes
-        self._at.problems[group_id] = index
-        problem = self.prompts.train_problem(index)
-        tokens = self._prompt_tokens(problem)
+        self._at.problems[group_id] = index = self._at.put_back.pop(0)
+        try:
+            problem = self.prompts.train_problem(index)
+            tokens = self._prompt_tokens(problem)
+        except ValueError as error:  # of the run, and not of the machine whose message made room for the group
+            raise RuntimeError(str(error)) from error
         size, extra = self.config.group_size, self.config.extra_members
         num_members, members = (1, range(size + extra)) if self.config.replicate_prompts else (size, [0])
         return [self._ticket(group_id, member, num_members, problem, tokens, min_version) for member in members]

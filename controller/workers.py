@@ -89,6 +89,12 @@ class Worker:
         """Whether the worker was told to stand still until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
+    def is_behind(self, newest: Announcement, refresh_lag: int) -> bool:
+        """Whether it has to have the newest weights. One on a machine that has joined may be `refresh_lag` versions
+        behind, unless it waits for newer ones; an evaluation is of the newest alone, and nobody may miss it."""
+        is_patient = self.is_remote and self.sent_version >= 0 and self.held != "version" and not newest.evaluate
+        return newest.version - self.sent_version >= max(1, refresh_lag if is_patient else 1)
+
     def fetch(self, announcement: Announcement, infos: list[dict]) -> None:
         """Have the weights come to the worker's machine, while it samples on; then it is to `load` them."""
         self.loading = announcement

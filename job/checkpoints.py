@@ -24,8 +24,7 @@ from trainer.policy import Policy
 
 GRACE_S = 20.0
 """Longest wait for a checkpoint that is being written when the run ends by an error, seconds."""
-OUT_OF_TIME = os.EX_TEMPFAIL
-"""Exit status of a run that --stop-after-s has stopped."""
+OUT_OF_TIME = os.EX_TEMPFAIL  # exit status of a run that --stop-after-s has stopped
 
 
 class Checkpoints:
@@ -68,11 +67,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if error is None:
+            self.writer.wait()  # however long the last takes; a first signal does not end it
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if error is None:
-            self.writer.wait()
-        else:
+        if error is not None:
             self.writer.finish(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:
@@ -100,6 +99,7 @@ class Checkpoints:
             self._save(step, publisher)
             if step < config.steps and (number or is_late):
                 self.writer.wait()
+                self.node.watch.finish()  # all nodes stop here: none is another's cause
                 limit = f"--stop-after-s {config.stop_after_s:g}, which is nearly over,"
                 reason, status = (signal.Signals(number).name, 128 + number) if number else (limit, OUT_OF_TIME)
                 raise Interrupted(f"stopped by {reason} after step {step}, which is saved", status)

@@ -117,9 +117,8 @@ def is_due(step: int, every: int, last: int) -> bool:
 def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None) -> Iterator[Node]:
     """Set up this rank, yield its node, and take everything down, whatever happened.
 
-    Rollout workers, which run `worker_main(spec, connection)`, come up while the caller loads the policy; `lead` is
-    what a leader does instead of `start_rollout`. Raises ValueError for what the user can mend, and RuntimeError, with
-    the reason, if another node ends.
+    Rollout workers, which run `worker_main(spec, connection)`, come up while the caller loads the policy; a leader does
+    `lead` instead of `start_rollout`. Raises ValueError for what the user can mend, RuntimeError if another node ends.
     """
     config.checked()
     hyperparameters(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES))

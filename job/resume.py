@@ -38,7 +38,7 @@ def resumed_config(chosen: dict) -> Config:
     Raises ValueError, in one line, if there is no such run, or an option may not change.
     """
     run = Path(chosen["resume"])
-    place = {"run_name": run.resolve().name, "runs_dir": str(run.parent)}
+    place = {"run_name": run.resolve().name, "runs_dir": str(run.resolve().parent)}
     made = recorded(run)
     begun = Config.from_dict(made["config"])
     brought = found_again(begun, made.get("own", {}).get("digest", ""), run.absolute() / "code")

@@ -32,10 +32,10 @@ def mistake_in(
     """What an honest machine cannot have sent for this ticket, in a few words, or None if there is no such thing.
 
     The types of the fields are taken as declared: weights/wire.py decodes nothing else. `ticket.min_version` is to be
-    the version that was asked for when the ticket was given out, `newest_version` the newest
-    that its worker was told of.
+    what was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.
     """
-    generated = np.flatnonzero(trajectory.loss_mask)
+    shortest = min(getattr(trajectory, name).size for name in _DTYPES)  # all are as long, if it is honest
+    generated = np.flatnonzero(trajectory.loss_mask[:shortest])
     num_known = _num_known(trajectory, generated, ticket)
     mistakes = chain(  # lazily: each may count on those before
         _of_ticket_and_arrays(trajectory, ticket, vocab_size),

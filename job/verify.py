@@ -26,7 +26,7 @@ import torch
 
 from cluster.cluster import Cluster
 from config import Config
-from data.records import Ticket, Trajectory
+from data.records import GREEDY_GROUP, Ticket, Trajectory
 from engine.reward_pool import RewardPool
 from engine.score import load_score
 from trainer.batch import distribute, pad
@@ -96,9 +96,10 @@ class Verifier:
         return found
 
     def chooses(self, t: Trajectory) -> bool:
-        """Whether a response is one of those that are checked, which only this process can know."""
+        """Whether a response is checked, which only this process can know; vLLM's log-probs of greedy ones are raw."""
         digest = hashlib.blake2b(f"{t.ticket_id} {t.member}".encode(), key=self._key, digest_size=8).digest()
-        return t.finish_reason in ("stop", "length") and int.from_bytes(digest) < self.config.swarm.verify_share * 2**64
+        is_sampled = t.finish_reason in ("stop", "length") and t.group_id != GREEDY_GROUP
+        return is_sampled and int.from_bytes(digest) < self.config.swarm.verify_share * 2**64
 
     def _begin_to_score(self, chosen: list[tuple[Ticket, Trajectory]]) -> None:
         """Have responses scored in the background, one by one, in a process that starts at first use."""

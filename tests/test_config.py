@@ -86,6 +86,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
             ["--scheduling", "batch", "--extra-members", "1"],
             "--extra-members 1, which gives up the slowest responses, does not go with",
         ),
+        (["--extra-groups", "2", "--stale-policy", "gate"], "does not go with --stale-policy gate: none is"),
         (["--colocate", "sleep"], "--async-ratio 1, which lets it run ahead; use 0"),
         (
             ["--colocate", "sleep", "--async-ratio", "0", "--over-sampling", "2"],

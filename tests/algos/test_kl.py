@@ -108,4 +108,4 @@ def test_extreme_log_probs_give_finite_values_and_gradients_of_the_same_type(nam
 def test_a_token_that_the_policy_all_but_excludes_costs_the_unbiased_estimator_a_finite_amount():
     p, ref, behavior = (torch.tensor([value]) for value in (-1e4, -1.0, -2.0))
     assert KL_ESTIMATORS["unbiased"](p, ref, behavior).item() == pytest.approx(math.e)
-    assert KL_ESTIMATORS["k3"](p, ref, behavior).item() == math.inf
+    assert KL_ESTIMATORS["k3"](p, ref, behavior).item() == pytest.approx(math.exp(20) - 21)  # where a ratio is cut

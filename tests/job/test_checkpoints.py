@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tiny_policy import load, random_sequences, save_tiny_model
 
 from cluster.cluster import Cluster, Peer, form_cluster
+from cluster.node_watch import NodeWatch
 from cluster.processes import Interrupted
 from config import Config
 from controller.buffer import SampleBuffer
@@ -63,7 +64,8 @@ def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
         run = RunDirectory(config, node_folder=folder, resumed=resumed and resumed.event(cluster.node))
         controller = Rollout(config)
     probe = SimpleNamespace(tokens=((1, 2, 3),))
-    of_rank = {"device": CPU, "clock": TrainerClock(), "probe": probe, "watch": SimpleNamespace(reason=None)}
+    of_rank = {"device": CPU, "clock": TrainerClock(), "probe": probe}
+    of_rank["watch"] = NodeWatch(Cluster(), lambda: "no stacks")
     return SimpleNamespace(
         config=config, cluster=cluster, run=run, controller=controller, resumed=resumed, on_end=None, **of_rank
     )
@@ -302,6 +304,18 @@ def test_a_signal_in_the_last_step_lets_the_run_finish(saved, at_once):
     assert newest_checkpoint(checkpoints.node.run.path).step == 1
 
 
+def test_a_signal_while_the_last_checkpoint_is_written_lets_it_come_to_its_end(saved, at_once):
+    checkpoints = saved(steps=1)
+    write = checkpoints.writer.weights.write
+    checkpoints.writer.weights.write = lambda *args: time.sleep(1) or write(*args)
+    with checkpoints:
+        checkpoints.save_if_due(1, PUBLISHER)
+        timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM])
+        timer.start()
+    timer.join()
+    assert newest_checkpoint(checkpoints.node.run.path).step == 1
+
+
 def test_a_run_stops_before_a_step_that_may_be_too_long_for_its_time(saved, monkeypatch):
     elapsed = time.time() - module.psutil.Process().create_time()
     checkpoints = saved(steps=9, stop_after_s=elapsed + 100)
@@ -340,9 +354,10 @@ def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
     node = make_node(Path(folder), model, cluster=cluster, save_every=1, steps=99)
     if rank == 0:
         dist.barrier()
+    node.watch = NodeWatch(cluster, lambda: "no stacks")
     policy = load(node.config)
     checkpoints = Checkpoints(node, policy)
-    ended = ""
+    ended = None
     try:
         with checkpoints:
             for step in range(1, 100):
@@ -351,8 +366,10 @@ def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
                     signal.raise_signal(signal.SIGTERM)
                 checkpoints.save_if_due(step, PUBLISHER)
     except Interrupted as error:
-        ended = str(error)
-    assert ended.startswith("stopped by SIGTERM after step 4, which is saved")
+        ended = error
+    assert str(ended).startswith("stopped by SIGTERM after step 4, which is saved")
+    time.sleep(0.3 * rank)  # one node's teardown takes longer, and the other's end is not its cause
+    assert node.watch.explain(ended) is ended
     kept = weights(policy)
     if rank == 0:
         torch.save(kept, os.path.join(folder, "kept.pt"))

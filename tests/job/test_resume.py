@@ -83,6 +83,15 @@ def test_a_run_goes_on_with_its_own_options_where_it_is_now(tmp_path):
     assert Path(config.runs_dir, config.run_name) == tmp_path / "two" and config.resume == str(moved)
 
 
+def test_a_run_goes_on_in_its_own_directory_however_that_is_named(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run)
+    for name in (str(tmp_path / "link"), "."):
+        config = read_options(["--resume", name])
+        assert Path(config.runs_dir, config.run_name) == Path(run)
+
+
 def test_a_machine_may_not_become_less_late_than_what_is_sampled_already(tmp_path):
     run = make_run(tmp_path, swarm_args=("refresh_lag=2",))
     read_options(["--resume", str(run), "--swarm-args", "refresh_lag=2", "lease_s=5"])

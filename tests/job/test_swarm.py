@@ -1,5 +1,6 @@
 """Machines that join a run, sample for it and leave: real sockets and a real controller, made-up answers."""
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -116,6 +117,39 @@ def test_a_machine_refreshes_only_when_it_is_so_many_versions_behind_and_no_toke
         fetched = [fetch.version for fetch in far.saw(Fetch)]
     assert bound == 4 and 2 <= max(lags) <= bound and min(lags) >= 0
     assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(fetched))
+
+
+def test_a_machine_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(tmp_path):
+    limits = {"max_running_requests": 2, "swarm_args": ("refresh_lag=2",), "timeout_s": 20.0}
+    with running(tmp_path, **limits) as run, FakeMachine(run, "behind") as behind:
+        behind.holds = lambda ticket: ticket.group_id >= 2
+        run.step()
+        wait_until(lambda: {ticket.group_id for _, ticket in behind.held} == {2})
+        ahead = FakeMachine(run, "ahead")
+        ahead.holds = lambda ticket: True
+        with ahead:
+            wait_until(lambda: [ticket.group_id for _, ticket in ahead.held] == [3, 3] and ahead.versions == {0: 1})
+            ahead.send(b"-", Leave())
+            wait_until(run.left)
+        assert behind.versions == {0: 0}
+        behind.holds = lambda ticket: False
+        behind.finish()
+        assert [group.min_version for group in run.step()] == [0, 1]
+
+
+def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_machine_that_made_room_for_it(tmp_path):
+    changes = {"drop_zero_variance": True, "answers": lambda index: "ok" if index % 3 == 0 else "vary"}
+    with (
+        pytest.raises(RuntimeError, match="has 1000 tokens, --max-prompt-tokens is"),
+        running(tmp_path, **changes) as run,
+        FakeMachine(run, "far"),
+    ):
+        prompts = run.controller.tickets.prompts
+        encode = lambda problem: [2] * 1000 if problem.prompt == "p11" else [2, 3]  # noqa: E731
+        run.controller.tickets.prompts = dataclasses.replace(prompts, encode=encode)
+        for _ in range(6):
+            run.step()
+    assert not [why for _, why in run.left() if why.startswith("sent ")]
 
 
 def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):

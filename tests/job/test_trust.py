@@ -260,6 +260,13 @@ def test_one_that_does_not_go_on_from_what_there_was_is_found_out(name):
     assert look(lie, ticket, config) == "another beginning than the ticket's"
 
 
+def test_a_mask_that_is_longer_than_the_rest_is_named_where_there_was_something_before():
+    trajectory, ticket, config = HONEST["stop of one that goes on"]()
+    num_tokens = len(trajectory.tokens)
+    lie = replace(trajectory, loss_mask=np.arange(3 * num_tokens) >= num_tokens)
+    assert look(lie, ticket, config) == f"loss_mask of bool ({3 * num_tokens},) for {num_tokens} tokens"
+
+
 def test_what_comes_after_what_there_was_has_the_versions_that_were_asked_for():
     trajectory, ticket = run(SINGLE, going_on("1 2", "stop", versions=(5, 7)), prefix=PREFIX, min_version=6)
     assert look(trajectory, ticket, SINGLE) == "versions 5 … 7, not ascending from 6 at least to 7 at most"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.cluster import Cluster, Peer, form_cluster
 from config import Config
-from data.records import Ticket, Trajectory
+from data.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
 from job.verify import Verifier, allowed_distance, distance
 from trainer.batch import distribute
 
@@ -210,7 +210,10 @@ def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_ma
 
     assert 60 < len(chosen()) < 150
     assert chosen() != chosen() and chosen(key=b"one") == chosen(key=b"one") != chosen(key=b"other")
-    assert not make_verifier(config).chooses(replace(response, finish_reason="aborted"))
+    for one in (response, replace(response, group_id=EVALUATION_GROUP)):
+        assert make_verifier(config).chooses(one)
+    for one in (replace(response, finish_reason="aborted"), replace(response, group_id=GREEDY_GROUP)):
+        assert not make_verifier(config).chooses(one)
 
 
 def test_neither_one_token_lifts_the_mean_of_a_short_response_nor_do_many_hide_a_false_one():
