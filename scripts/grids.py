@@ -47,12 +47,14 @@ REPLAY_COLUMNS = {
 """Columns of the table of replays; all but the first are means over the last tenth of the steps."""
 RECORDED = "recorded run"
 MEASURES = {
-    "area": "Area: mean training reward of all versions that sampled in both runs, what was earned on the way",
-    "level": "Level: mean training reward of the last part, from the version of half of the steps on",
-    "oscillation": "Oscillation: standard deviation of the reward around a straight line through that last part",
+    "level": "Level: mean training reward from the version of half of the steps to the last that sampled in all runs",
+    "area": "Area: mean training reward of all versions up to that one, however many batches each sampled",
+    "oscillation": "Oscillation: standard deviation of the reward around a straight line through the versions of level",
+    "earned": "Earned: mean training reward of all steps",
+    "final": "Final: held-out accuracy of the last weights",
 }
-"""What is compared of two runs. Oscillation uses every point and leaves a trend out; the largest drop from a running
-maximum would rest on two points, and grow with their number."""
+"""What is compared of two runs; the last two are of whole runs, not by version. Oscillation uses every point and leaves
+a trend out; the largest drop from a running maximum would rest on two points, and grow with their number."""
 FEW, UNCLEAR, BELOW, ABOVE = "too few seeds to say", "not told apart from zero", "below zero", "above zero"
 MIN_SEEDS = 3
 """Fewer show nothing: two that happen to be alike make an interval of no width."""
@@ -178,7 +180,7 @@ def reward_by_version(record: dict) -> pd.Series:
 
 
 def measure(reward: pd.Series, start: int) -> pd.Series:
-    """The numbers of MEASURES; the last part begins at version `start`, and NaN says that it is too short."""
+    """The MEASURES by version; the last part begins at version `start`, and NaN says that it is too short."""
     late, measured = reward[reward.index >= start], {"area": reward.mean(), "level": math.nan, "oscillation": math.nan}
     if len(late) >= 5:
         residuals = late - np.polyval(np.polyfit(late.index, late, 1), late.index)
@@ -186,12 +188,15 @@ def measure(reward: pd.Series, start: int) -> pd.Series:
     return pd.Series(measured)
 
 
-def difference(run: dict, base: dict) -> dict:
-    """MEASURES of a record less those of another at the versions that sampled in both, and their last part."""
-    one, other, start = reward_by_version(run), reward_by_version(base), len(run["series"]["reward"]) // 2
-    common = one.index.intersection(other.index)
-    less = measure(one[common], start) - measure(other[common], start)
-    return {"seed": run["cell"]["seed"], "start": start, "end": common[-1], **less}
+def difference(run: dict, base: dict, end: int) -> dict:
+    """MEASURES of a record less those of a `base`, and the level of that; by version at those up to `end` in both."""
+    (one, other), rewards = (reward_by_version(of).loc[:end] for of in (run, base)), run["series"]["reward"]
+    start, common = len(rewards) // 2, one.index.intersection(other.index)
+    of_base = measure(other[common], start)
+    less = measure(one[common], start) - of_base
+    less["earned"] = statistics.fmean(rewards) - statistics.fmean(base["series"]["reward"])
+    less["final"] = np.subtract(*(dict(of["evaluations"]).get(len(rewards), math.nan) for of in (run, base)))
+    return {"seed": run["cell"]["seed"], "start": start, "end": end, "base": of_base["level"], **less}
 
 
 def fresh_of(record: dict, runs: dict[str, dict]) -> dict | None:
@@ -207,13 +212,17 @@ def fresh_of(record: dict, runs: dict[str, dict]) -> dict | None:
 
 
 def differences(records: list[dict]) -> pd.DataFrame:
-    """A row per run on stale data: its MEASURES less those of `fresh_of`. Empty if the grid has no such pairs."""
-    runs, found = {key(record["cell"]): record for record in records if "error" not in record}, []
+    """A row per run on stale data: its MEASURES less those of `fresh_of`. Empty if the grid has no such pairs.
+
+    All are compared up to one version, the last that sampled in every run: later ones are of runs with less lag alone.
+    """
+    runs, pairs = {key(record["cell"]): record for record in records if "error" not in record}, []
     for run in summaries(records).itertuples():
         fresh, is_fresh = fresh_of(run.record, runs), not run.async_ratio and not run.publish_delay
         if fresh is not None and not is_fresh and "error" not in run.record:
-            found.append({"loss": run.loss, "setting": run.setting, **difference(run.record, fresh)})
-    return pd.DataFrame(found)
+            pairs.append((run, fresh))
+    end = min((int(reward_by_version(run.record).index[-1]) for run, _ in pairs), default=0)
+    return pd.DataFrame({"loss": r.loss, "setting": r.setting, **difference(r.record, f, end)} for r, f in pairs)
 
 
 def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
@@ -269,12 +278,10 @@ def compact(rows: pd.DataFrame, what: str = "loss") -> list[str]:
     settings, losses = list(dict.fromkeys(rows["setting"])), list(dict.fromkeys(rows["loss"]))
     lines = [[f"`{one}`", *(cells.get((s, one), MISSING) for s in settings)] for one in losses]
     n, m = sorted({len(values) for values in rows["values"]}), len(rows)
-    outside = rows["says"].isin((BELOW, ABOVE)).sum()
-    text = f"n = {' to '.join(map(str, dict.fromkeys((n[0], n[-1]))))} seeds; mean (95 % t-interval). Of {m} intervals "
-    text += (
-        f"chance alone would put {0.05 * m:.1f} outside zero; {outside} are, and {rows['stays'].sum()} stay, in bold,"
-    )
-    return [*markdown([what, *settings], lines), "", f"{text} after Holm's correction."]
+    text = f"n = {' to '.join(map(str, dict.fromkeys((n[0], n[-1]))))} seeds; mean (95 % t-interval). "
+    text += f"{rows['says'].isin((BELOW, ABOVE)).sum()} of {m} intervals leave zero out, chance alone would have "
+    text += f"{0.05 * m:.1f} do so; {rows['stays'].sum()}, in bold, after Holm's correction over all {m}."
+    return [*markdown([what, *settings], lines), "", text]
 
 
 def _each(rows: pd.DataFrame) -> list[SimpleNamespace]:
@@ -285,10 +292,18 @@ def sentences(rows: pd.DataFrame) -> list[str]:
     """What each setting's intervals say, a point each: how many hold zero first, what stays after Holm's last."""
     points = []
     for setting, of in rows.groupby("setting", sort=False, observed=True):
-        outside, stay = of["says"].isin((BELOW, ABOVE)), [f"`{r.loss}` {shown(r.values)}" for r in _each(of) if r.stays]
-        before = f"; {lost} outside it, but not after Holm's correction" if (lost := outside.sum() - len(stay)) else ""
-        after = f". After Holm's correction too: {'; '.join(stay)}" if stay else ""
-        points.append(f"- {setting}: {(~outside).sum()} of {len(of)} not told apart from zero{before}{after}.")
+        each, low, high = _each(of), min(low for low, _ in of["ends"]), max(high for _, high in of["ends"])
+        unclear, holm = [r for r in each if r.says in (FEW, UNCLEAR)], f"Holm's correction over {len(rows)}"
+        named = {
+            "Of these below zero in every seed": [r for r in unclear if max(r.values) < 0 and r.says != FEW],
+            f"Zero is left out, but not after {holm}": [r for r in each if r not in unclear and not r.stays],
+            f"After {holm} too": [r for r in each if r.stays],
+        }
+        within = f"{low:+.3f} … {high:+.3f}".replace("-", "−")
+        text = f"- {setting}: {len(unclear)} of {len(each)} intervals include zero, all are within {within}."
+        for title, which in named.items():
+            text += f"\n  - {title}: {'; '.join(f'`{r.loss}` {shown(r.values)}' for r in which)}." if which else ""
+        points.append(text)
     return points
 
 
@@ -299,11 +314,10 @@ def paired_page(records: list[dict]) -> list[str]:
     compared = {text: compare(found, name) for name, text in MEASURES.items()}
     tables = [["", f"**{text}.**", "", *compact(rows)] for text, rows in compared.items() if len(rows)]
     return [
-        "Training reward of a loss on stale data less that of the same loss and seed on fresh data (`async_ratio` 0, "
-        "`publish_delay` 0), both at the same policy version that sampled. Runs of one seed share problems, first "
-        "weights and sampling seeds; at one version they see other problems, those of their own steps. The interval is "
-        "of the mean over seeds and takes their differences as normal. Where a loss has no run on fresh data, `grpo`'s "
-        "serves: with one update a step they have one gradient there.",
+        "A loss on stale data less the same loss and seed on fresh data (`async_ratio` and `publish_delay` 0), by the "
+        "policy version that sampled. Runs of a seed share first weights, sampling seeds, and the problems of a step. "
+        "Intervals take differences as normal. Where a loss has no fresh run, `grpo`'s serves: with one update a step "
+        "they have one gradient there.",
         *(line for lines in tables for line in lines),
     ]
 

@@ -5,7 +5,7 @@ A seed counts when all of its cells in a part have run. The words of a sentence 
 
 import functools
 import itertools
-import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,8 @@ WHAT = {
     "rates": "6 losses: another learning rate, 4 updates a step",
     "time": "6 losses at four async ratios",
 }
-NOISE = "rounding: reinforce − grpo"
+EXACT = ("lag", "others", "smollm2")  # parts with exact lags
+NOISE = "Rounding, `reinforce` − `grpo`"
 LATE = 16
 """The greatest lag, in steps: where losses are compared with each other."""
 
@@ -37,17 +38,13 @@ def cells_of(part: str) -> list[dict]:
 def whole(part: str) -> list[dict]:
     """The records of a part's seeds of which no cell is missing."""
     found = {grids.key(record["cell"]): record for record in grids.read_records(RESULTS / part / "cells.jsonl")}
-    cells = [grids.key(cell) for cell in cells_of(part)]
-    missing = {_seed(cell) for cell in cells if cell not in found}
-    return [found[cell] for cell in cells if cell in found and _seed(cell) not in missing]
-
-
-def _seed(cell: str) -> int:
-    return int(re.search(r'"seed": (\d+)', cell)[1])
+    missing = {cell["seed"] for cell in cells_of(part) if grids.key(cell) not in found}
+    return [found[grids.key(cell)] for cell in cells_of(part) if cell["seed"] not in missing]
 
 
 def not_run(part: str) -> list[str]:
-    return [f"*Not run yet: no seed of `--study {part}` is whole.*"]
+    there, wanted = len(grids.read_records(RESULTS / part / "cells.jsonl")), len(cells_of(part))
+    return [f"*Not run yet: `--study {part}` has {there} of {wanted} runs, too few complete seeds.*"]
 
 
 def was_run() -> list[str]:
@@ -59,17 +56,20 @@ def was_run() -> list[str]:
         failed = sum("error" in record for record in kept)
         rows.append([f"`{part}`", WHAT[part], f"{len(kept)} of {len(cells)}", f"{len(seeds)} of {len(wanted)}", failed])
         records += kept
-    done, partial = sum(len(cells_of(part)) for part in WHAT), len(records)
-    made = sorted({f"{r['hardware']['cpu_cores']} cores of {r['hardware']['cpu']}" for r in records})
-    commits = list(dict.fromkeys(record["git_commit"][:12] for record in records))
-    run = "A run is `torchrun train_async.py` with the `options` of its record"
-    text = f"{run}. Commits {commits[0]} to {commits[-1]}; {', '.join(made)}." if records else "Nothing has run."
-    state = f"**Partial: {partial} of {done} runs are there.** What is missing is said where it would stand."
+    total, machines = sum(len(cells_of(part)) for part in WHAT), [record["hardware"] for record in records]
+    made = sorted({f"{machine['cpu_cores']} cores of {machine['cpu']}" for machine in machines})
+    commits = Counter(record["git_commit"][:12] for record in records).items()
+    text = f"A run is `torchrun train_async.py` with the `options` of its record, on {', '.join(made)}."
+    text += f" Runs by commit: {', '.join(f'{commit} {number}' for commit, number in commits)}."
+    runs = [(grids.key(record["cell"]), *record["options"]) for record in records]
+    with_rewards = [(*run, str(record["series"]["reward"])) for run, record in zip(runs, records, strict=True)]
+    twice, same = ([*Counter(of).values()].count(2) for of in (runs, with_rewards))
+    text += f" {twice} runs are in two parts; {same} of these have the same rewards to the bit both times."
+    state = f"**Partial: {len(records)} of {total} runs are there.** What is missing is said where it would stand."
     return [
-        *([state, ""] if partial < done else []),
-        *markdown(["`--study`", "what", "runs", "whole seeds", "failed"], rows),
-        "",
-        text,
+        *([state, ""] if len(records) < total else []),
+        *markdown(["`--study`", "what", "runs", "complete seeds", "failed"], rows),
+        *(["", text] if records else []),
     ]
 
 
@@ -77,7 +77,7 @@ def was_run() -> list[str]:
 
 
 def lags(part: str = "lag") -> pd.DataFrame:
-    """A row per run on stale data less its fresh one, `setting` the lag; and what rounding does, at lag 0."""
+    """A row per run on stale data less its fresh one, `setting` the lag; and what rounding alone does."""
     path = RESULTS / part / "cells.jsonl"
     return _lags(part, path, path.stat().st_mtime_ns) if path.exists() else pd.DataFrame()
 
@@ -89,18 +89,19 @@ def _lags(part: str, path: Path, changed_ns: int) -> pd.DataFrame:
         return pd.DataFrame()
     found["setting"] = "lag " + found["setting"].str.extract(r"delay` (\d+)", expand=False)
     fresh = {(r["cell"]["algo"], r["cell"]["seed"]): r for r in records if not r["cell"]["publish_delay"]}
-    rounding = [grids.difference(r, fresh["grpo", s]) for (algo, s), r in fresh.items() if algo == "reinforce"]
-    return pd.concat([found, pd.DataFrame([{"loss": NOISE, "setting": "lag 0", **one} for one in rounding])])
+    both = [(run, fresh["grpo", seed]) for (algo, seed), run in fresh.items() if algo == "reinforce"]
+    rounding = [grids.difference(*pair, found["end"].iloc[0]) for pair in both]
+    return pd.concat([found, pd.DataFrame([{"loss": NOISE, "setting": NOISE, **one} for one in rounding])])
 
 
 def cost(part: str, measured: str) -> list[str]:
-    """The table of a measure. What rounding does is a row of its own, in no family of comparisons."""
+    """The table of a measure. What rounding does stands below it, in no family of comparisons."""
     if (found := lags(part)).empty:
         return not_run(part)
-    table, rounding = grids.compact(compare(found, measured)), found.loc[found["loss"] == NOISE, measured].tolist()
-    end, bars = table.index(""), "| " * (table[0].count("|") - 1)
-    floor = [f"| {NOISE}, both fresh: {grids.shown(rounding)} {bars}"[:-1]] if rounding else []
-    return [*table[:end], *floor, *table[end:]]
+    rounding = found.loc[found["loss"] == NOISE, measured].tolist()
+    below = [f"{NOISE}, both fresh: {grids.shown(rounding, '{:+.4f}')}."] if rounding else []
+    *table, caption = grids.compact(compare(found, measured))
+    return [*table, " ".join([caption, *below])]
 
 
 def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
@@ -129,22 +130,19 @@ def order(part: str = "lag") -> list[str]:
         for better, worse in itertools.combinations(level, 2)
         for value in (level[better] - level[worse]).dropna()
     ]
-    rows = grids.compare(pd.DataFrame(pairs))
+    rows, lines = grids.compare(pd.DataFrame(pairs)), []
     outside, stay = rows["says"].isin((grids.BELOW, grids.ABOVE)).sum(), rows[rows["stays"]]
-    lines = []
     for loss in level:
         below = [f"`{row.loss}`" for row in stay[stay["setting"] == loss].itertuples()]
         seeds = level[loss].dropna().tolist()
         said = grids.shown(seeds, "{:.3f}"), f"{min(seeds):.3f}", len(seeds), ", ".join(below) or "none"
         lines.append([f"`{loss}`", *said])
     return [
-        f"- At lag {LATE}, {len(rows) - outside} of {len(rows)} pairs of losses cannot be told apart by 95 % "
-        f"t-intervals. {outside} can; chance alone would give {0.05 * len(rows):.1f}. {len(stay)} stay after Holm's "
-        "correction.",
+        f"- At lag {LATE}, {len(rows) - outside} of {len(rows)} pairs of losses have a 95 % t-interval, of their "
+        f"difference by seed, that includes zero. {outside} leave it out, chance alone would have "
+        f"{0.05 * len(rows):.1f} do so; {len(stay)} after Holm's correction over all {len(rows)}.",
         "",
-        *markdown(
-            ["loss", "level, mean (95 % t-interval)", "worst seed", "n", "above, after Holm's correction"], lines
-        ),
+        *markdown(["loss", "level, mean (95 % t-interval)", "worst seed", "n", "above in pairs, after Holm"], lines),
     ]
 
 
@@ -177,17 +175,20 @@ def agreement(one: pd.DataFrame, other: pd.DataFrame, draws: int = 1000) -> tupl
 
 
 def rates() -> list[str]:
-    """What lag 16 costs at other rates less what it costs with the defaults, by loss and seed."""
+    """What lag 16 costs at other rates less what it costs with the defaults, a point for each rate; then both."""
     records, usual = whole("rates"), lags("lag")
-    if not records or usual.empty:
+    found = grids.differences(records) if records else usual[:0]
+    if usual.empty or found["seed"].nunique() < grids.MIN_SEEDS:
         return not_run("lag" if usual.empty else "rates")
-    found = grids.differences(records)
     usual = usual[usual["setting"] == f"lag {LATE}"].astype({"loss": str})
     both = found.astype({"loss": str}).merge(usual, on=["loss", "seed"], suffixes=("", "_usual"))
     both["setting"] = both["setting"].astype(str).str.replace(r"^.*?delay` \d+, ", "", regex=True)
     rows, less = (grids.compare(one) for one in (both, both.assign(level=both["level"] - both["level_usual"])))
-    title = "**Less what it costs at `lr` 0.001 with one update a step. Above zero, the lag costs less.**"
-    return [*grids.compact(rows), "", title, "", *grids.sentences(less), "", *grids.compact(less)]
+    grpo, defaults = both[both["loss"] == "grpo"], "`lr` 0.001 with one update a step"
+    bases = dict([*grpo.groupby("setting", sort=False)["base"], (defaults, grpo.groupby("seed")["base_usual"].first())])
+    fresh = "; ".join(f"{grids.shown(list(of), '{:.3f}')} at {at}" for at, of in bases.items())
+    tables = [*grids.compact(less), "", "The cost itself:", "", *grids.compact(rows)]
+    return [*grids.sentences(less), "", *tables, "", f"Fresh, `grpo` has a level of {fresh}."]
 
 
 # Time
@@ -203,13 +204,12 @@ def over_time(record: dict, start_s: float, end_s: float) -> float:
 
 def by_time(records: list[dict]) -> pd.DataFrame:
     """A row per run: its loss, seed and α, staleness, and reward until the time at which the seed's first run ended."""
-    records = [record for record in records if "error" not in record]
-    rows = []
+    rows, records = [], [record for record in records if "error" not in record]
     for record in records:
         cell, series = record["cell"], record["series"]
         until = min(sum(r["series"]["step_s"]) for r in records if r["cell"]["seed"] == cell["seed"])
         row = {"loss": grids.loss(cell), "seed": cell["seed"], "alpha": cell["async_ratio"]}
-        row |= {"area": over_time(record, 0, until), "level": over_time(record, 0.8 * until, until), "until": until}
+        row |= {"mean": over_time(record, 0, until), "late": over_time(record, 0.8 * until, until), "until": until}
         rows.append(row | {"staleness": np.mean(series["staleness_mean"][len(series["reward"]) // 2 :])})
     return pd.DataFrame(rows)
 
@@ -218,16 +218,16 @@ def bought(runs: pd.DataFrame) -> pd.DataFrame:
     """What each α > 0 of a loss and seed has more than α = 0 after the same time."""
     both = runs[runs["alpha"] > 0].merge(runs[runs["alpha"] == 0], on=["loss", "seed"], suffixes=("", "_0"))
     both = both.assign(setting=[f"α = {alpha:g}" for alpha in both["alpha"]])
-    return both.assign(**{name: both[name] - both[f"{name}_0"] for name in ("area", "level")}).sort_values("alpha")
+    return both.assign(**{name: both[name] - both[f"{name}_0"] for name in ("mean", "late")}).sort_values("alpha")
 
 
 def equal_time() -> list[str]:
-    """What async ratios buy at equal time: area, level and the best α of each loss."""
+    """What async ratios gain in equal time: on the whole, late, and how stale they are."""
     if (runs := by_time(whole("time"))).empty:
         return not_run("time")
     lines, found = [], bought(runs)
-    for measured, text in (("area", "Mean reward up to that time"), ("level", "Mean reward in its last fifth")):
-        lines += [f"**{text}, less that of α = 0.**", "", *grids.compact(grids.compare(found, measured)), ""]
+    for measured, text in (("mean", "Mean reward up to that time"), ("late", "Mean reward in its last fifth")):
+        lines += [f"**{text}, α > 0 − α = 0.**", "", *grids.compact(grids.compare(found, measured)), ""]
     stale = [
         [f"{alpha:g}", f"{grids.shown(of.groupby('seed')['staleness'].mean().tolist(), '{:.2f}')}"]
         for alpha, of in runs.groupby("alpha")
@@ -240,7 +240,7 @@ def best() -> list[str]:
     if (runs := by_time(whole("time"))).empty:
         return not_run("time")
     points = []
-    for loss, of in grids.compare(bought(runs), "area").groupby("loss", sort=False):
+    for loss, of in grids.compare(bought(runs), "mean").groupby("loss", sort=False):
         top = of.loc[of["values"].map(np.mean).idxmax()]
         name, said = top["setting"], f"{top['says']}, {grids.shown(top['values'])}"
         first = f"{name}; less α = 0 it is" if np.mean(top["values"]) > 0 else f"α = 0; the next, {name}, less it is"
@@ -250,14 +250,15 @@ def best() -> list[str]:
 
 def in_short() -> list[str]:
     """What the study answers, a point for each interval that counts; and first, which question has no runs yet."""
-    costs = {name: lags(name) for name in ("lag", "others", "smollm2")}
+    costs = {name: lags(name) for name in EXACT}
     said = {name: grids.sentences(compare(of)) if len(of) else not_run(name) for name, of in costs.items()}
-    answers = {f"What lag costs: {WHAT[name]}; reward, less that on fresh data": said[name] for name in said}
+    answers = {f"What lag costs: {WHAT[name]}; level, lagged − fresh": said[name] for name in said}
     answers |= {"Which losses can be told apart": order()[:1], "Whether the order holds on both models": same_order()}
-    answers["What lag buys: the best α by loss, in reward up to one time"] = best()
+    answers[f"What lag {LATE} costs at other rates, less what it costs with the defaults; level"] = rates()[:3]
+    answers["What asynchrony gains in equal time: the best α by loss, in mean reward"] = best()
     lines, missing = [], [title for title, points in answers.items() if not points[0].startswith("-")]
     if missing:
-        lines += [f"*Not answered yet, as runs are missing: {'. '.join(missing)}.*", ""]
+        lines += ["**Not answered yet, as runs are missing:**", "", *(f"- {title}" for title in missing), ""]
     for title in (title for title in answers if title not in missing):
         lines += [f"**{title}.**", "", *answers[title], ""]
     return lines[:-1]
@@ -265,12 +266,14 @@ def in_short() -> list[str]:
 
 def main() -> None:
     """Draw the figures from what is there."""
-    if (found := lags()).empty:
-        raise SystemExit("error: no seed of results/study/lag is whole; scripts/ablate.py --study lag runs it")
-    figures.draw_lags(grids.compare(found), RESULTS / "lag.png")
-    parts = {WHAT[part]: lags(part) for part in ("lag", "smollm2")}
-    late = {name: of[of["setting"] == f"lag {LATE}"] for name, of in parts.items() if len(of)}
-    figures.draw_order({name: grids.compare(of) for name, of in late.items()}, RESULTS / "order.png")
+    found = {part: compare(of) for part in EXACT if len(of := lags(part))}
+    if "lag" not in found:
+        raise SystemExit("error: no seed of results/study/lag is complete; scripts/ablate.py --study lag runs it")
+    figures.draw_lags(found["lag"], RESULTS / "lag.png")
+    late = {part: rows[rows["setting"] == f"lag {LATE}"] for part, rows in found.items()}
+    tiny = pd.concat([rows for part, rows in late.items() if part != "smollm2"])
+    panels = {"tiny model": tiny} | {WHAT[part]: late[part] for part in late if part == "smollm2"}
+    figures.draw_order(panels, RESULTS / "order.png")
 
 
 if __name__ == "__main__":

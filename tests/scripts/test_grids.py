@@ -109,10 +109,12 @@ def test_the_table_of_pairs_has_mean_and_interval_and_sentences_say_no_more_than
     rows = grids.compare(grids.differences(make_pairs()))
     (cell,) = by_first_cell(grids.compact(rows))["`grpo`"]
     assert cell == "**−0.020 (−0.022 … −0.018)**"
-    assert "Of 1 intervals chance alone would put 0.1 outside zero; 1 are, and 1 stay" in grids.compact(rows)[-1]
+    said = "1 of 1 intervals leave zero out, chance alone would have 0.1 do so; 1, in bold, after Holm's"
+    assert said in grids.compact(rows)[-1]
     (said,) = grids.sentences(rows)
     assert said.endswith(
-        ": 0 of 1 not told apart from zero. After Holm's correction too: `grpo` −0.020 (−0.022 … −0.018)."
+        ": 0 of 1 intervals include zero, all are within −0.022 … −0.018."
+        "\n  - After Holm's correction over 1 too: `grpo` −0.020 (−0.022 … −0.018)."
     )
     above, unclear = (grids.compare(grids.differences(make_pairs(gap=gap))) for gap in (-0.02, 0.0))
     assert above["says"].tolist() == [grids.ABOVE]
@@ -132,8 +134,10 @@ def test_holms_correction_stops_at_the_first_comparison_that_fails():
     found = [{"setting": "s", "loss": name, "level": v} for name, of in values.items() for v in of]
     rows = grids.compare(pd.DataFrame(found)).set_index("loss")
     (said,) = grids.sentences(rows.reset_index())
-    counts, _, named = said.partition(" After Holm's correction too: ")
-    assert counts == "- s: 1 of 4 not told apart from zero; 2 outside it, but not after Holm's correction."
+    counts, _, named = said.partition("After Holm's correction over 4 too: ")
+    assert counts.startswith("- s: 1 of 4 intervals include zero, all are within ")
+    left_out = counts.partition("Zero is left out, but not after Holm's correction over 4: ")[2]
+    assert "`b` +" in left_out and "`c` +" in left_out and "`d`" not in left_out
     assert "`a` +" in named and "`b`" not in named
     assert rows["stays"].to_dict() == {"a": True, "b": False, "c": False, "d": False}
     assert rows["says"].to_dict() == {"a": grids.ABOVE, "b": grids.ABOVE, "c": grids.ABOVE, "d": grids.UNCLEAR}
@@ -143,6 +147,33 @@ def _with_p(p):
     """Five values whose mean has this two-sided p by Student's t."""
     spread = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
     return (spread + stats.t.isf(p / 2, 4) * stats.sem(spread)).tolist()
+
+
+def test_a_loss_that_is_worse_in_every_seed_is_named_even_if_its_interval_is_too_wide():
+    values = {"steady": [-0.01, -0.01, -0.4], "both_ways": [-0.3, 0.01, 0.1]}
+    found = [{"setting": "s", "loss": name, "level": v} for name, of in values.items() for v in of]
+    (said,) = grids.sentences(grids.compare(pd.DataFrame(found)))
+    assert "2 of 2 intervals include zero" in said
+    assert "Of these below zero in every seed: `steady` −0.140" in said and "`both_ways`" not in said
+
+
+def test_all_are_compared_up_to_the_last_version_that_sampled_in_every_run():
+    late = [r for r in make_pairs(delay=16) if r["cell"]["publish_delay"]]
+    found = grids.differences(make_pairs() + late)
+    assert found["end"].unique().tolist() == [63] and len(found) == 6
+
+
+def test_what_is_of_a_whole_run_counts_the_steps_in_which_first_weights_go_on_sampling():
+    records = make_pairs(gap=0.0, delay=10)
+    for record in records:
+        record["evaluations"] = [[0, 0.25], [80, 0.5 if record["cell"]["publish_delay"] else 0.75]]
+    found = grids.differences(records)
+    later = 0.01 * (sum(range(80)) - sum(range(70))) / 80  # versions 70 to 79 for ten more times version 0
+    assert found["earned"].tolist() == pytest.approx([0.001 - later, -0.001 - later, -later])
+    assert found["final"].tolist() == [-0.25] * 3
+    for record in records:
+        record["evaluations"] = []
+    assert grids.differences(records)["final"].isna().all()
 
 
 def test_a_loss_without_a_fresh_run_is_compared_with_that_of_grpo_where_it_has_one_gradient():

@@ -24,7 +24,7 @@ def record_of(cell, *, cost=0.0, steps=80, step_s=1.0):
         "samples": list(range(steps)),
     }
     made = {"git_commit": "0123456789abcdef", "hardware": {"cpu_cores": 2, "cpu": "CPU"}, "options": []}
-    return made | {"cell": cell, "evaluations": [], "series": series}
+    return made | {"cell": cell, "evaluations": [[0, 0.25], [steps, reward[-1]]], "series": series}
 
 
 COSTS = {"reinforce": 0.03, "grpo": 0.02, "dppo": 0.001}
@@ -54,7 +54,9 @@ def test_a_page_of_a_study_that_has_not_run_says_so_and_nothing_else(write):
         staleness.equal_time(), staleness.best(),
     ):  # fmt: skip
         assert len(part) == 1 and part[0].startswith("*Not run yet")
-    assert staleness.in_short()[0].count("What lag") == 4 and "**" not in "".join(staleness.in_short())
+    short = staleness.in_short()
+    assert short[0] == "**Not answered yet, as runs are missing:**" and "".join(short).count("- What lag") == 4
+    assert not any("…" in line for line in short)
     assert "**Partial: 0 of 439 runs are there.**" in staleness.was_run()[0]
 
 
@@ -64,16 +66,15 @@ def test_a_seed_of_which_a_cell_is_missing_counts_for_nothing(write):
     assert any("| 111 of 190 | 2 of 5 |" in line for line in staleness.was_run())
 
 
-def test_a_cost_is_said_with_its_interval_and_rounding_has_a_row_of_its_own(write):
+def test_a_cost_is_said_with_its_interval_and_rounding_is_apart(write):
     write("lag")
     worse = next(line for line in staleness.in_short() if line.startswith("- lag 16: "))
-    counts, _, named = worse.partition("After Holm's correction too: ")
+    counts, _, named = worse.partition("After Holm's correction over 36 too: ")
     assert "`grpo` −0.3" in named and "`reinforce` −0.4" in named and "`tis`" not in worse
-    assert "9 of 12 not told apart" in counts or "10 of 12 not told apart" in counts
+    assert "9 of 12 intervals include zero" in counts or "10 of 12 intervals include zero" in counts
     lines = staleness.cost("lag", "level")
-    assert [line for line in lines if line.startswith(f"| {staleness.NOISE}")] != []
-    assert "Of 36 intervals chance alone would put 1.8 outside zero" in lines[-1]
-    assert all(line.count("|") == 5 for line in lines if line.startswith("|"))
+    assert f"{staleness.NOISE}, both fresh: +0.0000 (+0.0000 … +0.0000)." in lines[-1]
+    assert "of 36 intervals leave zero out, chance alone would have 1.8 do so" in lines[-1]
 
 
 def test_the_order_has_the_best_loss_first_and_says_which_pairs_stay(write):
@@ -101,15 +102,21 @@ def test_both_models_stand_side_by_side_as_soon_as_both_have_run(write):
     (sentence,) = staleness.same_order(50)
     assert "The order of 5 losses" in sentence and "n = 5 and 3 seeds" in sentence
     lines = staleness.cost("smollm2", "level")
-    assert "Of 10 intervals" in lines[-1] and not any(staleness.NOISE in line for line in lines)
+    assert "of 10 intervals" in lines[-1] and not any(staleness.NOISE in line for line in lines)
 
 
 def test_another_rate_is_compared_with_the_defaults_of_the_same_loss_and_seed(write, monkeypatch):
     write("lag")
     monkeypatch.setitem(COSTS, "grpo", 0.01)
+    write("rates", lambda cell: cell["seed"] < 2)
+    (too_few,) = staleness.rates()
+    assert "`--study rates` has 62 of 93 runs, too few complete seeds" in too_few
+    (staleness.RESULTS / "rates" / "cells.jsonl").unlink()
+    (staleness.RESULTS / "rates").rmdir()
     write("rates")
-    less = "\n".join(staleness.rates()).partition("Less what")[2]
-    assert any("not told apart" in line and "`grpo` +0.1" in line for line in less.splitlines())
+    lines = staleness.rates()
+    assert all("\n  - After Holm's" in point and "`grpo` +0.1" in point for point in lines[:3]) and lines[3] == ""
+    assert lines[-1].startswith("Fresh, `grpo` has a level of ") and lines[-1].count("; ") == 3
 
 
 def test_reward_over_time_counts_a_step_for_as_long_as_it_took():
