@@ -17,13 +17,14 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from config import Config, flag, nearest
@@ -93,8 +94,7 @@ def grid(axes: dict[str, list[dict]]) -> list[dict]:
 def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) -> dict:
     """Run one cell to its end by a command, all but where its run goes; `keep_in` keeps that directory.
 
-    Returns its record: a run that ends with an error (a loss that is not finite, say) is a result, and its record holds
-    the error and the steps it made. Raises ValueError, with the run's error, if it did not make a step.
+    An error that the run states (a loss not finite) is a result. Raises ValueError if it states none or made no step.
     """
     name, start, record = cell_name(cell), time.monotonic(), {"cell": cell}
     with tempfile.TemporaryDirectory(prefix="ablate-") as folder:
@@ -106,7 +106,9 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
         record["seconds"] = round(time.monotonic() - start, 1)
         if job.returncode:
             lines = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
-            record["error"] = lines[0] if lines else job.stderr[-500:].strip()
+            if not lines:  # killed for memory, say
+                raise ValueError(f"cell {name} was killed or broke, which is no result: {job.stderr[-500:].strip()}")
+            record["error"] = lines[0]
         try:
             return record | record_of(load(runs / name), cell)
         except ValueError as error:
@@ -116,36 +118,37 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
 def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[str] = (), parallel: int = 1) -> None:
     """Run the cells that are not finished by run(cell), `parallel` at a time, and append each record as it comes.
 
-    After a ValueError no other cell is started; it is raised when those that run have ended and are kept. Ctrl-C also
+    After an error no other cell is started; it is raised when those that run have ended and are kept. Ctrl-C also
     ends the runs themselves: that is not a result of theirs, so none of them is kept.
     """
     finished, failures = {key(record["cell"]): record for record in read_records(path)}, []
     for cell in cells:
         words = options(cell, extra)
         if (made := finished.get(key(cell), {}).get("options", words)) != words:
-            made_with = f"{cell_name(cell)} was run with {shlex.join(made)}, not {shlex.join(words)}"
-            raise ValueError(f"{made_with}; give another --out")
+            raise ValueError(
+                f"{cell_name(cell)} was run with {shlex.join(made)}, not {shlex.join(words)}; give another --out"
+            )
     missing = [cell for cell in cells if key(cell) not in finished]
     print(f"{len(cells)} cells, {len(cells) - len(missing)} of them finished before; {path}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def attempt(cell: dict) -> dict | None:
+    def attempt(cell: dict) -> None:
         try:
-            return None if failures else run(cell) | {"options": options(cell, extra)}
-        except ValueError as error:
+            record = None if failures else run(cell) | {"options": options(cell, extra)}
+            if record is None or KeyboardInterrupt in map(type, failures):
+                return
+            with open(path, "a", encoding="utf-8") as lines:
+                lines.write(json.dumps(record) + "\n")
+            last = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
+            print(f"{cell_name(cell)}: {record.get('error', f'held-out accuracy {last:.3f}')}", flush=True)
+        except Exception as error:
             failures.append(error)
 
-    pool = ThreadPoolExecutor(parallel)
-    try:
-        for future in as_completed([pool.submit(attempt, cell) for cell in missing]):
-            if (record := future.result()) is not None:
-                with open(path, "a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(record) + "\n")
-                last = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
-                outcome = record.get("error", f"held-out accuracy {last:.3f}")
-                print(f"{cell_name(record['cell'])}: {outcome}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    # Raised instead, it could fall anywhere into the pool's own locks.
+    before = signal.signal(signal.SIGINT, lambda *_: failures.append(KeyboardInterrupt()))
+    with ThreadPoolExecutor(parallel) as pool:
+        pool.map(attempt, missing)
+    signal.signal(signal.SIGINT, before)
     if failures:
         raise failures[0]
 

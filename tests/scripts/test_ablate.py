@@ -28,6 +28,9 @@ line = {"step": 1, "samples": 8, "reward/mean": 1 / 3, "staleness/mean": 0.0, "s
 (run / "metrics.jsonl").write_text("" if given["algo"] == "gspo" else json.dumps(line) + "\\n")
 if given["algo"] in ("kimi", "gspo"):
     sys.exit("a trace\\nerror: the loss is not finite")
+if given["algo"] == "aipo":
+    import os
+    os.kill(os.getpid(), 9)
 """
 
 
@@ -208,6 +211,11 @@ def test_a_cell_is_a_process_whose_curves_are_kept_also_if_it_ends_with_an_error
     assert record["series"]["reward"] == [0.33333] and record["evaluations"] == [(1, 0.5)]
     failed = run_stub(make_cell("kimi"))
     assert failed["error"] == "error: the loss is not finite" and failed["series"]["samples"] == [8]
+
+
+def test_a_run_that_was_killed_is_no_result(run_stub):
+    with pytest.raises(ValueError, match=r"^cell aipo-a0-k0-s0 was killed or broke, which is no result"):
+        run_stub(make_cell("aipo"))
 
 
 def test_a_run_that_makes_no_step_is_an_error_that_has_the_run_s_own(run_stub):
