@@ -66,14 +66,14 @@ def options() -> str:
 
 
 def losses() -> str:
-    """What each loss does, and its paper."""
+    """What each loss does, and where its formula is from."""
     rows = []
     for algo, loss in LOSSES.items():
         text = inspect.getmodule(loss).__doc__
         paper = re.search(r"arXiv (\d{4}\.\d{5})", text)
         linked = f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "Williams 1992"
         rows.append([f"`{algo}`", linked, text.partition("\n")[0].partition(": ")[2].rstrip(".")])
-    return lines(markdown(["`--algo`", "paper", "what it does"], rows))
+    return lines(markdown(["`--algo`", "formula as in", "what it does"], rows))
 
 
 def study(part: str, *arguments: str) -> str:
@@ -237,7 +237,8 @@ def findings() -> str:
     steps = [(run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean()) for run in staleness_runs()]
     seconds = {a: statistics.mean(s for ratio, s in steps if ratio == a) for a in (0, 1, 2)}
     ratios = ", ".join(f"{seconds[a] / seconds[0]:.2f} at α = {a}" for a in (1, 2))
-    points = [f"Time of a step against α = 0, on two cores: {ratios}. [More](docs/results.md#what-staleness-costs)"]
+    text = f"Time of a step against α = 0, on two cores, means of three seeds: {ratios}."
+    points = [f"{text} [More](docs/results.md#three-async-ratios)"]
     claims = simulation_report.claims(records_of("simulation"))
     found = claims[(claims["tail"] == LONGEST_TO_MEDIAN) & ~claims["scenario"].str.startswith("own bench")]
     hit, missed = (found["verdict"] == "hit").sum(), (found["verdict"] == "MISS").sum()

@@ -4,10 +4,9 @@ RUN is the directory of a run made with --record. Every step trains on the very 
 same first weights, by the same policy code; what follows RUN changes options of training. So losses, advantages and
 learning rates are compared on identical stale data. `torchrun --nproc-per-node N scripts/replay.py RUN …` uses N ranks.
 
-The data stay those of the recorded policy, whatever is trained on them. Staleness and lag are the recorded ones: steps
-between the recorded policy that sampled a token and the recorded one that was trained on it. The replayed policy goes
-another way, and drift/* says how far it has come from the one that sampled: with other options it can grow beyond what
-a run of its own would see, as no sample of its own ever comes back to it.
+Staleness and lag are the recorded ones: steps between the recorded policy that sampled a token and the recorded one
+that was trained on it. The replayed policy goes another way: drift/* says how far it is from the one that sampled, and
+can grow beyond what a run of its own would see, as no sample of its own ever comes back to it.
 
 On the CPU two replays give the same bits, and so does the recorded run itself if options, ranks and threads per rank
 are its own. Other ranks or threads add floats in another order; a GPU's kernels may do so from one replay to the next.

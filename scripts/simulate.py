@@ -1,9 +1,8 @@
 """The papers' comparisons at their scale, by simulation: `python scripts/simulate.py`.
 
 A discrete-event simulation with a virtual clock. The Controller is the real one, with its SampleBuffer, TicketSource,
-TicketQueue and Dispatcher: they decide which group starts, which ticket goes where, what is dropped and when a batch is
-ready. Simulated are what a worker does between two messages, the speed of its engine and the time to train
-(scripts/simulation/). What is assumed stands in the table, and on top of workload.py, engine.py and scenarios.toml.
+TicketQueue and Dispatcher. Simulated are what a worker does between two messages, the speed of its engine and the time
+to train (scripts/simulation/). What is assumed: see the table and workload.py, engine.py and scenarios.toml.
 
     python scripts/simulate.py                          # everything: records and table in results/simulation
     python scripts/simulate.py --only scheduling        # some of them; the other records are kept

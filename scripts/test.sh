@@ -16,8 +16,12 @@ case "${1-}" in
 esac
 bash scripts/install.sh --dev
 status=0
-.venv/bin/ruff check . || status=$?
-.venv/bin/ruff format --check . || status=$?
+lint() {
+    .venv/bin/ruff "$@" . || { status=1 && refused+=("ruff $*"); }
+}
+refused=()
+lint check
+lint format --check
 unset PYTHONDONTWRITEBYTECODE # or each of the hundreds of processes that tests start would compile the project again
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -32,5 +36,6 @@ export OMP_NUM_THREADS=1 # two threads on a busy core wait for each other
 # Files in the order of tests/conftest.py, the long ones first, and not by how many tests they have.
 run_tests -m "not e2e and ($chosen)" -n 3 --dist loadfile --no-loadscope-reorder "$@"
 run_tests -m "e2e and ($chosen)" -n 3 --dist worksteal "$@"
+for command in "${refused[@]}"; do echo "error: $command fails; what it says is above the tests" >&2; done
 grep -E '^(=+ )?[0-9]+ (failed|passed|errors?)\b' "$log" || { status=1 && echo "error: no test was run" >&2; }
 exit "$status"

@@ -9,9 +9,8 @@ always plays the target and earns J = 1. The true gradient of J at logits (t, v)
 The policy takes exact gradient steps. Its last one is trained on arms that the policy `lag` updates earlier sampled;
 the advantage is the reward minus that policy's own mean reward (a group's mean, without its noise). Means and variances
 of one arm's gradient are sums over all V^T arms, weighted by their probability: nothing is sampled, so the only error
-is between the random starts. T = 1 is the textbook bandit, where a token's ratio is the arm's; with T > 1 a token's
-ratio is only a part of it, which biases every loss that weighs tokens one by one, however wide its clip. The reference
-is `sequence_is`: weights of whole arms, never clipped. A loss that couples all tokens of an update is left out.
+is between the random starts. With T > 1 a token's ratio is a part of the arm's only, which biases each loss that weighs
+tokens one by one. The reference is `sequence_is`. A loss that couples all tokens of an update is left out.
 """
 
 import argparse

@@ -7,9 +7,8 @@ job          whole steps of the default task at α = 0, 1, 2: pause per update, 
 frozen_lake  speed-up over α = 0 where every turn of the environment takes 0.1 s
 
 Training has a learning rate of 1e-12, so that policy and lengths stay as they are. Lengths of `natural` and `long` are
-in work.py. The page also has `rollout`, one rollout worker against AsyncLLM with the same options, weights, prompts,
-seeds and sampling parameters, and `publish`, `large`, `update` and `queue`: their code is in the history, at their
-records' commits. gpu.py compares rollout with bare vLLM.
+in work.py. The page also has `rollout`, one rollout worker against AsyncLLM on the same work, and `publish`, `large`,
+`update` and `queue`: their code is in the history, at their records' commits. gpu.py compares rollout with bare vLLM.
 """
 
 import argparse

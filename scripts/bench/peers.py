@@ -4,9 +4,8 @@ Model, task, prompts, reward, batch (32 groups of 8), token limits, optimizer (A
 clipped at norm 1), clip range 0.2, float32 and the machine are the same for all. Works are in work.py: on `natural` the
 policy ends its responses, and learning is real; on `short` and `long` lengths are forced, by the same law, and only
 speed is measured. `smollm2` is the job of the small language model, 8 groups of 8 at 4e-5, in bfloat16 with float32
-weights (ours by FSDP, TRL by autocast); ours trains a group's prompt once there. An arm's runs
-have the seeds 0, 1, 2, … TRL comes into a folder of its own on top of .venv, so that torch, transformers and vLLM are
-the same ones.
+weights (ours by FSDP, TRL by autocast). An arm's runs have the seeds 0, 1, 2, … TRL comes into a folder of its own on
+top of .venv, so that torch, transformers and vLLM are the same ones.
 
 Nobody evaluates while learning: weights are kept every few steps, and scored afterwards by some 250 responses to the
 same held-out problems, at temperature 1.
@@ -14,16 +13,12 @@ same held-out problems, at temperature 1.
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
 checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache, on policy.
 `async` is TRL's asynchronous trainer and a vLLM server with our engine options, and its default staleness of 4. Where
-TRL cannot run without a GPU, it gets the fastest that we have (peers_cpu.py). One thread and two are tried; what is
-compared is the best arm of each. `colocate`, vLLM in the trainer's process, was never that: its code is in the history,
-at its records' commits, with that of the halves alone.
+TRL cannot run without a GPU, it gets the fastest that we have (peers_cpu.py). What is compared is the best arm of each.
+`colocate`, vLLM in the trainer's process, was never that: its code is in the history, at its records' commits.
 
-Each measurement is a run of its own: start, steps, end. Steady state is from the end of the first quarter of the steps
-to the last step's end; by then what was sampled in advance, while the trainer was starting, is used up. Time to an
-accuracy is from the start of the process, or from when the engine was up (TRL: training begins); infinite if not met.
-
-The limit of the machine for a work: the samples/s of an arm if it kept all cores busy at the CPU time that it takes.
-So an arm's share of its limit is the share of the cores that it keeps busy.
+Each measurement is a run of its own. Steady state is from the end of the first quarter of the steps on, when what was
+sampled while the trainer was starting is used up. Time to an accuracy is from the start of the process, or from when
+the engine was up (TRL: training begins); infinite if not met.
 """
 
 import argparse
@@ -227,21 +222,17 @@ def seconds_to(curve: list[tuple[int, float, float]], wanted: float) -> float | 
 
 LEARNING = [work for work in WORKS.values() if work.keep_every]
 COLUMNS = (
-    Column("samples_per_s", "samples/s", ".1f"),
-    Column("tokens_per_s", "tokens/s", ".0f"),
-    Column("tokens_per_sample", "tokens per sample", ".1f"),
-    Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
-    Column("cores_busy", "cores busy"),
-    Column("limit", "limit of the machine, samples/s", ".0f"),
+    Column("samples_per_s", "samples/s", ".1f"), Column("tokens_per_s", "tokens/s", ".0f"),
+    Column("tokens_per_sample", "tokens per sample", ".1f"), Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
+    Column("cores_busy", "cores busy"), Column("limit", "limit of the machine, samples/s", ".0f"),
     Column("to_accuracy_s", f"s to held-out {', '.join(f'{w.wanted_accuracy:g} ({w.name})' for w in LEARNING)}", ".0f"),
-    Column("learning_s", "s with the engine up", ".0f"),
-    Column("start_s", "s to the end of step 1", ".0f"),
+    Column("learning_s", "s with the engine up", ".0f"), Column("start_s", "s to the end of step 1", ".0f"),
     Column("peak_memory_gb", "peak memory, GB", ".1f"),
-)
+)  # fmt: skip
 
 
 def arms_of(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
-    """Work -> arm -> its records, with the limit of the machine, and an infinite time to what was not reached."""
+    """Work -> arm -> its records, with what it would do were all cores busy, and infinity if an aim was not reached."""
     of_limit = [r["cores_busy"] / r["cores"] if r.get("cores_busy") else None for r in records]
     times = [(r["to_accuracy_s"] or math.inf) if "curve" in r else None for r in records]
     ups = [s and s - r["up_s"] if "up_s" in r else None for r, s in zip(records, times, strict=True)]
@@ -290,10 +281,7 @@ def summary(records: list[dict]) -> list[str]:
         is_met = statistics.median(RATIOS[key].values(of_work)) >= aim
         aims = f"≥ {aim:g} {RATIOS[key].heading}", "yes" if is_met else "no"
         peer = best(works[work], "TRL")
-        for name, found, said in (
-            (of_work[0]["arm"], of_work, aims),
-            (peer, works[work][peer], ("–", "–")),
-        ):
+        for name, found, said in ((of_work[0]["arm"], of_work, aims), (peer, works[work][peer], ("–", "–"))):
             cells = (cell for column in columns for cell in column.cells(found, found))
             rows.append([work, name, str(len(found)), *cells, *said])
     return markdown(["work", "best arms", "n", *(column.heading for column in columns), "aim", "reached"], rows)

@@ -1,7 +1,6 @@
 """One run of ours for peers.py: train_async.py with a work's lengths.
 
-Its one argument is what `main` takes, in JSON. Heavy imports are inside functions, as in train_async.py: every process
-that is spawned imports this file.
+Its one argument is what `main` takes, in JSON. Spawned processes import this file: heavy imports are inside functions.
 """
 
 import json
@@ -17,10 +16,12 @@ from scripts.lines import read, read_events
 def train(config: Config) -> list[dict]:
     """The whole job, with responses of the work's lengths. Returns its start and its steps."""
     import train_async
-    from trainer.policy import Policy
+    from job.checkpoints import Checkpoints
 
     # Weights and nothing else, as is done for TRL: a whole checkpoint would cost ours alone.
-    Policy.save = lambda policy, path: save_weights(policy.named_full_parameters(), Path(path))
+    Checkpoints._save = lambda saves, step, _: save_weights(
+        saves.policy.named_full_parameters(), saves.node.run.checkpoint_path(step)
+    )
     train_async.train(config, run_work_worker)
     return steps_of(Path(config.runs_dir, config.run_name), config.groups_per_step * config.group_size)
 

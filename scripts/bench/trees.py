@@ -155,9 +155,8 @@ def table(records: list[dict]) -> list[str]:
             r, cells = found[0], (cell for column in columns for cell in column.cells(found, arms[ARMS[0]]))
             shares = [f"{100 * r[of]:.1f}" for of in ("tokens/shareable", "tokens/saved_share")]
             shares += [f"{1 / (1 - r['tokens/shareable']):.2f}", *cells]
-            rows.append(
-                [work, f"`{arm}`", len(found), *shares, f"{r['columns'] / r['tokens/forward']:.2f}", r["width"]]
-            )
+            shares.append(f"{r['columns'] / r['tokens/forward']:.2f}")
+            rows.append([work, f"`{arm}`", len(found), *shares, r["width"]])
     return markdown(heading, rows)
 
 

@@ -182,21 +182,27 @@ def test_whole(): pass
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "closing"),
+    ("options", "refused", "status", "closing"),
     [
-        (["-k", "gpu or bad or whole or long"], 1, ["1 failed", "1 passed"]),
-        pytest.param(["--slow"], 0, ["1 passed"], marks=pytest.mark.slow),
-        pytest.param(["--all", "-k", "gpu"], 1, [], marks=pytest.mark.slow),
+        (["-k", "gpu or bad or whole or long"], "", 1, ["1 failed", "1 passed"]),
+        (["-k", "fine"], "format", 1, ["1 passed"]),
+        pytest.param(["--slow"], "", 0, ["1 passed"], marks=pytest.mark.slow),
+        pytest.param(["--all", "-k", "gpu"], "", 1, [], marks=pytest.mark.slow),
     ],
 )
-def test_the_tests_end_with_the_closing_lines_of_what_ran_and_fail_if_nothing_did(copy, options, status, closing):
+def test_the_tests_end_with_what_ran_and_what_lint_refused_and_fail_if_nothing_ran(
+    copy, options, refused, status, closing
+):
     settings = (ROOT / "pyproject.toml").read_text()
     write_groups(copy, flash_attn=HAVE, settings=settings[settings.index("[tool.ruff]") :])
     (copy / "tests").mkdir()
     (copy / "tests/test_one.py").write_text(TESTS)
-    write_program(copy / ".venv/bin/ruff", "#!/bin/sh\n")
+    write_program(copy / ".venv/bin/ruff", f'#!/bin/sh\n[ "$1" != "{refused}" ]\n')
     result = run_script(copy, "test.sh", *options)
     assert result.returncode == status, result.stdout + result.stderr
+    assert [line.split()[2] for line in result.stderr.splitlines() if " ruff " in line] == (
+        [refused] if refused else []
+    )
     ends = [" ".join(line.strip("= ").split()[:2]).strip(",") for line in result.stdout.splitlines()[-len(closing) :]]
     assert ends == closing if closing else "error: no test was run" in result.stderr
 

@@ -3,14 +3,17 @@ import os
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import train_async
 from data.tasks import load_task
 from data.tiny import TinyAdder, build_tokenizer
 from data.tiny_model import untrained_model
+from job.checkpoints import Checkpoints
 from scripts.bench import harness, peers, peers_ours, peers_trl
 from scripts.bench.work import LONG, NATURAL, SHORT, SMOLLM2
 from scripts.lines import read
@@ -86,6 +89,29 @@ def test_weights_are_kept_under_their_names(tmp_path):
         "a": [1.0, 1.0],
         "b": [0.0, 0.0, 0.0],
     }
+
+
+def test_ours_keeps_weights_and_nothing_else_where_a_run_would_save_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoints, "_save", Checkpoints._save)  # so that it is put back
+    monkeypatch.setattr(train_async, "train", lambda config, worker_main: None)
+    monkeypatch.setattr(peers_ours, "steps_of", lambda run, samples: [])
+    config = NATURAL.config(save_every=2, run_name="run")
+    peers_ours.train(config)
+    saves = object.__new__(Checkpoints)
+    saves.policy = SimpleNamespace(named_full_parameters=lambda: [("a", torch.ones(2))])
+    saves._asked_by, saves._step_ended, saves._longest_step_s = 0, 0.0, 0.0
+    saves.node = SimpleNamespace(
+        config=config,
+        run=SimpleNamespace(checkpoint_path=lambda step: tmp_path / f"step_{step}"),
+        clock=SimpleNamespace(enter=lambda state: None),
+        cluster=SimpleNamespace(max_over_ranks=lambda wishes: wishes),
+    )
+    for step in range(1, 5):
+        saves.save_if_due(step, None)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [
+        "step_2/model.safetensors",
+        "step_4/model.safetensors",
+    ]
 
 
 def test_steps_of_ours_are_read_from_its_run(tmp_path):
