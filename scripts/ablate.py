@@ -123,11 +123,9 @@ def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[st
     """
     finished, failures = {key(record["cell"]): record for record in read_records(path)}, []
     for cell in cells:
-        words = options(cell, extra)
-        if (made := finished.get(key(cell), {}).get("options", words)) != words:
-            raise ValueError(
-                f"{cell_name(cell)} was run with {shlex.join(made)}, not {shlex.join(words)}; give another --out"
-            )
+        was = finished.get(key(cell), {}).get("options", options(cell, extra))
+        if was != (now := options(cell, extra)):
+            raise ValueError(f"{cell_name(cell)} ran with {shlex.join(was)}, not {shlex.join(now)}; give another --out")
     missing = [cell for cell in cells if key(cell) not in finished]
     print(f"{len(cells)} cells, {len(cells) - len(missing)} of them finished before; {path}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -200,7 +200,7 @@ ablate.main()
 
 def test_cells_of_a_grid_with_other_options_are_refused(tmp_path):
     write_cells(tmp_path, [make_record(make_cell())])
-    with pytest.raises(ValueError, match=r"grpo-a0-k0-s0 was run with .*--seed=0, not .*--steps=5; give another --out"):
+    with pytest.raises(ValueError, match=r"grpo-a0-k0-s0 ran with .*--seed=0, not .*--steps=5; give another --out"):
         run_missing([make_cell()], tmp_path / "cells.jsonl", None, ["--steps=5"])
 
 
