@@ -153,10 +153,9 @@ def same_order(draws: int = 1000) -> list[str]:
         return not_run("lag" if tiny.empty else "smollm2")
     low, tau, high = agreement(tiny, text, draws)
     says = "is the same way on both" if low > 0 else "is turned round" if high < 0 else "cannot be said to hold"
-    return [
-        f"- The order of {len(tiny.columns.intersection(text.columns))} losses at lag {LATE} {says}: Kendall's τ "
-        f"{tau:+.2f} (95 % bootstrap over seeds {low:+.2f} … {high:+.2f}; n = {len(tiny)} and {len(text)} seeds)."
-    ]
+    found = f"{tau:+.2f} (95 % bootstrap over seeds {low:+.2f} … {high:+.2f}; n = {len(tiny)} and {len(text)} seeds)"
+    common = len(tiny.columns.intersection(text.columns))
+    return [f"- The order of {common} losses at lag {LATE} {says}: Kendall's τ {found.replace('-', '−')}."]
 
 
 def agreement(one: pd.DataFrame, other: pd.DataFrame, draws: int = 1000) -> tuple[float, float, float]:
@@ -203,13 +202,14 @@ def over_time(record: dict, start_s: float, end_s: float) -> float:
 
 
 def by_time(records: list[dict]) -> pd.DataFrame:
-    """A row per run: its loss, seed and α, staleness, and reward until the time at which the seed's first run ended."""
+    """A row per run: its loss, seed and α, staleness, and steps and reward until the seed's first run ended."""
     rows, records = [], [record for record in records if "error" not in record]
     for record in records:
         cell, series = record["cell"], record["series"]
-        until = min(sum(r["series"]["step_s"]) for r in records if r["cell"]["seed"] == cell["seed"])
+        until = min(np.cumsum(r["series"]["step_s"])[-1] for r in records if r["cell"]["seed"] == cell["seed"])
         row = {"loss": grids.loss(cell), "seed": cell["seed"], "alpha": cell["async_ratio"]}
-        row |= {"mean": over_time(record, 0, until), "late": over_time(record, 0.8 * until, until), "until": until}
+        row |= {"mean": over_time(record, 0, until), "late": over_time(record, 0.8 * until, until)}
+        row["steps"] = np.sum(np.cumsum(series["step_s"]) <= until)
         rows.append(row | {"staleness": np.mean(series["staleness_mean"][len(series["reward"]) // 2 :])})
     return pd.DataFrame(rows)
 
@@ -222,17 +222,17 @@ def bought(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def equal_time() -> list[str]:
-    """What async ratios gain in equal time: on the whole, late, and how stale they are."""
+    """What async ratios gain in equal time: on the whole and late; by how many steps, and how stale."""
     if (runs := by_time(whole("time"))).empty:
         return not_run("time")
     lines, found = [], bought(runs)
     for measured, text in (("mean", "Mean reward up to that time"), ("late", "Mean reward in its last fifth")):
         lines += [f"**{text}, α > 0 − α = 0.**", "", *grids.compact(grids.compare(found, measured)), ""]
-    stale = [
-        [f"{alpha:g}", f"{grids.shown(of.groupby('seed')['staleness'].mean().tolist(), '{:.2f}')}"]
+    by_alpha = [
+        [f"{alpha:g}", *(grids.shown(of.groupby("seed")[name].mean(), "{:.2f}") for name in ("steps", "staleness"))]
         for alpha, of in runs.groupby("alpha")
     ]
-    return [*lines, *markdown(["α", "realised staleness, steps, mean (95 % t-interval)"], stale)]
+    return [*lines, *markdown(["α", "steps in that time", "realised staleness, steps"], by_alpha)]
 
 
 def best() -> list[str]:

@@ -136,7 +136,7 @@ def test_at_equal_time_the_ratio_that_earns_more_is_named_with_its_interval(writ
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     best = next(line for line in staleness.in_short() if line.startswith("- `grpo`"))
     assert best.startswith("- `grpo`: the greatest mean is at α = 2; less α = 0 it is above zero, +0.2")
-    assert "| 4 | 2.00 (2.00 … 2.00) |" in staleness.equal_time()
+    assert "| 4 | 40.00 (40.00 … 40.00) | 2.00 (2.00 … 2.00) |" in staleness.equal_time()
 
 
 def test_both_figures_show_something(write):
