@@ -52,7 +52,10 @@ def pretend() -> None:
     vllm.platforms.vllm_version_matches_substr = lambda _: False  # for which vLLM would want a Triton for CPUs
     import vllm.config.vllm
     from vllm.distributed.device_communicators import cuda_wrapper
+    from vllm.model_executor.models import registry
 
+    # What vLLM finds out about a model it keeps in a file; to write that file it imports CUDA kernels, missing here.
+    registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda *_: None
     vllm.config.vllm.HAS_TRITON = True
     cuda_wrapper.CudaRTLibrary.__init__ = lambda _: None
 
