@@ -103,7 +103,8 @@ class RolloutWorker:
 
     def _start_tickets(self, tickets: list[Ticket]) -> None:
         self.proxy.activity.add(trajectories=sum(ticket.num_members for ticket in tickets))
-        for ticket in tickets:
+        for ticket in tickets:  # noted at once, as the next message may be to abort them
+            self._episodes[ticket.ticket_id] = self._make_episodes(ticket)
             self._start(self._run_ticket(ticket))
 
     async def _run_ticket(self, ticket: Ticket) -> None:
@@ -111,8 +112,7 @@ class RolloutWorker:
         version, needed = self.proxy.version, ticket.min_version
         if version < needed:
             raise RuntimeError(f"ticket {ticket.ticket_id} needs version {needed}, got {version}")
-        episodes = self._episodes[ticket.ticket_id] = self._make_episodes(ticket)
-        worker = self.spec.placement.worker
+        episodes, worker = self._episodes[ticket.ticket_id], self.spec.placement.worker
         try:
             trajectories = await asyncio.gather(*(episode.run(worker) for episode in episodes))
         finally:
@@ -134,12 +134,11 @@ class RolloutWorker:
 
     def _share_request(self, ticket: Ticket) -> list[Callable]:
         """One `generate` per member; all of them wait for the same request."""
-        shared = asyncio.ensure_future(
-            self.proxy.generate_group(f"{ticket.ticket_id}.0", ticket.prompt_tokens, ticket.seed, ticket.num_members)
-        )
+        request = f"{ticket.ticket_id}.0", ticket.prompt_tokens, ticket.seed, ticket.num_members
+        start = functools.cache(lambda: asyncio.ensure_future(self.proxy.generate_group(*request)))
 
         async def generate(index: int, *_):
-            return (await shared)[index]
+            return (await start())[index]
 
         return [functools.partial(generate, index) for index in range(ticket.num_members)]
 

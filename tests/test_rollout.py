@@ -206,6 +206,15 @@ def test_a_trajectory_that_is_given_up_ends_before_its_next_turn(driver):
     assert reasons == {"aborted": 1, "stop": 7}
 
 
+def test_tickets_that_are_given_up_as_soon_as_they_are_sent_end_before_their_first_turn(driver):
+    """An update holds up both messages, so they are acted on in one turn of the event loop: no trajectory has begun."""
+    driver.send_update()
+    running = {ticket.ticket_id for ticket in driver.start_group(6)}
+    driver.pipe.send(Abort(sorted(running)))
+    trajectories = driver.finish(running)
+    assert {(trajectory.finish_reason, trajectory.num_turns) for trajectory in trajectories} == {("aborted", 0)}
+
+
 def test_tokens_that_a_resumed_run_could_not_go_on_from_are_said_by_ticket(driver):
     """As the environments cannot be saved: those of all turns so far, here of one."""
     running, said = {ticket.ticket_id for ticket in driver.start_group(5)}, []
