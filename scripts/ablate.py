@@ -257,8 +257,9 @@ def main() -> None:
     try:
         if arguments.study is not None:
             for name, (cells, extra) in study(arguments.study).items():
-                arguments.extra = extra
-                run_grid(arguments, cells, out / name)
+                at_most = STUDY[name].get("parallel", arguments.parallel)
+                one = {"extra": extra, "parallel": min(arguments.parallel, at_most)}
+                run_grid(argparse.Namespace(**vars(arguments) | one), cells, out / name)
             return
         if arguments.report and not arguments.out:
             raise ValueError("--report needs --out, the directory of a grid")

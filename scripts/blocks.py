@@ -184,7 +184,8 @@ def speed() -> str:
         share = statistics.median(r["over_limit"] for r in found if r["over_limit"])
         most = statistics.median(r["over_peer"] / r["over_limit"] for r in found if r["over_limit"])
         why = f"cores are busy {share:.1%} of the time; always busy it would be {most:.2f}× TRL's fastest"
-        rows.append((f"samples/s, `{work}`", against, peers_bench.RATIOS[key].values(found), aim, 1, why))
+        own = found[0]["arm"].removeprefix("ours ")
+        rows.append((f"samples/s, `{work}`: {own}", against, peers_bench.RATIOS[key].values(found), aim, 1, why))
     for name, what, against in (
         ("overlap α=2", "seconds a step, α = 2", "its slower half alone"),
         ("trainer natural", "tokens/s, trainer", "a plain step"),
@@ -195,7 +196,7 @@ def speed() -> str:
     lines_of = []
     for what, against, ratios, aim, better, why in rows:
         is_met = better * statistics.median(ratios) >= better * aim
-        shown = f"{statistics.median(ratios):.2f}×", len(ratios), f"{'≥' if better > 0 else '≤'} {aim:g}×"
+        shown = f"{statistics.median(ratios):.3g}×", len(ratios), f"{'≥' if better > 0 else '≤'} {aim:g}×"
         lines_of.append([what, against, *shown, "reached" if is_met else why])
     return lines(markdown(["what", "against", "ours", "n", "aim", "if not, why"], lines_of))
 

@@ -29,13 +29,13 @@ def draw_lags(rows: pd.DataFrame, out: Path) -> None:
 
 
 def draw_order(parts: dict[str, pd.DataFrame], out: Path) -> None:
-    """Draw what the greatest lag costs on each model: a row per loss in the order of the first, mean and interval."""
-    first = next(iter(parts.values()))
-    names = first.assign(mean=first["values"].map(fmean)).sort_values("mean")["loss"].tolist()
+    """Draw what the greatest lag costs on each model: a row per loss, the least cost on top, mean and interval."""
     figure = Figure(figsize=(5 * max(1.6, len(parts)), 4.5), layout="constrained")
     for panel, (title, rows) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts.items(), strict=True):
-        for row in rows.to_dict("records"):
-            _draw_interval(panel, row, names.index(row["loss"]), across=True)
+        ordered = rows.assign(mean=rows["values"].map(fmean)).sort_values("mean").to_dict("records")
+        names = [row["loss"] for row in ordered]
+        for place, row in enumerate(ordered):
+            _draw_interval(panel, row, place, across=True)
         panel.set(yticks=range(len(names)), yticklabels=names)
         panel.set_title(title, fontsize="medium")
         panel.axvline(0, color="0.6", linewidth=0.8)

@@ -50,14 +50,15 @@ MEASURES = {
     "level": "Level: mean training reward from the version of half of the steps to the last that sampled in all runs",
     "area": "Area: mean training reward of all versions up to that one, however many batches each sampled",
     "oscillation": "Oscillation: standard deviation of the reward around a straight line through the versions of level",
-    "earned": "Earned: mean training reward of all steps",
     "final": "Final: held-out accuracy of the last weights",
 }
-"""What is compared of two runs; the last two are of whole runs, not by version. Oscillation uses every point and leaves
-a trend out; the largest drop from a running maximum would rest on two points, and grow with their number."""
+"""What is compared of two runs; the last is of whole runs, not by version. Oscillation uses every point and leaves a
+trend out; the largest drop from a running maximum would rest on two points, and grow with their number."""
 FEW, UNCLEAR, BELOW, ABOVE = "too few seeds to say", "not told apart from zero", "below zero", "above zero"
 MIN_SEEDS = 3
 """Fewer show nothing: two that happen to be alike make an interval of no width."""
+NARROW = 0.02
+"""An interval that includes zero and is within this says that there is little; a wider one says nothing."""
 
 
 def read_records(path: Path) -> list[dict]:
@@ -190,12 +191,12 @@ def measure(reward: pd.Series, start: int) -> pd.Series:
 
 def difference(run: dict, base: dict, end: int) -> dict:
     """MEASURES of a record less those of a `base`, and the level of that; by version at those up to `end` in both."""
-    (one, other), rewards = (reward_by_version(of).loc[:end] for of in (run, base)), run["series"]["reward"]
-    start, common = len(rewards) // 2, one.index.intersection(other.index)
+    one, other = (reward_by_version(of).loc[:end] for of in (run, base))
+    steps, common = len(run["series"]["reward"]), one.index.intersection(other.index)
+    start = steps // 2
     of_base = measure(other[common], start)
     less = measure(one[common], start) - of_base
-    less["earned"] = statistics.fmean(rewards) - statistics.fmean(base["series"]["reward"])
-    less["final"] = np.subtract(*(dict(of["evaluations"]).get(len(rewards), math.nan) for of in (run, base)))
+    less["final"] = np.subtract(*(dict(of["evaluations"]).get(steps, math.nan) for of in (run, base)))
     return {"seed": run["cell"]["seed"], "start": start, "end": end, "base": of_base["level"], **less}
 
 
@@ -243,11 +244,10 @@ def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
 
 
 def _p(values: list[float]) -> float:
-    """Two-sided p of the mean by Student's t; 1 for too few seeds, and where all are zero."""
-    if len(values) < MIN_SEEDS or not any(values):
+    """Two-sided p of the mean by Student's t; 1 for too few seeds, and where all are alike, as accuracies can be."""
+    if len(values) < MIN_SEEDS or (error := stats.sem(values)) < 1e-12:
         return 1.0
-    error = stats.sem(values)
-    return 2 * stats.t.sf(abs(statistics.mean(values)) / error, len(values) - 1) if error else 0.0
+    return 2 * stats.t.sf(abs(statistics.mean(values)) / error, len(values) - 1)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -277,10 +277,11 @@ def compact(rows: pd.DataFrame, what: str = "loss") -> list[str]:
     cells = {(r.setting, r.loss): f"**{shown(r.values)}**" if r.stays else shown(r.values) for r in _each(rows)}
     settings, losses = list(dict.fromkeys(rows["setting"])), list(dict.fromkeys(rows["loss"]))
     lines = [[f"`{one}`", *(cells.get((s, one), MISSING) for s in settings)] for one in losses]
-    n, m = sorted({len(values) for values in rows["values"]}), len(rows)
+    n, judged = sorted({len(values) for values in rows["values"]}), rows[rows["says"] != FEW]
     text = f"n = {' to '.join(map(str, dict.fromkeys((n[0], n[-1]))))} seeds; mean (95 % t-interval). "
-    text += f"{rows['says'].isin((BELOW, ABOVE)).sum()} of {m} intervals leave zero out, chance alone would have "
-    text += f"{0.05 * m:.1f} do so; {rows['stays'].sum()}, in bold, after Holm's correction over all {m}."
+    text += f"{judged['says'].isin((BELOW, ABOVE)).sum()} of {len(judged)} intervals leave zero out, by chance alone "
+    text += f"{0.05 * len(judged):.1f} would; {rows['stays'].sum()}, in bold, after Holm's correction over {len(rows)}."
+    text += f" {len(rows) - len(judged)} have {FEW}." if len(judged) < len(rows) else ""
     return [*markdown([what, *settings], lines), "", text]
 
 
@@ -289,20 +290,23 @@ def _each(rows: pd.DataFrame) -> list[SimpleNamespace]:
 
 
 def sentences(rows: pd.DataFrame) -> list[str]:
-    """What each setting's intervals say, a point each: how many hold zero first, what stays after Holm's last."""
+    """What each setting's intervals say, a point each, with every loss under what is said of it."""
     points = []
     for setting, of in rows.groupby("setting", sort=False, observed=True):
-        each, low, high = _each(of), min(low for low, _ in of["ends"]), max(high for _, high in of["ends"])
-        unclear, holm = [r for r in each if r.says in (FEW, UNCLEAR)], f"Holm's correction over {len(rows)}"
+        each = _each(of)
+        clear, unclear = [r for r in each if r.says in (BELOW, ABOVE)], [r for r in each if r.says == UNCLEAR]
+        narrow = [r for r in unclear if max(map(abs, r.ends)) < NARROW]
         named = {
-            "Of these below zero in every seed": [r for r in unclear if max(r.values) < 0 and r.says != FEW],
-            f"Zero is left out, but not after {holm}": [r for r in each if r not in unclear and not r.stays],
-            f"After {holm} too": [r for r in each if r.stays],
+            FEW.capitalize(): [r for r in each if r.says == FEW],
+            f"Include zero, within ±{NARROW}": narrow,
+            "Include zero, and are wider": [r for r in unclear if r not in narrow],
+            "Leave zero out before correction only": [r for r in clear if not r.stays],
+            f"Leave zero out after Holm's correction over {len(rows)} too": [r for r in clear if r.stays],
         }
-        within = f"{low:+.3f} … {high:+.3f}".replace("-", "−")
-        text = f"- {setting}: {len(unclear)} of {len(each)} intervals include zero, all are within {within}."
+        text = f"- {setting}: {len(clear)} of {len(clear) + len(unclear)} intervals leave zero out."
         for title, which in named.items():
-            text += f"\n  - {title}: {'; '.join(f'`{r.loss}` {shown(r.values)}' for r in which)}." if which else ""
+            said = (f"`{r.loss}`" if r in narrow else f"`{r.loss}` {shown(r.values)}" for r in which)
+            text += f"\n  - {title}: {'; '.join(said)}." if which else ""
         points.append(text)
     return points
 

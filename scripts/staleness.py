@@ -1,6 +1,7 @@
 """What docs/staleness.md says, made from results/study; `python scripts/staleness.py` draws its two figures there.
 
-A seed counts when all of its cells in a part have run. The words of a sentence are chosen by its interval.
+A seed counts when all of its cells in a part have run, and a part with enough seeds. The words of a sentence are chosen
+by its interval.
 """
 
 import functools
@@ -35,11 +36,12 @@ def cells_of(part: str) -> list[dict]:
     return ablate.study([part])[part][0]
 
 
-def whole(part: str) -> list[dict]:
-    """The records of a part's seeds of which no cell is missing."""
+def whole(part: str, least: int = grids.MIN_SEEDS) -> list[dict]:
+    """The records of a part's seeds of which no cell is missing; none of fewer than `least` such seeds."""
     found = {grids.key(record["cell"]): record for record in grids.read_records(RESULTS / part / "cells.jsonl")}
     missing = {cell["seed"] for cell in cells_of(part) if grids.key(cell) not in found}
-    return [found[grids.key(cell)] for cell in cells_of(part) if cell["seed"] not in missing]
+    there = [found[grids.key(cell)] for cell in cells_of(part) if cell["seed"] not in missing]
+    return there if len({record["cell"]["seed"] for record in there}) >= least else []
 
 
 def not_run(part: str) -> list[str]:
@@ -52,25 +54,33 @@ def was_run() -> list[str]:
     rows, records = [], []
     for part in WHAT:
         cells, kept = cells_of(part), grids.read_records(RESULTS / part / "cells.jsonl")
-        seeds, wanted = ({record["cell"]["seed"] for record in whole(part)}, {cell["seed"] for cell in cells})
+        seeds, wanted = {record["cell"]["seed"] for record in whole(part, 1)}, {cell["seed"] for cell in cells}
         failed = sum("error" in record for record in kept)
-        rows.append([f"`{part}`", WHAT[part], f"{len(kept)} of {len(cells)}", f"{len(seeds)} of {len(wanted)}", failed])
+        counts = f"{len(kept)} of {len(cells)}", f"{len(seeds)} of {len(wanted)}", failed
+        rows.append([f"`{part}`", WHAT[part], *counts, _commits(kept)])
         records += kept
     total, machines = sum(len(cells_of(part)) for part in WHAT), [record["hardware"] for record in records]
     made = sorted({f"{machine['cpu_cores']} cores of {machine['cpu']}" for machine in machines})
-    commits = Counter(record["git_commit"][:12] for record in records).items()
     text = f"A run is `torchrun train_async.py` with the `options` of its record, on {', '.join(made)}."
-    text += f" Runs by commit: {', '.join(f'{commit} {number}' for commit, number in commits)}."
-    runs = [(grids.key(record["cell"]), *record["options"]) for record in records]
-    with_rewards = [(*run, str(record["series"]["reward"])) for run, record in zip(runs, records, strict=True)]
-    twice, same = ([*Counter(of).values()].count(2) for of in (runs, with_rewards))
-    text += f" {twice} runs are in two parts; {same} of these have the same rewards to the bit both times."
+    rewards: dict[tuple, list[str]] = {}
+    for record in records:
+        run = grids.key(record["cell"]), *record["options"]
+        rewards.setdefault(run, []).append(str(record["series"]["reward"]))
+    again = [of for of in rewards.values() if len(of) > 1]
+    text += f" {len(again)} runs are in several parts; {sum(len(set(of)) == 1 for of in again)} of these have the same "
+    text += "rewards to the bit each time."
     state = f"**Partial: {len(records)} of {total} runs are there.** What is missing is said where it would stand."
     return [
         *([state, ""] if len(records) < total else []),
-        *markdown(["`--study`", "what", "runs", "complete seeds", "failed"], rows),
+        *markdown(["`--study`", "what", "runs", "complete seeds", "failed", "commits: runs"], rows),
         *(["", text] if records else []),
     ]
+
+
+def _commits(records: list[dict]) -> str:
+    """Which commits a part ran at, and how many runs each."""
+    counts = Counter(record["git_commit"][:7] for record in records)
+    return ", ".join(f"{commit}: {number}" for commit, number in counts.items()) or grids.MISSING
 
 
 # Exact lags
@@ -101,7 +111,9 @@ def cost(part: str, measured: str) -> list[str]:
     rounding = found.loc[found["loss"] == NOISE, measured].tolist()
     below = [f"{NOISE}, both fresh: {grids.shown(rounding, '{:+.4f}')}."] if rounding else []
     *table, caption = grids.compact(compare(found, measured))
-    return [*table, " ".join([caption, *below])]
+    start, end = (int(found[name].iloc[0]) for name in ("start", "end"))
+    window = {"area": f"Versions 0 to {end}:"}.get(measured, f"Versions {start} to {end}:")
+    return [*table, " ".join([*([] if measured == "final" else [window]), caption, *below])]
 
 
 def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
@@ -121,16 +133,21 @@ def levels(part: str = "lag") -> pd.DataFrame:
     return frame[frame.mean().sort_values(ascending=False).index]
 
 
+def compare_pairs(level: pd.DataFrame) -> pd.DataFrame:
+    """What grids.py's compare says of each loss (`setting`) less each one in a later column, by seed."""
+    pairs = [
+        {"setting": one, "loss": other, "level": value}
+        for one, other in itertools.combinations(level, 2)
+        for value in (level[one] - level[other]).dropna()
+    ]
+    return grids.compare(pd.DataFrame(pairs))
+
+
 def order(part: str = "lag") -> list[str]:
     """The losses by level at the greatest lag, and which pairs can be told apart."""
     if (level := levels(part)).empty:
         return not_run(part)
-    pairs = [
-        {"setting": better, "loss": worse, "level": value}
-        for better, worse in itertools.combinations(level, 2)
-        for value in (level[better] - level[worse]).dropna()
-    ]
-    rows, lines = grids.compare(pd.DataFrame(pairs)), []
+    rows, lines = compare_pairs(level), []
     outside, stay = rows["says"].isin((grids.BELOW, grids.ABOVE)).sum(), rows[rows["stays"]]
     for loss in level:
         below = [f"`{row.loss}`" for row in stay[stay["setting"] == loss].itertuples()]
@@ -146,28 +163,23 @@ def order(part: str = "lag") -> list[str]:
     ]
 
 
-def same_order(draws: int = 1000) -> list[str]:
-    """Kendall's tau of the order of losses on both models, with an interval by drawing seeds again."""
+def same_order() -> list[str]:
+    """How far the order of losses is the same on both models: of means, and of pairs that can be told apart."""
     tiny, text = levels("lag"), levels("smollm2")
     if tiny.empty or text.empty:
         return not_run("lag" if tiny.empty else "smollm2")
-    low, tau, high = agreement(tiny, text, draws)
-    says = "is the same way on both" if low > 0 else "is turned round" if high < 0 else "cannot be said to hold"
-    found = f"{tau:+.2f} (95 % bootstrap over seeds {low:+.2f} … {high:+.2f}; n = {len(tiny)} and {len(text)} seeds)"
-    common = len(tiny.columns.intersection(text.columns))
-    return [f"- The order of {common} losses at lag {LATE} {says}: Kendall's τ {found.replace('-', '−')}."]
-
-
-def agreement(one: pd.DataFrame, other: pd.DataFrame, draws: int = 1000) -> tuple[float, float, float]:
-    """Kendall's tau between the mean levels of the losses in both, and before and after it the ends of its interval."""
-    common, rng = one.columns.intersection(other.columns), np.random.default_rng(0)
-
-    def tau(*frames: pd.DataFrame) -> float:
-        return stats.kendalltau(*(frame[common].mean() for frame in frames)).statistic
-
-    drawn = (tau(*(f.iloc[rng.integers(len(f), size=len(f))] for f in (one, other))) for _ in range(draws))
-    low, high = np.nanpercentile([*drawn], (2.5, 97.5))
-    return low, tau(one, other), high
+    common = tiny.columns.intersection(text.columns)
+    tau = stats.kendalltau(tiny[common].mean(), text[common].mean())
+    says = [compare_pairs(level[common])["says"].where(lambda of: of != grids.UNCLEAR) for level in (tiny, text)]
+    both = says[0].notna() & says[1].notna()
+    statistic = f"{tau.statistic:+.2f}".replace("-", "−")
+    return [
+        f"- Kendall's τ of the mean levels of {len(common)} losses at lag {LATE} is {statistic}, two-sided p "
+        f"{tau.pvalue:.2f}, if any order were as likely.",
+        f"- Of their {len(both)} pairs {says[0].notna().sum()} can be told apart on the tiny model and "
+        f"{says[1].notna().sum()} on SmolLM2 (95 % t-intervals, no correction), {both.sum()} on both; "
+        f"{(says[0] == says[1])[both].sum()} of these the same way.",
+    ]
 
 
 # Rates
@@ -194,23 +206,32 @@ def rates() -> list[str]:
 
 
 def over_time(record: dict, start_s: float, end_s: float) -> float:
-    """Mean training reward between two times in seconds of steps, each step's reward for as long as it took."""
-    series = record["series"]
-    ends = np.cumsum(series["step_s"])
-    inside = np.clip(ends, start_s, end_s) - np.clip(ends - series["step_s"], start_s, end_s)
-    return float(np.dot(series["reward"], inside) / inside.sum())
+    """Mean training reward of the newest weights between two times in seconds of steps: a version counts from the end
+    of its step to that of the next, whenever its samples are trained on."""
+    of_version, ends = grids.reward_by_version(record), _ends(record)
+    since, until = ends[of_version.index], ends[of_version.index + 1]
+    inside = np.clip(until, start_s, end_s) - np.clip(since, start_s, end_s)
+    return float(np.dot(of_version, inside) / inside.sum())
+
+
+def _ends(record: dict) -> np.ndarray:
+    """When each version was made, 0 the first, in seconds of steps."""
+    return np.concatenate([[0.0], np.cumsum(record["series"]["step_s"])])
 
 
 def by_time(records: list[dict]) -> pd.DataFrame:
-    """A row per run: its loss, seed and α, staleness, and steps and reward until the seed's first run ended."""
-    rows, records = [], [record for record in records if "error" not in record]
-    for record in records:
-        cell, series = record["cell"], record["series"]
-        until = min(np.cumsum(r["series"]["step_s"])[-1] for r in records if r["cell"]["seed"] == cell["seed"])
-        row = {"loss": grids.loss(cell), "seed": cell["seed"], "alpha": cell["async_ratio"]}
+    """A row per run: its loss, seed and α; and until the first run of that loss and seed has no newer version that
+    sampled: seconds, steps and reward. `staleness` is that of the second half of its steps."""
+    rows, runs = [], [record for record in records if "error" not in record]
+    pairs = [(grids.loss(record["cell"]), record["cell"]["seed"]) for record in runs]
+    for pair, record in zip(pairs, runs, strict=True):
+        rivals = (other for of, other in zip(pairs, runs, strict=True) if of == pair)
+        until = min(_ends(other)[grids.reward_by_version(other).index[-1] + 1] for other in rivals)
+        row = {"loss": pair[0], "seed": pair[1], "alpha": record["cell"]["async_ratio"], "seconds": until}
         row |= {"mean": over_time(record, 0, until), "late": over_time(record, 0.8 * until, until)}
-        row["steps"] = np.sum(np.cumsum(series["step_s"]) <= until)
-        rows.append(row | {"staleness": np.mean(series["staleness_mean"][len(series["reward"]) // 2 :])})
+        row |= {"steps": np.sum(_ends(record)[1:] <= until)}
+        staleness = record["series"]["staleness_mean"]
+        rows.append(row | {"staleness": np.mean(staleness[len(staleness) // 2 :])})
     return pd.DataFrame(rows)
 
 
@@ -218,7 +239,8 @@ def bought(runs: pd.DataFrame) -> pd.DataFrame:
     """What each α > 0 of a loss and seed has more than α = 0 after the same time."""
     both = runs[runs["alpha"] > 0].merge(runs[runs["alpha"] == 0], on=["loss", "seed"], suffixes=("", "_0"))
     both = both.assign(setting=[f"α = {alpha:g}" for alpha in both["alpha"]])
-    return both.assign(**{name: both[name] - both[f"{name}_0"] for name in ("mean", "late")}).sort_values("alpha")
+    less = {name: both[name] - both[f"{name}_0"] for name in ("mean", "late")}
+    return both.assign(**less).sort_values("alpha", kind="stable")
 
 
 def equal_time() -> list[str]:
@@ -226,36 +248,45 @@ def equal_time() -> list[str]:
     if (runs := by_time(whole("time"))).empty:
         return not_run("time")
     lines, found = [], bought(runs)
-    for measured, text in (("mean", "Mean reward up to that time"), ("late", "Mean reward in its last fifth")):
+    for measured, text in (("mean", "Mean reward up to that time"), ("late", "Mean reward in the last fifth of it")):
         lines += [f"**{text}, α > 0 − α = 0.**", "", *grids.compact(grids.compare(found, measured)), ""]
     by_alpha = [
         [f"{alpha:g}", *(grids.shown(of.groupby("seed")[name].mean(), "{:.2f}") for name in ("steps", "staleness"))]
         for alpha, of in runs.groupby("alpha")
     ]
-    return [*lines, *markdown(["α", "steps in that time", "realised staleness, steps"], by_alpha)]
+    noise = runs[runs["alpha"] == 0].groupby("seed")["mean"].std().mean()
+    heading = ["α", "steps in that time", "staleness in the second half of a run, steps"]
+    return [
+        *lines,
+        f"That time is {runs['seconds'].min():.0f} to {runs['seconds'].max():.0f} s. At α = 0 all losses train alike; "
+        f"their means up to that time have a standard deviation of {noise:.4f}, which is of the clock alone.",
+        "",
+        *markdown(heading, by_alpha),
+    ]
 
 
 def best() -> list[str]:
     """The α with the greatest mean reward up to one time, for each loss, and whether it can be told from α = 0."""
     if (runs := by_time(whole("time"))).empty:
         return not_run("time")
-    points = []
-    for loss, of in grids.compare(bought(runs), "mean").groupby("loss", sort=False):
+    points, rows = [], grids.compare(bought(runs), "mean")
+    for loss, of in rows.groupby("loss", sort=False):
         top = of.loc[of["values"].map(np.mean).idxmax()]
-        name, said = top["setting"], f"{top['says']}, {grids.shown(top['values'])}"
-        first = f"{name}; less α = 0 it is" if np.mean(top["values"]) > 0 else f"α = 0; the next, {name}, less it is"
-        points.append(f"- `{loss}`: the greatest mean is at {first} {said}.")
+        first = "best at" if np.mean(top["values"]) > 0 else "best at α = 0. Next is"
+        holds = f"{'also' if top['stays'] else 'not'} after Holm's correction over {len(rows)}"
+        said = top["says"] if top["says"] in (grids.FEW, grids.UNCLEAR) else f"{top['says']}, {holds}"
+        points.append(f"- `{loss}`: {first} {top['setting']}: {grids.shown(top['values'])} against α = 0, {said}.")
     return points
 
 
 def in_short() -> list[str]:
     """What the study answers, a point for each interval that counts; and first, which question has no runs yet."""
-    costs = {name: lags(name) for name in EXACT}
-    said = {name: grids.sentences(compare(of)) if len(of) else not_run(name) for name, of in costs.items()}
-    answers = {f"What lag costs: {WHAT[name]}; level, lagged − fresh": said[name] for name in said}
-    answers |= {"Which losses can be told apart": order()[:1], "Whether the order holds on both models": same_order()}
-    answers[f"What lag {LATE} costs at other rates, less what it costs with the defaults; level"] = rates()[:3]
+    answers = {"Which losses can be told apart": order()[:1], "Whether the order holds on both models": same_order()}
     answers["What asynchrony gains in equal time: the best α by loss, in mean reward"] = best()
+    for part, found in ((part, lags(part)) for part in EXACT):
+        said = grids.sentences(compare(found)) if len(found) else not_run(part)
+        answers[f"What lag costs: {WHAT[part]}; level, lagged − fresh"] = said
+    answers[f"What lag {LATE} costs at other rates, less what it costs with the defaults; level"] = rates()[:3]
     lines, missing = [], [title for title, points in answers.items() if not points[0].startswith("-")]
     if missing:
         lines += ["**Not answered yet, as runs are missing:**", "", *(f"- {title}" for title in missing), ""]

@@ -1,19 +1,16 @@
 """The speed of each part against its limit, on the CPU: `python scripts/bench/parts.py`.
 
 trainer      Policy.train_step against forward, backward, clipping and AdamW on the same tokens, packed beforehand
-reward       a reward function of one's own in its processes, beyond its own time, against 0.2 ms
 job          whole steps of the default task at α = 0, 1, 2: pause per update, speed-up over α = 0, and overlap: the
              step against the slower of the same loop without training and training alone
-frozen_lake  speed-up over α = 0 where every turn of the environment takes 0.1 s
 
 Training has a learning rate of 1e-12, so that policy and lengths stay as they are. Lengths of `natural` and `long` are
-in work.py. The page also has `rollout`, one rollout worker against AsyncLLM on the same work, and `publish`, `large`,
-`update` and `queue`: their code is in the history, at their records' commits. gpu.py compares rollout with bare vLLM.
+in work.py. The page also has `rollout`, one rollout worker against AsyncLLM on the same work; `reward`, what a reward
+of one's own takes beyond its own time; `frozen_lake`, the speed-up where every turn takes 0.1 s; and `publish`,
+`large`, `update` and `queue`: their code is in the history, at their records' commits.
 """
 
 import argparse
-import concurrent.futures
-import json
 import math
 import random
 import statistics
@@ -31,7 +28,6 @@ from torch import nn
 
 from config import Config
 from data.tasks import load_task
-from engine.reward_pool import RewardPool
 from scripts.bench import harness
 from scripts.bench.harness import Arm, Bench, Case, Column
 from scripts.bench.rig import Rig, TrainingRig, running
@@ -45,7 +41,6 @@ from scripts.bench.work import (
     run_work_worker,
     work_of,
 )
-from scripts.latency import run_latency_worker
 from scripts.lines import markdown, read
 from trainer.batch import distribute
 from trainer.optimizer import OptimOptions
@@ -53,34 +48,10 @@ from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
 from weights.models import load_tokenizer, resolve_model
 
-LATENCY = "lognormal:2,0.8 scale:0.01"
-"""Of a turn, as in rollout.py: 0.1 s in the mean."""
-# Slots enough that they are never what is short where the environment is slow.
-FROZEN_LAKE = {"task": "frozen_lake", "max_prompt_tokens": 8, "max_response_tokens": 64, "max_running_requests": 1024}
 STEPS = {"full": 10, "tiny": 2}
 """Steps of a measurement."""
-REWARDS, MAX_REWARD_S = 2048, 0.2e-3
 
 Measure = Callable[[], dict]
-
-
-# What is measured
-
-
-@contextmanager
-def rewarding(logs: Path) -> Iterator[Measure]:
-    """Seconds per reward of a plain function of a user's own, which itself takes none."""
-    file, answer = logs / "reward_of_bench.py", json.dumps({"answer": "4", "prompt": "What is 2 + 2? " * 20})
-    file.write_text("def score(response, answer, **row):\n    return float(response == answer)\n", encoding="utf-8")
-    pool = RewardPool("addition", [f"{file}:score"], 10.0)
-
-    def measure() -> dict:
-        start = time.perf_counter()
-        concurrent.futures.wait([pool.begin(answer, "4" * 100) for _ in range(REWARDS)])
-        return {"reward_s": (time.perf_counter() - start) / REWARDS}
-
-    yield measure
-    pool.close()
 
 
 # Training
@@ -151,14 +122,14 @@ def training(who: str, work: Work, steps: int, logs: Path) -> Iterator[Measure]:
 
 
 @contextmanager
-def stepping(config: Config, steps: int, logs: Path, worker_main=run_work_worker, halves=False) -> Iterator[Measure]:
+def stepping(config: Config, steps: int, logs: Path, halves: bool) -> Iterator[Measure]:
     """Whole steps of train_async.py; and with `halves`, of the same loop without training and of training alone.
 
     The job is up only while it is measured: of several at a time, one engine alone would have cores of its own.
     """
 
     def measure() -> dict:
-        with running(TrainingRig(config, logs / f"a{config.async_ratio:g}_{time.time_ns()}", worker_main)) as rig:
+        with running(TrainingRig(config, logs / f"a{config.async_ratio:g}_{time.time_ns()}", run_work_worker)) as rig:
             whole_steps(rig, steps)  # to warm up
             found = whole_steps(rig, steps)
             if halves:
@@ -223,15 +194,13 @@ def against_plain(name: str, found: dict[str, dict]) -> list[dict]:
     return [record(name, found["ours"]["tokens_per_s"], found["plain"]["tokens_per_s"])]
 
 
-def against_synchronous(task: str, found: dict[str, dict]) -> Iterator[dict]:
-    """Speed-up over α = 0, and for the task whose halves are measured too, overlap and pause."""
+def against_synchronous(found: dict[str, dict]) -> Iterator[dict]:
+    """Overlap, pause and speed-up over α = 0."""
     for ratio in (1, 2):
         m = found[f"α={ratio}"]
-        halves = "generate_alone_s" in m
-        if halves:
-            yield record(f"overlap α={ratio}", m["step_s"], max(m["generate_alone_s"], m["train_alone_s"]), **m)
-            yield record(f"pause α={ratio}", m["pause_s"], m["step_s"])
-        yield record(f"speed-up {task} α={ratio}", m["step_s"], found["α=0"]["step_s"], **({} if halves else m))
+        yield record(f"overlap α={ratio}", m["step_s"], max(m["generate_alone_s"], m["train_alone_s"]), **m)
+        yield record(f"pause α={ratio}", m["pause_s"], m["step_s"])
+        yield record(f"speed-up natural α={ratio}", m["step_s"], found["α=0"]["step_s"])
 
 
 def cases(given: argparse.Namespace) -> Iterator[Case]:
@@ -240,17 +209,9 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
     for work in (NATURAL, LONG):
         arms = [Arm(who, partial(training, who, work, steps)) for who in ("ours", "plain")]
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
-    yield Case("reward", [Arm("ours", rewarding)], lambda f: [record("reward", f["ours"]["reward_s"], MAX_REWARD_S)])
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
-    arms = [_of_ratio(config, steps, halves=config.async_ratio > 0) for config in configs]
-    yield Case("job", arms, partial(against_synchronous, "natural"), warm_up=0)
-    configs = [Config(**FROZEN_LAKE, async_ratio=ratio).checked() for ratio in (0.0, 1.0, 2.0)]
-    arms = [_of_ratio(config, steps, worker_main=run_latency_worker(LATENCY)) for config in configs]
-    yield Case("frozen_lake", arms, partial(against_synchronous, "frozen_lake"), warm_up=0)
-
-
-def _of_ratio(config: Config, steps: int, **options) -> Arm:
-    return Arm(f"α={config.async_ratio:g}", partial(stepping, config, steps, **options))
+    arms = [Arm(f"α={c.async_ratio:g}", partial(stepping, c, steps, halves=c.async_ratio > 0)) for c in configs]
+    yield Case("job", arms, against_synchronous, warm_up=0)
 
 
 # Tables

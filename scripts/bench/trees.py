@@ -42,14 +42,15 @@ from weights.models import resolve_model
 
 ARMS, SAME = ("off", "prompt", "tree"), {"float32": 1e-3, "bfloat16": 2e-2}
 """Values of --share-prefix; how much their gradient norms may differ by rounding, relative."""
-SMOLLM2 = "--steps 2 --model smollm2 --dtype bfloat16 --groups-per-step 4 --lr 4e-5 --max-response-tokens 20"
+SMOLLM2 = "--steps 2 --model smollm2 --dtype bfloat16 --groups-per-step 4 --lr 4e-5 --max-response-tokens"
 WORKS = {
     "prompts tiny": "--steps 4",
-    "prompts SmolLM2": f"{SMOLLM2} --task jsonl --data-path other-sums.jsonl",
+    "prompts SmolLM2": f"{SMOLLM2} 20 --task jsonl --data-path other-sums.jsonl",
     "turns frozen_lake": "--steps 4 --task frozen_lake --max-prompt-tokens 8 --max-response-tokens 64",
     "turns guess_number": "--steps 4 --task guess_number --max-prompt-tokens 4 --max-response-tokens 24",
+    "turns SmolLM2": f"{SMOLLM2} 160 --task guess_number --max-prompt-tokens 128",
     "system tiny": "--steps 4 --max-prompt-tokens 400 --task jsonl --data-path same-addition.jsonl",
-    "system SmolLM2": f"{SMOLLM2} --task jsonl --data-path same-sums.jsonl",
+    "system SmolLM2": f"{SMOLLM2} 20 --task jsonl --data-path same-sums.jsonl",
 }
 """Options of the run that is recorded. Rows are problems after five answered ones: others, or the same for all."""
 
