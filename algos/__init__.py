@@ -36,12 +36,18 @@ ADVANTAGES: dict[str, Callable] = {
 KL_ESTIMATORS = kl.ESTIMATORS
 
 
-def choose_loss(algo: str, algo_args: Iterable[str], loss: Callable | None = None) -> Callable:
+def choose_loss(algo: str, algo_args: Iterable[str], loss: Callable | None = None, advantage: str = "grpo") -> Callable:
     """Return the loss that --algo names with its `--algo-args`, as a function of the inputs alone.
 
-    `loss` and what is raised as in `hyperparameters`.
+    `loss` and what is raised as in `hyperparameters`; ValueError also where the loss needs one advantage per sequence,
+    and the estimator `advantage` has one per token.
     """
     loss = loss or LOSSES[algo]
+    if advantage == "gae" and hasattr(loss, "needs_equal_advantages"):
+        raise ValueError(
+            f"--algo {algo} needs one advantage for all tokens of a response, and --advantage gae gives each its own; "
+            "take another --advantage, as grpo, or a loss that weighs tokens one by one, as tis_ppo"
+        )
     return functools.update_wrapper(functools.partial(loss, **hyperparameters(algo, algo_args, loss)), loss)
 
 

@@ -9,7 +9,8 @@ after the last token of a turn comes the first of the next.
 
 G_t, which the values are fitted to, are returns of the policy that sampled. With stale data that is an older one; with
 λ = 1 they are what it got, without bias, and V is a baseline only. Nothing here corrects for how far the trained policy
-has gone from it, as V-trace does (arXiv 1802.01561): that is left to the loss.
+has gone from it, as V-trace does (arXiv 1802.01561): that is left to the loss. A loss that needs equal advantages for
+all tokens of a sequence is refused (algos/inputs.py).
 """
 
 import itertools

@@ -11,6 +11,7 @@ tokens, so `loss_aggregation` says whether sequences (`sequence_mean`, as in the
 mean log-ratio is clamped to ±20 nats. Others: verl and TRL clip in nats too, as here.
 The gradient of one token's loss is spread over the sequence, −g·A/length to each token. Summed over a sequence whose
 tokens share one advantage and one weight, as with every `loss_aggregation`, it is −g·A: on fresh data policy gradient.
+With an advantage per token every token would get their mean, so `--advantage gae` is refused.
 """
 
 import torch
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from algos.arguments import Positive
 from algos.clipping import is_past
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, needs_equal_advantages
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean
 
 
+@needs_equal_advantages
 def loss(
     inputs: LossInputs, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4
 ) -> tuple[Tensor, dict[str, Tensor]]:

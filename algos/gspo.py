@@ -9,17 +9,19 @@ tokens, so `loss_aggregation` says whether sequences (`sequence_mean`, as in the
 mean log-ratio is clamped to ±20 nats.
 The gradient of one token's loss is spread over the sequence, −s·A/length to each token. Summed over a sequence whose
 tokens share one advantage and one weight, as with every `loss_aggregation`, it is −s·A: on fresh data policy gradient.
+With an advantage per token every token would get their mean, so `--advantage gae` is refused.
 """
 
 from torch import Tensor
 
 from algos.arguments import NonNegative, Share
 from algos.clipping import clipped_objective
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, needs_equal_advantages
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean
 
 
+@needs_equal_advantages
 def loss(
     inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -45,6 +45,12 @@ def needs_update(loss: Callable) -> Callable:
     return loss
 
 
+def needs_equal_advantages(loss: Callable) -> Callable:
+    """Mark a loss that is right only where all tokens of a sequence have one advantage: no `--advantage gae`."""
+    loss.needs_equal_advantages = True
+    return loss
+
+
 def joined(parts: Sequence[LossInputs]) -> LossInputs:
     """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
     columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}

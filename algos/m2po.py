@@ -1,12 +1,19 @@
 """M2PO: no clip; the tokens that moved furthest are left out until the second moment of the update is small enough.
 
     r_t    = exp(log π(t) − log π_behavior(t)),    m_t = (log r_t)²
-    M_t    = 0 for the tokens with the largest m_t among those that go on moving away (A·log r_t > 0), as few as make
-             the mean of m over all tokens of the update that are left at most m2_threshold; else 1
+    M_t    = 0 for the tokens with the largest m_t among those that go on moving away (A·log r_t > 0), until the mean of
+             m over those of them that are left, in the whole update, is at most m2_threshold; else 1
     loss_t = −M_t·r_t·A
 
-Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1. It couples all tokens of an optimizer update.
-Differs from the paper: nothing known; a token that is left out stays in the denominator of the mean loss, as there.
+Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1, as its authors' code, Trinity-RFT and ms-swift
+have it: the mean of m is of those that go on, not of all. It couples all tokens of an optimizer update. A token that is
+left out stays in the denominator of the mean loss.
+Differs: what moved as far as the last token left out goes with it, one response sampled twice for example; the
+logarithm of r, not that in m, is clamped to ±20 nats. The authors' code clips where this leaves out, by default never
+inside 0.7 … 1.5.
+AReaL has another form: m is of the proximal policy against the one that sampled; tokens of either direction are left
+out, in each micro-batch by itself, until the mean is below the threshold and not equal to it; one token always stays;
+those left out leave the loss mask, and with it the denominator; its PPO clip stays on top.
 """
 
 import torch
@@ -36,9 +43,7 @@ def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
     """The smallest m that is left out of the update; infinite if none is."""
     may_be = moments[goes_on].double().sort(descending=True).values
-    removed = torch.cat([may_be.new_zeros(1), may_be.cumsum(0)])  # by leaving out the first 0, 1, 2 …
-    left = len(moments) - torch.arange(len(removed), device=moments.device)
-    is_enough = (moments.double().sum() - removed) <= threshold * left
-    is_enough[-1] = True  # more than all of them cannot be left out
-    count = int(is_enough.int().argmax())
+    left = may_be.flip(0).cumsum(0).flip(0)  # sums of what is left when the first 0, 1, 2 … are left out
+    is_too_much = left > threshold * torch.arange(len(may_be), 0, -1, device=moments.device)
+    count = int(is_too_much.sum())  # their means fall, as the largest goes first
     return moments.new_tensor(torch.inf) if count == 0 else may_be[count - 1].to(moments.dtype)

@@ -5,7 +5,8 @@
     loss_t = −M·min(r_t·A, clip(r_t, 1 − clip_low, 1 + clip_high)·A)
 
 DeepSeek-V3.2, arXiv 2512.02556, eq. 9, «off-policy sequence masking». M carries no gradient. The mean estimates
-KL(behavior ‖ π) in nats per token; good responses stay, however far.
+KL(behavior ‖ π) in nats per token; good responses stay, however far. With an advantage per token no response is good
+or bad as a whole, so `--advantage gae` is refused.
 Differs from the paper: it gives no delta. TRL's example is 0.5, the default here; slime's default is 1e-4. The KL term
 is the trainer's (`kl_coef`), 1/length is a choice of `loss_aggregation`, a sequence left out stays in the denominator
 of the mean, and log-ratios are clamped to ±20 nats.
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from algos.arguments import NonNegative, Positive, Share
 from algos.clipping import clipped_objective
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, needs_equal_advantages
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean
 
 
+@needs_equal_advantages
 def loss(
     inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.2, delta: Positive = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,6 +10,13 @@ from torch import Tensor
 
 from algos.inputs import LossInputs
 
+_MUST_TRAIN = {
+    0.0: "fresh tokens, whose ratio is 1",
+    1e-5: "tokens that only rounding has moved, by 1e-5 nats the way their advantage points",
+}
+"""Tokens that a loss must train some of, by how far they moved, nats: clips and bands are to be wider than what engine
+and trainer differ by at one version."""
+
 
 def check_signature(loss: Any) -> None:
     """Raise TypeError unless something is a function of the inputs, whose other parameters have defaults."""
@@ -25,10 +32,10 @@ def check_signature(loss: Any) -> None:
 
 
 def try_loss(loss: Callable) -> None:
-    """Compute a loss on six tokens of two sequences, a good and a bad one: stale ones, then fresh ones.
+    """Compute a loss on six tokens of two sequences, a good and a bad one: stale ones, then those of _MUST_TRAIN.
 
-    Raises TypeError for what is no loss and stats for each of them, ValueError where the fresh tokens, whose ratio is
-    1, have no gradient or one that is not finite, and whatever the loss raises.
+    Raises TypeError for what is no loss and stats for each of them, ValueError where the latter have no gradient at all
+    or one that is not finite, and whatever the loss raises.
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     found = loss(_six_tokens(loss, logprobs, 0.1))
@@ -40,18 +47,22 @@ def try_loss(loss: Callable) -> None:
             raise TypeError(f"{name} is {what} for N = 6 tokens; give a tensor [N], one value for each token")
     if not found[0].requires_grad:
         raise TypeError("per_token_loss carries no gradient; make it of inputs.logprobs, not detached")
-    fresh = loss(_six_tokens(loss, logprobs, 0.0))[0]
-    (slopes,) = torch.autograd.grad(fresh.sum(), logprobs)
-    if not (fresh.isfinite().all() and slopes.isfinite().all() and slopes.any()):
-        got = f"the losses {fresh.tolist()} and the gradient {slopes.tolist()}"
-        raise ValueError(f"fresh tokens, whose ratio is 1, have {got}: nothing would be trained; take other arguments")
+    for moved, which in _MUST_TRAIN.items():
+        losses = loss(_six_tokens(loss, logprobs, moved))[0]
+        (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
+        if not (losses.isfinite().all() and slopes.isfinite().all() and slopes.any()):
+            got = f"the losses {losses.tolist()} and the gradient {slopes.tolist()}"
+            raise ValueError(f"{which}, have {got}: nothing would be trained; take other arguments")
 
 
-def _six_tokens(loss: Callable, logprobs: Tensor, log_ratio: float) -> LossInputs:
-    """Inputs that a loss might see; the log-probs of the policy that sampled are lower by `log_ratio`, nats."""
+def _six_tokens(loss: Callable, logprobs: Tensor, moved: float) -> LossInputs:
+    """Inputs that a loss might see; good tokens are `moved`, nats, likelier than when they were sampled, bad ones less
+    likely."""
     ids, held = torch.tensor([0, 0, 0, 0, 1, 1]), logprobs.detach()
+    advantages = 1.0 - 2 * ids
+    log_ratio = moved * advantages
     others = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
-    inputs = LossInputs(logprobs, **others, advantages=1.0 - 2 * ids, rewards=1.0 - ids, sequence_ids=ids)
+    inputs = LossInputs(logprobs, **others, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids)
     return replace(inputs, update=inputs.to("cpu")) if hasattr(loss, "needs_update") else inputs
 
 

@@ -95,8 +95,7 @@ def resolved(options: dict[str, typing.Any]) -> dict[str, typing.Any]:
 
 
 def check(config: Config) -> None:
-    """Raise ValueError, in one line, for an option of a loss or a task that it does not take, and for something of the
-    user's own that does not load or is not what it must be."""
+    """Raise ValueError, in one line, for what a loss or a task does not take, or what of the user's own is unfit."""
     from algos import AdvantageOptions
     from trainer.optimizer import OptimOptions
 
@@ -116,7 +115,7 @@ def _check_loss(config: Config) -> None:
     loss = own.load(config.algo, "--algo", LOSSES)
     with own.blamed(config.algo, "--algo"):
         check_signature(loss)
-    chosen = choose_loss(config.algo, config.algo_args, loss)
+    chosen = choose_loss(config.algo, config.algo_args, loss, config.advantage)
     with own.blamed(config.algo, "--algo"):
         try_loss(chosen)
 

@@ -41,12 +41,24 @@ TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
 
 
 # With the default options there is no exception. Three can be made to differ: weighted_topr, by other weights, which is
-# what they are for (its own test); gspo and gmpo, whose gradient is spread over the sequence, by advantages or weights
-# that differ between the tokens of one sequence, which no estimator and no aggregation gives.
+# what they are for (its own test); gspo and gmpo, whose gradient is spread over the sequence, by advantages that differ
+# between the tokens of one sequence, which are refused (the next test), or weights that do, which no aggregation gives.
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tokens_per_sequence", [1, 10])
 def test_on_policy_every_loss_is_policy_gradient(name, tokens_per_sequence):
     check_on_policy_gradient(VARIANTS[name], random_inputs(tokens_per_sequence=tokens_per_sequence))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_gradient_of_a_token_has_no_other_token_s_advantage_or_the_loss_refuses_advantages_per_token(name):
+    inputs = random_inputs()
+    inputs = replace(inputs, advantages=torch.linspace(-1, 1, 60, dtype=torch.float64).roll(7))
+    others = inputs.advantages.clone()
+    others[1::2] *= -2
+    changed = gradient(VARIANTS[name], replace(inputs, advantages=others))[::2]
+    is_its_own = torch.equal(changed, gradient(VARIANTS[name], inputs)[::2])
+    assert is_its_own == (name not in ("gspo", "gmpo"))
+    assert hasattr(LOSSES[name.partition("-")[0]], "needs_equal_advantages") == (name in ("gspo", "gmpo", "opsm"))
 
 
 @pytest.mark.parametrize("name", TOKEN_LEVEL)

@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 import torch
 from loss_checks import as_update, gradient, random_inputs
+from own_files import LOSS, write_own
 
 from algos import LOSSES, LossInputs, choose_loss, hyperparameters
 from algos.own_loss import try_loss
@@ -154,6 +155,8 @@ def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
             ("positive_weight=0", "negative_weight=0"),
             "both 0, and nothing is trained",
         ),
+        ("grpo", ("clip_low=0", "clip_high=0"), "nothing would be trained; take other arguments"),
+        ("mis", ("low=0.9999999", "high=1"), "nothing would be trained; take other arguments"),
     ],
 )
 def test_what_two_arguments_may_not_be_together_is_one_line_before_anything_starts(algo, items, message, capsys):
@@ -172,6 +175,71 @@ def test_a_loss_without_a_gradient_on_fresh_tokens_is_refused():
         try_loss(masked)
     with pytest.raises(ValueError, match="nan"):
         try_loss(lambda inputs: (inputs.logprobs * math.nan, {}))
+
+
+@pytest.mark.parametrize("algo", LOSSES)
+def test_the_defaults_of_every_loss_train_tokens_that_rounding_has_moved(algo):
+    try_loss(choose_loss(algo, ()))
+
+
+@pytest.mark.parametrize(
+    ("algo", "items"),
+    [
+        ("grpo", ("clip_low=0", "clip_high=0")),
+        ("grpo", ("clip_low=1e-6", "clip_high=1e-6", "dual_clip=3")),
+        ("gspo", ("clip_low=0", "clip_high=0")),
+        ("cispo", ("clip_low=0", "clip_high=0", "unified_mask=true")),
+        ("decoupled_ppo", ("clip_low=0", "clip_high=0")),
+        ("mis", ("low=0.9999999", "high=1")),
+        ("mis", ("low=0.9999999", "high=1", "level=sequence")),
+        ("mis", ("low=0.9999999", "high=1", "level=geometric")),
+        ("icepop", ("low=0.9999999", "high=1")),
+        ("dppo", ("delta_low=1e-9", "delta_high=1e-9")),
+        ("gmpo", ("clip_low=1e-9", "clip_high=1e-9")),
+        ("m2po", ("m2_threshold=1e-12",)),
+    ],
+)
+def test_a_clip_or_band_that_rounding_alone_leaves_is_refused(algo, items):
+    with pytest.raises(ValueError, match=r"only rounding has moved, .+ nothing would be trained; take other arguments"):
+        try_loss(choose_loss(algo, items))
+
+
+@pytest.mark.parametrize(
+    ("algo", "items"),
+    [
+        ("grpo", ("clip_low=0",)),
+        ("grpo", ("clip_high=0",)),
+        ("mis", ("high=1",)),
+        ("mis", ("low=0.9999999",)),
+        ("cispo", ("clip_low=0", "clip_high=0")),
+        ("opsm", ("delta=1e-9",)),
+    ],
+)
+def test_a_clip_that_trains_good_tokens_or_bad_ones_alone_or_only_levels_their_weights_is_taken(algo, items):
+    try_loss(choose_loss(algo, items))
+
+
+@pytest.mark.parametrize("algo", LOSSES)
+def test_advantages_per_token_are_refused_with_the_losses_that_need_equal_ones(algo, capsys):
+    args = ["--algo", algo, "--advantage", "gae"]
+    if not hasattr(LOSSES[algo], "needs_equal_advantages"):
+        assert parse_config(args).algo == algo
+        return
+    with pytest.raises(SystemExit):
+        parse_config(args)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --algo {algo} needs one advantage for all tokens of a response, and --advantage")
+    assert parse_config(args[:2]).algo == algo
+
+
+def test_a_loss_of_the_user_s_own_says_itself_that_it_needs_equal_advantages(tmp_path, capsys):
+    marked = LOSS.replace("import torch", "import torch\nfrom algos.inputs import needs_equal_advantages")
+    path = write_own(tmp_path, marked.replace("def loss(", "@needs_equal_advantages\ndef loss("))
+    with pytest.raises(SystemExit):
+        parse_config(["--algo", f"{path}:loss", "--advantage", "gae"])
+    assert f"--algo {path}:loss needs one advantage for all tokens" in capsys.readouterr().err
+    unmarked = write_own(tmp_path, LOSS)
+    assert parse_config(["--algo", f"{unmarked}:loss", "--advantage", "gae"]).advantage == "gae"
 
 
 def convert_to_float32(inputs):

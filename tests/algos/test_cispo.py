@@ -1,7 +1,9 @@
 import functools
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from loss_checks import check_stats, check_values_and_gradients, clip, each, gradient, one_token, random_inputs
 
 from algos import LOSSES
@@ -48,6 +50,18 @@ def test_the_unified_mask_drops_what_ppo_would_clip(ratio, advantage, weight):
     inputs = one_token(math.log(ratio), advantage)
     assert gradient(masked, inputs).item() == pytest.approx(-weight * advantage, abs=1e-12)
     assert masked(inputs)[1]["clipped"].item() == 1.0
+
+
+def test_losses_are_those_of_skyrl():
+    # SkyRL, tests/train/algorithms/test_losses.py, test_policy_loss_cispo: −2.9930 is their sum.
+    current, old = (-1.69315, -1.0, -0.69741), (-1.0, -1.0, -3.0)
+    found = []
+    for logprob, behavior, advantage in zip(current, old, (1.0, -1.0, -4.0), strict=True):
+        values = [torch.tensor([value], dtype=torch.float64) for value in (logprob, behavior)]
+        inputs = replace(one_token(0.0, advantage), logprobs=values[0], behavior_logprobs=values[1])
+        found.append(loss(inputs, clip_low=0.2, clip_high=0.2)[0].item())
+    assert found == pytest.approx([1.35452, -1.0, -3.347568], abs=1e-5)
+    assert sum(found) == pytest.approx(-2.9930, abs=5e-5)
 
 
 def test_stats_are_detached_and_per_token():

@@ -95,7 +95,8 @@ def test_kl_of_a_token_that_a_policy_is_sure_of_is_zero_or_infinite_and_never_na
 )
 def test_masks_and_gradients_are_those_of_other_projects(divergence, delta, behavior, logprobs, advantages, kept):
     # SkyRL, tests/train/algorithms/test_losses.py, test_dppo_policy_loss; the last row is rLLM's test of its DPPO-TV.
-    # SkyRL's loss is −ratio·A with gradient, which below the cap has the gradient of ours.
+    # SkyRL's loss is −ratio·A with gradient, which below the cap has the gradient of ours. Of the third row SkyRL says
+    # only that a token is left out (its `clip_ratio` is above 0); that it is the first one is by hand.
     inputs = probabilities([math.exp(x) for x in logprobs], [math.exp(x) for x in behavior], advantages)
     chosen = functools.partial(loss, divergence=divergence, delta_low=delta, delta_high=delta)
     expected = [-math.exp(x - b) * a * keep for x, b, a, keep in zip(logprobs, behavior, advantages, kept, strict=True)]

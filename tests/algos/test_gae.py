@@ -68,6 +68,12 @@ def test_without_values_and_discount_every_token_has_the_reward_of_its_sequence(
     assert torch.equal(gae(rewards, torch.zeros_like(values), ids, 1.0, 1.0), rewards)
 
 
+def test_advantages_are_those_of_roll():
+    # ROLL, tests/utils/test_functionals.py, test_compute_advantage_masks_values_before_gae_bootstrap.
+    ones, zeros = torch.ones(2), torch.zeros(2)
+    assert gae(ones, zeros, zeros.long(), gamma=1.0, lam=0.95).tolist() == pytest.approx([0.95, 1.0], abs=1e-5)
+
+
 def test_nothing_is_made_of_nothing():
     none = torch.zeros(0)
     assert gae(none, none, none.long(), 1.0, 1.0).shape == (0,)

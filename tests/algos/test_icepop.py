@@ -53,6 +53,31 @@ def test_a_token_outside_the_band_is_left_out(stale, weight, level):
     assert gradient(chosen, inputs).item() == pytest.approx(-weight, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("proximal", "behavior", "advantages", "weights", "tolerance"),
+    [
+        # verl, tests/trainer/ppo/test_rollout_corr.py, test_exact_icepop_zeroes_weights_without_changing_mask.
+        ([0.0] * 3, [-math.log(k) for k in (0.4, 0.8, 6.0)], [1.0, -1.0, 2.0], [0.0, 0.8, 0.0], 1e-5),
+        # NeMo RL, tests/unit/algorithms/test_loss_functions.py, test_clipped_pg_loss_icepop_importance_sampling: four
+        # digits.
+        ([-1.0] * 3, [-0.5, -3.5, -0.8], [1.0, -1.0, 2.0], [0.6065, 0.0, 0.8187], 5e-5),
+    ],
+    ids=["verl", "nemo_rl"],
+)
+def test_weights_are_those_of_other_projects(proximal, behavior, advantages, weights, tolerance):
+    inputs = replace(
+        random_inputs(3, tokens_per_sequence=3),
+        logprobs=torch.tensor(proximal, dtype=torch.float64).requires_grad_(),
+        proximal_logprobs=torch.tensor(proximal, dtype=torch.float64),
+        behavior_logprobs=torch.tensor(behavior, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+    )
+    chosen = functools.partial(loss, low=0.5, high=5.0)
+    assert chosen(inputs)[1]["weight"].tolist() == pytest.approx(weights, abs=tolerance)
+    expected = [-w * a for w, a in zip(weights, advantages, strict=True)]
+    assert gradient(chosen, inputs).tolist() == pytest.approx(expected, abs=2 * tolerance)
+
+
 @pytest.mark.parametrize(("moved", "is_clipped"), [(1.19, False), (1.21, True)])
 def test_the_clip_is_anchored_at_the_proximal_policy(moved, is_clipped):
     inputs = one_token(math.log(2 * moved), 1.0, proximal=math.log(2))

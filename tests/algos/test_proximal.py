@@ -37,5 +37,21 @@ def test_it_is_exact_where_log_probs_move_linearly_with_the_version():
     torch.testing.assert_close(found, torch.tensor([-1.3]))
 
 
+@pytest.mark.parametrize(
+    ("current", "behavior", "version", "sampled_by", "expected"),
+    [
+        # AReaL, tests/test_prox_approx.py: test_basic_loglinear_interpolation, test_mixed_versions_in_batch and
+        # test_alpha_clamping. Its proximal policy is one version behind the current one: the last update of a step.
+        ([-1.5, -2.5, -3.5], [-1.0, -2.0, -3.0], 2, [0, 0, 0], [-1.25, -2.25, -3.25]),
+        ([-1.5, -2.2], [-1.0, -2.0], 4, [0, 2], [-1.375, -2.1]),
+        ([-2.0], [-1.0], 5, [4], [-1.0]),
+    ],
+)
+def test_a_whole_step_after_the_proximal_policy_it_is_that_of_areal(current, behavior, version, sampled_by, expected):
+    lags = version - 1 - torch.tensor(sampled_by)
+    logs = [torch.tensor(values, dtype=torch.float64) for values in (current, behavior)]
+    assert loglinear(*logs, lags, progress=1.0).tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_float32_stays_float32():
     assert loglinear(CURRENT.float(), BEHAVIOR.float(), LAGS, 0.5).dtype == torch.float32
