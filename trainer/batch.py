@@ -11,12 +11,9 @@ from algos import ADVANTAGES, overlong_penalty
 from cluster.cluster import Cluster
 from config import Config
 from data.records import Group
+from trainer.attention import dense_cost
 from trainer.packing import Bundle, Sharing, TrainSequence, bundle_within, first_fit_decreasing
 from trainer.policy import Policy
-
-COLUMNS_PER_TOKEN = 256
-"""Cost of all but attention for a token, in columns of a dense attention mask: 235 and 329 in the tiny model on a CPU,
-from steps with short and long rows. By operations it is 6 times the hidden size, so a larger model could share more."""
 
 
 def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> list[list[list[Bundle]]]:
@@ -29,7 +26,8 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
     if groups is not None:
         updates = make_updates(groups, config, cluster, step=step)
         num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
-        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row)
+        hidden_size = policy.module.model.config.get_text_config().hidden_size
+        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row, hidden_size)
     mine = cluster.scatter_on_node(shares)
     return mine if cluster.num_nodes == 1 else pad(mine, cluster)
 
@@ -78,14 +76,15 @@ def distribute(
     max_tokens: int,
     share_prefix: Sharing = "off",
     one_row: bool = False,
+    hidden_size: int = 64,
 ) -> list[list[list[list[Bundle]]]]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
-    `share_prefix` as in bundle, `one_row` as in pack.
+    `share_prefix` as in bundle, `one_row` as in pack; `hidden_size` of the model, by default the tiny one.
     """
     shares: list[list[list[list[Bundle]]]] = [[] for _ in range(num_ranks)]
     for update in updates:
-        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, one_row)
+        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, one_row, hidden_size)
         plan = split_into_microbatches([b.num_tokens for b in bundles], num_ranks, max_tokens)
         for share, microbatches in zip(shares, plan, strict=True):
             share.append([[bundles[b] for b in chosen] for chosen in microbatches])
@@ -93,7 +92,12 @@ def distribute(
 
 
 def choose_bundles(
-    sequences: list[TrainSequence], num_ranks: int, max_tokens: int, share_prefix: Sharing, one_row: bool
+    sequences: list[TrainSequence],
+    num_ranks: int,
+    max_tokens: int,
+    share_prefix: Sharing,
+    one_row: bool,
+    hidden_size: int = 64,
 ) -> list[Bundle]:
     """Bundle the sequences of an update so that the rank with the most to compute has as little as may be.
 
@@ -106,17 +110,10 @@ def choose_bundles(
 
     def cost(bundles: list[Bundle]) -> float:
         lengths = [b.num_tokens for b in bundles]
-        return max(row_cost([lengths[i] for i in items], one_row) for items in balance(lengths, num_ranks))
+        of_ranks = ([lengths[i] for i in items] for items in balance(lengths, num_ranks))
+        return max(sum(of) if one_row else dense_cost(of, hidden_size) for of in of_ranks)
 
     return min(bundle_within(limits, sequences, share_prefix), key=cost)
-
-
-def row_cost(lengths: list[int], one_row: bool) -> int:
-    """Cost to compute a rank's bundles of `lengths` tokens, relative to other ways to pack the same sequences."""
-    if one_row or not lengths:
-        return sum(lengths)
-    width = max(lengths)
-    return len(first_fit_decreasing(lengths, width)) * width * (COLUMNS_PER_TOKEN + width)
 
 
 def split_into_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:

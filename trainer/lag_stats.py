@@ -72,14 +72,13 @@ class TokenStats:
         `sequence_ess` is the effective sample size of the sequences' whole ratios. `tokens` is a sum.
         """
         mine = {name: sums.tolist() for name, sums in self._sums.items()}
-        of_ranks, ratios = _on_all_ranks(mine), _on_all_ranks([_joined(self._log_ratios), _joined(self._of_sequences)])
+        ratios = _joined(self._log_ratios), _joined(self._of_sequences)
+        of_ranks, *ratios = zip(*_on_all_ranks((mine, *ratios)), strict=True)
         names = dict.fromkeys(name for sums in of_ranks for name in sums)
         empty = [0.0] * len(LAG_BUCKETS)  # of a rank that only ran empty micro-batches: it knows no names
         columns = {name: zip(*(s.get(name, empty) for s in of_ranks), strict=True) for name in names}
         sums = {name: [sum(of_bucket) for of_bucket in buckets] for name, buckets in columns.items()}
-        metrics = _means({name: sum(values) for name, values in sums.items()}) | _tails(
-            *map(_joined, zip(*ratios, strict=True))
-        )
+        metrics = _means({name: sum(values) for name, values in sums.items()}) | _tails(*map(_joined, ratios))
         for i, bucket in enumerate(LAG_BUCKETS):
             means = _means({name: values[i] for name, values in sums.items()})
             metrics |= {f"{name}/lag_{bucket}": mean for name, mean in means.items()}

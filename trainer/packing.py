@@ -45,7 +45,7 @@ class TrainSequence:
     @property
     def num_trained(self) -> int:
         """Number of tokens that carry a loss."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,12 @@ def _place(
     """Place a bundle in a row [L] from a column on; returns columns of what predicts each member's trained tokens."""
     path, sources = np.zeros(0, dtype=np.int64), []  # columns of the tokens of one sequence
     for sequence, shared in zip(chosen.sequences, (0, *chosen.shared), strict=True):
-        new = np.arange(column, column + len(sequence.tokens) - shared)
         visible_until[path[shared:]] = column
-        input_ids[new], position_ids[new] = sequence.tokens[shared:], np.arange(shared, len(sequence.tokens))
-        path, column = np.concatenate([path[:shared], new]), column + len(new)
-        sources.append(path[np.flatnonzero(sequence.loss_mask) - 1])
+        start, column = column, column + len(sequence.tokens) - shared
+        input_ids[start:column] = sequence.tokens[shared:]
+        position_ids[start:column] = np.arange(shared, len(sequence.tokens))
+        path = np.concatenate([path[:shared], np.arange(start, column)])
+        sources.append(path[:-1][sequence.loss_mask[1:]])
     visible_until[path] = column
     return sources
 

@@ -233,6 +233,7 @@ class Policy:
         behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
         loss, loss_stats = self.loss(replace(_loss_inputs(batch, logprobs, anchor, position), update=whole))
         of_batch = {"entropy": entropy.detach(), "advantage": batch.advantages, "reward": batch.rewards}
+        of_batch["length"] = torch.tensor(batch.num_trained, device=self.device)[batch.sequence_ids]
         token_stats = drift(logprobs.detach(), behavior) | of_batch | loss_stats
         if self.reference is not None:
             kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
@@ -292,9 +293,10 @@ class Policy:
         return values
 
 
+@torch.no_grad()
 def _in_bfloat16(parameter: DTensor) -> Tensor:
     """A copy of this rank's part of a float32 parameter, as engines get it."""
-    return parameter.detach().to_local().to(torch.bfloat16)
+    return parameter.to_local().to(torch.bfloat16)
 
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor, anchor: Tensor | None, position: StepPosition) -> LossInputs:
@@ -313,7 +315,7 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
     ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
     """
-    loss = choose_loss(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES))
+    loss = choose_loss(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES), config.advantage)
     mesh = trainer_mesh(config.replicas, device)
     module, reference = load_model(config, model_path, mesh, device), None
     if config.kl_coef > 0 and config.lora_rank:
