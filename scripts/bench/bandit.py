@@ -170,7 +170,8 @@ def write(out: Path) -> None:
         "# Which gradient survives stale data: a tabular softmax bandit",
         f"`{made['command']}`: commit {made['commit']}; {made['hardware']}; torch {made['packages']['torch']}; "
         f"n = {made['n']} random starts, {made['choices']} choices per token, lr {made['lr']}; every loss with "
-        "its default options.",
+        "its default options, but without `m2po`, which couples all tokens of an update: an arm has no gradient of its "
+        "own.",
         "Means over the starts (their standard deviations are in `bandit.jsonl`) of "
         + "; ".join(f"{name}, {formula}" for name, (formula, _) in MEASURES.items())
         + ". What is computed, and how exactly, is on top of `scripts/bench/bandit.py`.",
