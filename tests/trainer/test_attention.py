@@ -1,6 +1,7 @@
 """A prefix that is read once gives the log-probs and the gradient of one that is read for every sequence."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from test_policy import AGGREGATIONS, make_config, plain_gradient, plain_logprob
 from tiny_policy import (
     VOCAB,
     assert_same_gradient,
+    brute_force_nucleus,
     first_gradient,
     grouped_sequences,
     load,
@@ -16,6 +18,7 @@ from tiny_policy import (
     random_tree,
     save_tiny_model,
 )
+from torch.func import functional_call
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,12 +30,13 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from algos import LOSSES
+from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
 from algos.sampling import Sampling
 from trainer.attention import _block_mask_maker, attention_inputs, check_layers, dense_mask, mask_function
 from trainer.batch import distribute
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import named_adapters
+from trainer.optimizer import OptimOptions
 from trainer.packing import bundle, pack
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -79,38 +83,146 @@ def assert_gradient_of_the_definition(path, sequences, aggregation, budget, shar
     return metrics
 
 
+# Against single sequences, whatever is trained how
+
+
+IN_PARTS = (("prompt", 60), ("tree", 35), ("tree", 100_000))
+"""What is shared, and the most tokens of a micro-batch: a tree in parts, and whole."""
+
+
 @pytest.mark.parametrize("algo", LOSSES)
-def test_every_loss_has_the_same_gradient_on_a_tree_in_parts_as_on_single_sequences(untied, algo):
-    """With a penalty to a reference; tolerance 1e-5 of each parameter's largest gradient, 1e-3 of the metrics."""
-    sequences = random_tree(12, seed=1)
-    found = {}
-    for sharing in ("off", "prompt", "tree"):
-        config = make_config(untied, algo=algo, share_prefix=sharing, kl_coef=0.1, **wide_clip(algo))
-        policy = load(config)
-        metrics = policy.train_step(distribute([sequences], 1, 60, sharing)[0], policy_version=12)
-        read = metrics.pop("tokens/forward"), metrics.pop("tokens/saved_share")
-        found[sharing] = (read, metrics, first_gradient(policy))
-    (off, *_), (prompt, *_), (tree, *_) = found.values()
-    assert tree[0] < prompt[0] <= off[0] and tree[1] > 0.2 and off[1] == 0
-    for _, metrics, gradient in list(found.values())[1:]:
-        assert metrics == pytest.approx(found["off"][1], rel=1e-3, abs=1e-5)
-        assert_same_gradient(gradient, found["off"][2])
+def test_every_loss_has_the_gradient_of_single_sequences_on_a_tree(untied, algo):
+    """With a penalty to a reference, which is less sure; tolerance 1e-5 of each parameter's largest gradient, 1e-3 of
+    the metrics. Tree and aggregation go by the length of the loss's name, so that a new one changes no other's."""
+    sequences, aggregation = random_tree(12, seed=len(algo)), AGGREGATIONS[len(algo) % 3]
+    options = {"algo": algo, "loss_aggregation": aggregation, "kl_coef": 0.1, **wide_clip(algo)}
+    model, found = AutoModelForCausalLM.from_pretrained(untied).eval(), []
+    logits = logits_alone(model, sequences)
+    loss, means = loss_of_the_definition(make_config(untied, **options), sequences, logits, 0.8 * logits.detach())
+    loss.backward()
+    for sharing, budget in IN_PARTS:
+        policy = load(make_config(untied, share_prefix=sharing, **options))
+        with torch.no_grad():
+            policy.reference.model.get_output_embeddings().weight.mul_(0.8)
+        found.append(assert_step(policy, sequences, budget, means, {n: p.grad for n, p in model.named_parameters()}))
+    assert found[0].pop("tokens/forward") >= found[1].pop("tokens/forward") >= found[2].pop("tokens/forward")
+    assert found[0].pop("tokens/saved_share") < 0.3 < found[2].pop("tokens/saved_share")
+    del found[1]["tokens/saved_share"]
+    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_adapters_have_the_same_gradient_on_a_tree_as_on_single_sequences(untied, aggregation):
-    """Of adapters that are no longer 0. Tolerance 1e-5 of each one's largest gradient."""
-    sequences, found = random_tree(12, seed=2), []
-    for sharing in ("off", "prompt", "tree"):
-        policy = load(make_config(untied, lora_rank=4, loss_aggregation=aggregation, share_prefix=sharing))
+def test_adapters_have_the_gradient_of_single_sequences_on_a_tree(untied, aggregation):
+    """Of adapters that are no longer 0, with a penalty to the model below them. Tolerance 1e-5 of each one's largest
+    gradient."""
+    sequences, options = random_tree(12, seed=len(aggregation)), {"loss_aggregation": aggregation, "kl_coef": 0.1}
+    policies = [load(make_config(untied, lora_rank=4, share_prefix=sharing, **options)) for sharing, _ in IN_PARTS]
+    for policy in policies:
         generator = torch.Generator().manual_seed(0)
         for _, adapter in named_adapters(policy.module.model):
             adapter.detach().to_local().normal_(std=0.05, generator=generator)
-        policy.train_step(distribute([sequences], 1, 60, sharing)[0], policy_version=12)
-        found.append(first_gradient(policy))
-    assert len(found[0]) == 28 and min(gradient.abs().max() for gradient in found[0].values()) > 0
-    assert_same_gradient(found[1], found[0])
-    assert_same_gradient(found[2], found[0])
+    adapters = {n: p.full_tensor().detach().clone() for n, p in named_adapters(policies[0].module.model)}
+    model, merged = AutoModelForCausalLM.from_pretrained(untied).eval().requires_grad_(False), {}
+    for name, weight in model.named_parameters():
+        a, b = (adapters.get(name.replace(".weight", f".lora_{letter}")) for letter in "AB")
+        if a is not None:
+            merged[name] = weight + 2 * b.requires_grad_() @ a.requires_grad_()
+    logits = logits_alone(model, sequences, merged)
+    loss, means = loss_of_the_definition(policies[0].config, sequences, logits, logits_alone(model, sequences))
+    loss.backward()
+    gradient = {name: adapter.grad for name, adapter in adapters.items()}
+    assert len(gradient) == 28 and min(g.abs().max() for g in gradient.values()) > 0
+    for policy, (_, budget) in zip(policies, IN_PARTS, strict=True):
+        assert_step(policy, sequences, budget, means, gradient)
+
+
+ENTROPY = {"optim_args": ("entropy=0.5",)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"top_p": 0.7}, {"top_k": 6}, {"min_p": 0.05}, ENTROPY),
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 12, "min_p": 0.01, **ENTROPY},
+    ],
+    ids=["top_p", "top_k", "min_p", "entropy", "all"],
+)
+def test_sampling_and_the_entropy_bonus_have_the_gradient_of_single_sequences_on_a_tree(untied, options):
+    """What is kept of a prefix's next tokens is another set for one that was sampled from outside it in a branch."""
+    sequences, config = random_tree(9, seed=7), make_config(untied, share_prefix="tree", **options)
+    model = AutoModelForCausalLM.from_pretrained(untied).eval()
+    logits = logits_alone(model, sequences)
+    prefixes = [tuple(s.tokens[:t]) for s in sequences for t in np.flatnonzero(s.loss_mask)]
+    kept = kept_tokens(config, logits.detach(), trained_columns(sequences)["tokens"])
+    sets = set(zip(prefixes, map(tuple, kept.tolist()), strict=True))
+    assert len(set(prefixes)) < len(prefixes) and (len(sets) > len(set(prefixes)) or options is ENTROPY)
+    loss, means = loss_of_the_definition(config, sequences, logits, kept=kept)
+    loss.backward()
+    assert_step(load(config), sequences, 40, means, {n: p.grad for n, p in model.named_parameters()})
+
+
+def logits_alone(model, sequences, weights=None):
+    """Logits [N, V] before the trained tokens, each sequence read by itself: unpacked, and not sharded."""
+    read = functools.partial(functional_call, model, weights or {})
+    pairs = [(torch.from_numpy(s.tokens)[None], np.flatnonzero(s.loss_mask) - 1) for s in sequences]
+    return torch.cat([read(tokens).logits[0][before] for tokens, before in pairs])
+
+
+def trained_columns(sequences):
+    """What is known of the N trained tokens, by field of TrainSequence, and the sequence of each."""
+    trained = [s for s in sequences if s.num_trained]
+    ids = torch.arange(len(trained)).repeat_interleave(torch.tensor([s.num_trained for s in trained]))
+    names = ("tokens", "behavior_logprobs"), ("advantage", "reward")
+    columns = {n: torch.from_numpy(np.concatenate([getattr(s, n)[s.loss_mask] for s in trained])) for n in names[0]}
+    return columns | {n: torch.tensor([getattr(s, n) for s in trained]).float()[ids] for n in names[1]} | {"ids": ids}
+
+
+def kept_tokens(config, logits, targets):
+    """What the sampling transform leaves of each row of logits, [N, V] bool."""
+    cuts = (config.top_p, config.top_k, config.min_p)
+    if cuts == (1.0, 0, 0.0):
+        return torch.ones(logits.shape, dtype=torch.bool)
+    rows = zip(logits, targets.tolist(), strict=True)
+    return torch.stack([brute_force_nucleus(*row, config.temperature, *cuts).isfinite() for row in rows])
+
+
+def loss_of_the_definition(config, sequences, logits, ref_logits=None, kept=None):
+    """Loss of an update of one rank, of all its tokens at once, and means of its stats, by the logits before them."""
+    of = trained_columns(sequences)
+
+    def scores(logits):
+        of_kept = kept_tokens(config, logits.detach(), of["tokens"]) if kept is None else kept
+        for row, target, stays in zip(logits / config.temperature, of["tokens"].tolist(), of_kept, strict=True):
+            logprobs = row[stays].log_softmax(dim=-1)
+            yield logprobs[stays[:target].sum()], -(logprobs.exp() * logprobs).sum()
+
+    logprobs, entropy = (torch.stack(column) for column in zip(*scores(logits), strict=True))
+    inputs = LossInputs(logprobs, of["behavior_logprobs"], logprobs.detach(), of["advantage"], of["reward"], of["ids"])
+    loss, stats = choose_loss(config.algo, config.algo_args)(replace(inputs, update=inputs.to("cpu")))
+    stats = {**stats, "entropy": entropy}
+    if ref_logits is not None:
+        ref_logprobs = torch.stack([logprob for logprob, _ in scores(ref_logits)])
+        stats["kl_ref"] = KL_ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs, of["behavior_logprobs"])
+        loss = loss + config.kl_coef * stats["kl_ref"]
+    loss = loss - OptimOptions.of(config).entropy * entropy
+    num, lengths = int(of["ids"][-1]) + 1, of["ids"].bincount()[of["ids"]]
+    constant = num * config.max_response_tokens
+    divisor = {"token_mean": len(loss), "sequence_mean": num * lengths, "constant": constant}
+    loss = (loss / divisor[config.loss_aggregation]).sum()
+    return loss, {"loss": loss.item(), **{name: column.mean().item() for name, column in stats.items()}}
+
+
+def assert_step(policy, sequences, budget, means, gradient):
+    """A step's gradient is this one to 1e-5 of each parameter's largest, and its metrics have these means."""
+    share = distribute([sequences], 1, budget, policy.config.share_prefix)[0]
+    metrics = policy.train_step(share, policy_version=12)
+    assert {name: metrics[name] for name in means} == pytest.approx(means, rel=1e-3, abs=1e-5)
+    assert_same_gradient(first_gradient(policy), gradient)
+    return metrics
+
+
+# What is read, and what is computed
 
 
 def test_the_reference_and_the_proximal_policy_read_shared_prefixes_too(untied):
