@@ -120,7 +120,8 @@ def check_layers(config: PreTrainedConfig, path: str, shares_prefix: bool) -> No
     it counts columns of the row, which are not the positions of a sequence behind the prefix.
     """
     text = config.get_text_config()
-    kinds, window = set(getattr(text, "layer_types", None) or ()), getattr(text, "sliding_window", None)
+    named = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    kinds, window = set(named) - {"attention"}, getattr(text, "sliding_window", None)
     if across := sorted(kinds - _WITHIN_A_SEQUENCE):
         raise ValueError(f"--model {path} has {', '.join(across)} layers; {_PACKED}")
     if config.model_type in _BLIND_TO_POSITIONS:

@@ -317,11 +317,13 @@ def dense_blocks(mask):
         (Gemma2Config(num_hidden_layers=2), "sliding_attention"),
         (MistralConfig(sliding_window=64), "sliding_window 64"),
         (Qwen3Config(num_hidden_layers=2, use_sliding_window=True, max_window_layers=1), "sliding_attention"),
-        (RecurrentGemmaConfig(), "sliding_window 2048"),
     ],
 )
 def test_a_model_that_reads_by_columns_of_the_row_is_refused(config, reason):
     with pytest.raises(ValueError, match=f"needs full attention in every layer, m has {reason}"):
         check_layers(config, "m", shares_prefix=True)
+    for shares_prefix in (False, True):
+        with pytest.raises(ValueError, match="m has recurrent layers; sequences of a packed row would see each other"):
+            check_layers(RecurrentGemmaConfig(), "m", shares_prefix)
     for whole in (Qwen3Config(num_hidden_layers=2), LlamaConfig(), GPT2Config()):
         check_layers(whole, "m", shares_prefix=True)
