@@ -283,9 +283,9 @@ def in_short() -> list[str]:
     """What the study answers, a point for each interval that counts; and first, which question has no runs yet."""
     answers = {"Which losses can be told apart": order()[:1], "Whether the order holds on both models": same_order()}
     answers["What asynchrony gains in equal time: the best α by loss, in mean reward"] = best()
-    for part, found in ((part, lags(part)) for part in EXACT):
-        said = grids.sentences(compare(found)) if len(found) else not_run(part)
-        answers[f"What lag costs: {WHAT[part]}; level, lagged − fresh"] = said
+    for part, measured in (*((part, "level") for part in EXACT), ("smollm2", "final")):
+        said = grids.sentences(compare(found, measured)) if len(found := lags(part)) else not_run(part)
+        answers[f"What lag costs: {WHAT[part]}; {measured}, lagged − fresh"] = said
     answers[f"What lag {LATE} costs at other rates, less what it costs with the defaults; level"] = rates()[:3]
     lines, missing = [], [title for title, points in answers.items() if not points[0].startswith("-")]
     if missing:

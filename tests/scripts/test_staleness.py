@@ -55,7 +55,7 @@ def test_a_page_of_a_study_that_has_not_run_says_so_and_nothing_else(write):
     ):  # fmt: skip
         assert len(part) == 1 and part[0].startswith("*Not run yet")
     short = staleness.in_short()
-    assert short[0] == "**Not answered yet, as runs are missing:**" and "".join(short).count("- What lag") == 4
+    assert short[0] == "**Not answered yet, as runs are missing:**" and "".join(short).count("- What lag") == 5
     assert not any("…" in line for line in short)
     assert "**Partial: 0 of 439 runs are there.**" in staleness.was_run()[0]
 

@@ -77,4 +77,4 @@ def test_the_records_of_the_repository_give_their_page(tmp_path):
     assert "| overlap α=1 | 5 | 220 [" in text
     lines = parts.summary(read(harness.ROOT / "results/parts/parts.jsonl"))
     assert len(lines) == 2 + 16
-    assert "| trainer long | train_step | plain step | 0.870 [0.808–0.932] | ≥ 0.9 | no |" in lines
+    assert "| trainer long | train_step | plain step | 0.894 [0.842–0.929] | ≥ 0.9 | no |" in lines
