@@ -48,7 +48,7 @@ WORKS = {
     "prompts SmolLM2": f"{SMOLLM2} 20 --task jsonl --data-path other-sums.jsonl",
     "turns frozen_lake": "--steps 4 --task frozen_lake --max-prompt-tokens 8 --max-response-tokens 64",
     "turns guess_number": "--steps 4 --task guess_number --max-prompt-tokens 4 --max-response-tokens 24",
-    "turns SmolLM2": f"{SMOLLM2} 160 --task guess_number --max-prompt-tokens 128",
+    "turns SmolLM2": f"{SMOLLM2} 160 --groups-per-step 2 --task guess_number --max-prompt-tokens 128",
     "system tiny": "--steps 4 --max-prompt-tokens 400 --task jsonl --data-path same-addition.jsonl",
     "system SmolLM2": f"{SMOLLM2} 20 --task jsonl --data-path same-sums.jsonl",
 }
