@@ -170,12 +170,12 @@ def same_order() -> list[str]:
         return not_run("lag" if tiny.empty else "smollm2")
     common = tiny.columns.intersection(text.columns)
     tau = stats.kendalltau(tiny[common].mean(), text[common].mean())
-    says = [compare_pairs(level[common])["says"].where(lambda of: of != grids.UNCLEAR) for level in (tiny, text)]
+    each = (compare_pairs(level[common])["says"] for level in (tiny, text))
+    says = [of.where(of.isin((grids.BELOW, grids.ABOVE))) for of in each]
     both = says[0].notna() & says[1].notna()
-    statistic = f"{tau.statistic:+.2f}".replace("-", "−")
+    found = f"{tau.statistic:+.2f}, two-sided p {tau.pvalue:.2f}".replace("-", "−", tau.statistic < 0)
     return [
-        f"- Kendall's τ of the mean levels of {len(common)} losses at lag {LATE} is {statistic}, two-sided p "
-        f"{tau.pvalue:.2f}, if any order were as likely.",
+        f"- Kendall's τ of the levels of {len(common)} losses at lag {LATE} is {found}, if any order were as likely.",
         f"- Of their {len(both)} pairs {says[0].notna().sum()} can be told apart on the tiny model and "
         f"{says[1].notna().sum()} on SmolLM2 (95 % t-intervals, no correction), {both.sum()} on both; "
         f"{(says[0] == says[1])[both].sum()} of these the same way.",
