@@ -173,7 +173,7 @@ def same_order() -> list[str]:
     each = (compare_pairs(level[common])["says"] for level in (tiny, text))
     says = [of.where(of.isin((grids.BELOW, grids.ABOVE))) for of in each]
     both = says[0].notna() & says[1].notna()
-    found = f"{tau.statistic:+.2f}, two-sided p {tau.pvalue:.2f}".replace("-", "−", tau.statistic < 0)
+    found = f"{tau.statistic:+.2f}, two-sided p {tau.pvalue:.2f}".replace("-", "−", int(tau.statistic < 0))
     return [
         f"- Kendall's τ of the levels of {len(common)} losses at lag {LATE} is {found}, if any order were as likely.",
         f"- Of their {len(both)} pairs {says[0].notna().sum()} can be told apart on the tiny model and "
