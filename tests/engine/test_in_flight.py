@@ -42,11 +42,13 @@ async def read(proxy, episodes, done):
 
 
 async def read_when(num_tokens, proxy, episodes, done):
-    """In flight when so many tokens have been sampled in all, or all has ended."""
+    """In flight when so many more tokens have been sampled in all, or all has ended."""
+    wanted = None
     while True:
         found = await read(proxy, episodes, done)
         sampled = [len(partial.tokens) for partial in found.values()] + [len(whole.tokens) for whole in done.values()]
-        if sum(sampled) >= num_tokens or len(done) == len(episodes):
+        wanted = sum(sampled) + num_tokens if wanted is None else wanted
+        if sum(sampled) >= wanted or len(done) == len(episodes):
             return found
         await asyncio.sleep(0.002)
 
@@ -71,7 +73,7 @@ def test_what_is_read_while_sampling_is_a_prefix_of_what_the_request_returns_lat
         tasks = [asyncio.create_task(sample(pair, episode, done)) for episode in episodes.values()]
         for version in range(first + 1, first + 4):
             for _ in range(2):
-                reads.append(await read_when(10 * NUM * len(reads), pair.proxy, episodes, done))
+                reads.append(await read_when(10 * NUM, pair.proxy, episodes, done))
             pair.perturb()
             staged = pair.stage(version)
             update = asyncio.create_task(pair.proxy.update(version, staged.messages))
