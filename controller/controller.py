@@ -155,8 +155,9 @@ class Controller:
         self.journal.record("worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets)
         if not worker.is_remote:
             self.journal.started(worker.index)
+        make_again = self.tickets.elsewhere if worker.is_remote else self.tickets.again
         for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
-            self._issue_again(ticket, self.tickets.again(ticket))
+            self._issue_again(ticket, make_again(ticket))
 
     def _issue_again(self, ticket: Ticket, again: Ticket) -> None:
         if ticket.is_evaluation:

@@ -91,15 +91,22 @@ class TicketSource:
         ]
 
     def again(self, ticket: Ticket) -> Ticket:
-        """Make the same ticket for another attempt, with an id and a sampling seed of its own."""
-        self._at.next_ticket += 1
-        attempt = ticket.attempt + 1
-        seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
-        return replace(ticket, ticket_id=self._at.next_ticket, attempt=attempt, seed=seed)
+        """Make the same ticket for another attempt, after a worker of this node has died with it.
+
+        The first new attempt is by the same seed, as in `elsewhere`. Later ones have seeds of their own: the response
+        may be what kills its engine.
+        """
+        again = replace(self.elsewhere(ticket), attempt=ticket.attempt + 1)
+        if again.attempt == 1:
+            return again
+        return replace(again, seed=self._seed(ticket.group_id, ticket.member, ticket.min_version, again.attempt))
 
     def elsewhere(self, ticket: Ticket) -> Ticket:
-        """Make the same ticket for another worker, with an id of its own: by the same seed a long response stays one,
-        so that what is slow is not made short."""
+        """Make the same ticket for another worker, with an id of its own.
+
+        By the same seed a long response stays long. It is the likeliest to be lost, and by another seed what is trained
+        on would be too short.
+        """
         self._at.next_ticket += 1
         return replace(ticket, ticket_id=self._at.next_ticket)
 

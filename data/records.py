@@ -41,7 +41,7 @@ class Ticket:
     num_members: int
     """Trajectories asked for, sampled by one request: 1, or group_size where prompts are not replicated."""
     attempt: int
-    """0 for the first issue, one more each time a worker died with it."""
+    """0 for the first issue, one more each time a worker of the run's own died with it."""
     prompt_tokens: tuple[int, ...]
     """The prompt, token ids; empty where the environment's first observation is the prompt."""
     answer: str
@@ -49,7 +49,7 @@ class Ticket:
     environment_seed: int | None
     """Seed of the environment that asks, the same for a whole group; None for single-turn tasks."""
     seed: int
-    """Sampling seed, from run seed, group, member and attempt."""
+    """Sampling seed, from run seed, group and member, and from the second new attempt on also from that."""
     min_version: int
     """Policy version that the worker must have loaded before it starts, steps."""
     prefix: Partial | None = field(default=None, compare=False)

@@ -28,12 +28,20 @@ def test_seeds_depend_on_run_seed_group_member_and_attempt_and_on_nothing_else()
     first, same, other = (make_source(seed).for_group(7, 0) for seed in (0, 0, 1))
     assert [t.seed for t in first] == [t.seed for t in same]
     assert not {t.seed for t in first} & {t.seed for t in other}
-    source = make_source()
-    again = source.again(source.for_group(7, 0)[0])
-    assert again.attempt == 1 and again.seed != first[0].seed and again.ticket_id != first[0].ticket_id
     assert all(0 <= t.seed < 2**31 for t in first)
-    elsewhere = source.elsewhere(again)
-    assert elsewhere.seed == again.seed and elsewhere.ticket_id not in (again.ticket_id, first[0].ticket_id)
+
+
+def test_a_lost_response_keeps_its_seed_until_it_is_lost_twice_with_workers_of_this_node():
+    source = make_source()
+    ticket = source.for_group(7, 0)[0]
+    tickets = [ticket, source.elsewhere(ticket)]
+    for _ in range(3):
+        tickets.append(source.again(tickets[-1]))
+    tickets.append(source.elsewhere(tickets[-1]))
+    assert [t.attempt for t in tickets] == [0, 0, 1, 2, 3, 3]
+    assert len({t.ticket_id for t in tickets}) == 6
+    seeds = [t.seed for t in tickets]
+    assert seeds[0] == seeds[1] == seeds[2] and seeds[4] == seeds[5] and len(set(seeds)) == 3
 
 
 def test_problems_come_in_order_and_a_dropped_groups_problem_can_come_again():
