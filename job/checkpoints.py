@@ -31,7 +31,7 @@ class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one; as a context, signals then end the run after a step."""
 
     def __init__(self, node: Node, policy: Policy):
-        """Make what saving needs and, in a run that goes on, have the policy go on; collective."""
+        """Make what saving needs and, in a run that goes on, have policy and records go on; collective."""
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, node.cluster, node.run, folder)
@@ -40,6 +40,9 @@ class Checkpoints:
             policy.restore(str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
                 set_aside(node.resumed)
+            dist.barrier(self.writer.group)  # all have read and accepted all that they go on from
+            if node.cluster.is_leader:
+                node.run.cut_back()
         self._stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop

@@ -225,8 +225,9 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
         weights = weights_sha256(model_path) if config.record else None
         run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights, resumed=resumed)
         print(f"run directory: {run.path}", flush=True)
-    folder = f"{cluster.gather(run and run.path.name)[0]}/node_{cluster.node}"
-    return run or RunDirectory(config, cluster.num_ranks, node_folder=folder, resumed=resumed)
+    name, run_id = cluster.gather(run and (run.path.name, run.run_id))[0]
+    folder = f"{name}/node_{cluster.node}"
+    return run or RunDirectory(config, cluster.num_ranks, node_folder=folder, run_id=run_id, resumed=resumed)
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

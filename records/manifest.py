@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which are there and whole, by the manifest that is written last into each.
+"""Checkpoints on disk: which are there, whole and of the run, by the manifest that is written last into each.
 
 It says what the checkpoint is of, and the size and digest of every other file, so that one which is cut, changed or
 missing is found. Nothing that is read here is unpickled.
@@ -38,7 +38,9 @@ class Checkpoint:
     delayed: list[int]
     """Versions whose weights are in delayed_VERSION.safetensors."""
     skipped: list[str]
-    """Newer checkpoints that are not whole, and why."""
+    """Newer checkpoints that are not whole or of another run, and why."""
+    run_id: str | None = None
+    """Id of the run that it is of; None where older code has made it."""
 
     @property
     def part(self) -> Path:
@@ -89,6 +91,16 @@ def read_manifest(checkpoint: Path) -> dict:
     return manifest["facts"]
 
 
+def id_of(run: Path) -> str | None:
+    """The id in the run.json of a run, or of a node's folder of one; None where older code has made it."""
+    return json.loads((run / "run.json").read_text(encoding="utf-8")).get("run_id")
+
+
+def run_named(run_id: str | None) -> str:
+    """A run as messages call it."""
+    return "a run without an id" if run_id is None else f"run {run_id}"
+
+
 def measured(file: Path) -> tuple[int, str]:
     """Size of a file in bytes, and its BLAKE3."""
     return file.stat().st_size, blake3().update_mmap(file).hexdigest()
@@ -133,13 +145,17 @@ def how_to_go_on(run: Path | None) -> str:
 
 
 def newest_checkpoint(run: Path) -> Checkpoint:
-    """The newest whole checkpoint of a run. Raises ValueError if there is none."""
-    skipped = []
+    """The newest whole checkpoint that a run has written itself. Raises ValueError if there is none."""
+    skipped, run_id = [], id_of(run)
     for path in reversed(list(checkpoints_in(run / "checkpoints"))):
         try:
-            return Checkpoint(path=path, skipped=skipped, **read_manifest(path))
+            checkpoint = Checkpoint(path=path, skipped=skipped, **read_manifest(path))
         except ValueError as error:
             skipped.append(str(error))
+            continue
+        if checkpoint.run_id == run_id:
+            return checkpoint
+        skipped.append(f"{path}: it is of {run_named(checkpoint.run_id)}, and {run} is {run_named(run_id)}")
     reasons = "".join(f"; {reason}" for reason in skipped)
     raise ValueError(f"--resume {run}: no whole checkpoint is there{reasons}; begin a new run")
 
@@ -151,4 +167,12 @@ def set_aside(checkpoint: Checkpoint) -> None:
         if step_of(path) > checkpoint.step:
             path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
         elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
-            shutil.rmtree(path)
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder and what is in it, or a file, or a link alone; nothing is there after it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

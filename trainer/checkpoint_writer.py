@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from cluster.cluster import Cluster
 from data.plain import encode
 from records.batches import weights_sha256
-from records.manifest import PART, checkpoints_in, flush, measured, write_manifest
+from records.manifest import PART, checkpoints_in, flush, measured, remove, write_manifest
 from records.run_directory import RunDirectory
 from records.standstill import dump_stacks
 from trainer.checkpoint import (
@@ -124,7 +124,7 @@ class CheckpointWriter:
         partial.parent.mkdir(exist_ok=True)
         if final.exists():
             raise FileExistsError(f"{final} exists already")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
+        remove(partial)  # left by a run that was killed here
         tensors = [*saving.state.values(), *self._frozen.values()]
         tensors += [tensor for name, tensor in saving.state.items() if name.startswith("weights.")]  # for people
         tensors += [tensor for weights in saving.delayed.values() for _, tensor in weights]
@@ -156,6 +156,7 @@ class CheckpointWriter:
         write_manifest(
             partial,
             files,
+            run_id=self.run.run_id,
             step=saving.step,
             num_nodes=len(nodes),
             frozen_sha256=self._frozen_sha256,

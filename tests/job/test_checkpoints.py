@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -25,11 +26,13 @@ from controller.evaluation import Evaluation
 from controller.state import ControllerState, TicketState
 from job import checkpoints as module
 from job.checkpoints import Checkpoints
+from job.node import _open_records
 from job.publisher import Publisher
 from job.resume import controller_of
-from records.manifest import PART, checkpoints_in, newest_checkpoint
+from records.manifest import PART, Checkpoint, checkpoints_in, id_of, newest_checkpoint
 from records.run_directory import RunDirectory
 from records.time_ledger import TrainerClock
+from scripts.lines import read_events
 from trainer.batch import distribute
 
 CPU, BUDGET = torch.device("cpu"), 60
@@ -134,6 +137,67 @@ def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
     assert state.tickets == TicketState(5, 5, 9, {3: 3}, [1]) and state.evaluations[0].version == 2
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_that_does_not_fit_the_model_leaves_the_run_as_it_was(tmp_path, model, saved):
+    checkpoints = saved(save_every=2, steps=4, lora_rank=2)
+    node = checkpoints.node
+    for step in (1, 2, 3):
+        node.run.log_metrics({"step": step})
+        checkpoints.save_if_due(step, PUBLISHER)
+    checkpoints.writer.wait()
+    node.run.close()
+    (folder_of(checkpoints) / "step_3.tmp").write_text("half written")
+    before, found = contents(node.run.path), newest_checkpoint(node.run.path)
+    refused = make_node(tmp_path, model, resumed=found, lora_rank=3)
+    with pytest.raises(ValueError, match="it is of another model"):
+        Checkpoints(refused, load(refused.config))
+    refused.run.close()
+    assert contents(node.run.path) == before
+    accepted = make_node(tmp_path, model, resumed=found, lora_rank=2)
+    Checkpoints(accepted, load(accepted.config))
+    accepted.run.close()
+    assert accepted.run.last_metrics() == {"step": 2} and names(folder_of(checkpoints)) == ["step_2"]
+
+
+def save_again(tmp_path: Path, model: str, checkpoints: Checkpoints) -> None:
+    """Go on from the newest checkpoint of a run, and save step 2."""
+    found = newest_checkpoint(checkpoints.node.run.path)
+    node = make_node(tmp_path, model, resumed=found, save_every=1)
+    resumed = Checkpoints(node, load(node.config))
+    resumed.save_if_due(2, PUBLISHER)
+    resumed.writer.wait()
+    node.run.close()
+
+
+def test_a_checkpoint_has_the_id_of_its_run_which_stays_when_that_goes_on(tmp_path, model, saved):
+    checkpoints = saved(save_every=1, steps=9)
+    checkpoints.save_if_due(1, PUBLISHER)
+    checkpoints.writer.wait()
+    run = checkpoints.node.run
+    run.close()
+    save_again(tmp_path, model, checkpoints)
+    found = newest_checkpoint(run.path)
+    assert (found.step, found.run_id) == (2, run.run_id) and re.fullmatch("[0-9a-f]{16}", found.run_id)
+    assert json.loads((run.path / "run.json").read_text())["run_id"] == found.run_id
+
+
+def test_a_run_that_older_code_began_goes_on_without_an_id(tmp_path, model, saved):
+    checkpoints = saved(save_every=1, steps=9)
+    run = checkpoints.node.run
+    made = json.loads((run.path / "run.json").read_text())
+    made.pop("run_id")
+    (run.path / "run.json").write_text(json.dumps(made))
+    run.run_id = None
+    checkpoints.save_if_due(1, PUBLISHER)
+    checkpoints.writer.wait()
+    run.close()
+    save_again(tmp_path, model, checkpoints)
+    assert newest_checkpoint(run.path).step == 2
+
+
 def test_the_manifest_names_every_file_that_is_there(saved):
     checkpoints = saved(steps=1)
     checkpoints.save_if_due(1, PUBLISHER)
@@ -189,7 +253,7 @@ def test_a_write_that_fails_is_one_line_at_the_next_save_and_leaves_the_older_ch
     checkpoints = saved(save_every=1, steps=9, keep_last=1)
     checkpoints.save_if_due(1, PUBLISHER)
     checkpoints.writer.wait()
-    before = {path: path.read_bytes() for path in folder_of(checkpoints).rglob("*") if path.is_file()}
+    before = contents(folder_of(checkpoints))
 
     def fail(*_):
         raise OSError(28, "No space\nleft on device")
@@ -198,7 +262,7 @@ def test_a_write_that_fails_is_one_line_at_the_next_save_and_leaves_the_older_ch
     checkpoints.save_if_due(2, PUBLISHER)
     with pytest.raises(OSError, match=r"step_2 was not written: .+No space left on device$"):
         checkpoints.save_if_due(3, PUBLISHER)
-    assert {path: path.read_bytes() for path in folder_of(checkpoints).rglob("*") if path.is_file()} == before
+    assert contents(folder_of(checkpoints)) == before
     assert names(folder_of(checkpoints)) == ["step_1"] and newest_checkpoint(checkpoints.node.run.path).step == 1
 
 
@@ -229,6 +293,15 @@ def test_a_disk_that_hangs_ends_the_run_with_its_stacks(saved, capfd):
     assert "in _write_own" in capfd.readouterr().err
     may_end.set()
     checkpoints.writer.finish(60)
+
+
+def test_a_file_that_has_the_name_of_what_is_half_written_is_in_nobodys_way(saved):
+    checkpoints = saved(steps=1)
+    folder_of(checkpoints).mkdir()
+    (folder_of(checkpoints) / "step_1.tmp").write_text("")
+    checkpoints.save_if_due(1, PUBLISHER)
+    checkpoints.writer.wait()
+    assert names(folder_of(checkpoints)) == ["step_1"]
 
 
 def test_a_checkpoint_is_never_written_over(saved):
@@ -341,6 +414,32 @@ def test_an_error_in_the_run_lets_what_is_being_written_come_to_its_end(saved):
 
 
 # Several ranks
+
+
+def open_on_two_nodes(rank: int, folder: str) -> None:
+    """Two nodes make a run's records, and then go on with them from a checkpoint."""
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    peers = [Peer(node, "ab"[node]) for node in (0, 1)]
+    cluster = form_cluster(peers, rank, store, "gloo", datetime.timedelta(seconds=60))
+    config = Config(runs_dir=folder, run_name="one")
+    for _ in range(2):
+        checkpoint = None
+        if (Path(folder) / "one/run.json").exists():
+            checkpoint = Checkpoint(Path(folder), 1, 2, "", [], [{}, {}], [], [])
+        dist.barrier()
+        run = _open_records(SimpleNamespace(config=config, cluster=cluster, resumed=checkpoint), "no model")
+        run.cut_back()
+        run.close()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_folders_of_all_nodes_have_the_id_of_the_run(tmp_path):
+    assert run_ranks(open_on_two_nodes, 2, str(tmp_path)) == [0, 0]
+    ids = [id_of(folder) for folder in (tmp_path / "one", tmp_path / "one/node_1")]
+    assert ids[0] == ids[1] and re.fullmatch("[0-9a-f]{16}", ids[0])
+    events = [read_events(tmp_path / "one" / name / "events.jsonl") for name in ("", "node_1")]
+    assert [[event["event"] for event in of_node] for of_node in events] == [["run_resumed", "run_ended"]] * 2
 
 
 def save_on_two_ranks(rank: int, folder: str, model: str) -> None:

@@ -124,16 +124,26 @@ def test_options_that_are_optim_args_now_are_read_from_older_runs(tmp_path):
 # Checkpoints
 
 
-def make_checkpoint(run, step):
+def make_checkpoint(run, step, **facts):
     path = run / "checkpoints" / f"step_{step}"
     (path / PART).mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"weights" * step)
     (path / PART / "shard.safetensors").write_bytes(b"state" * 1000)
     (path / PART / "node_0.msgpack").write_bytes(b"groups")
     files = {str(f.relative_to(path)): measured(f) for f in path.rglob("*") if f.is_file()}
-    facts = {"step": step, "num_nodes": 1, "frozen_sha256": "", "probes": [[]], "records": [{}], "delayed": []}
-    write_manifest(path, files, **facts)
+    empty = {"num_nodes": 1, "frozen_sha256": "", "probes": [[]], "records": [{}], "delayed": []}
+    write_manifest(path, files, **{"run_id": id_of(run), "step": step} | empty | facts)
     return path
+
+
+def id_of(run):
+    return json.loads((run / "run.json").read_text()).get("run_id")
+
+
+def remove_id(run):
+    made = json.loads((run / "run.json").read_text())
+    made.pop("run_id")
+    (run / "run.json").write_text(json.dumps(made))
 
 
 def cut(file):
@@ -163,6 +173,54 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_gone_on_from(tmp_pa
     set_aside(found)
     assert [path.name.partition(".torn-")[0] for path in sorted(newer.parent.iterdir())] == ["step_10", "step_9"]
     assert list(checkpoints_in(newer.parent)) == [older], "its step may be saved again"
+
+
+def test_what_is_half_written_goes_also_where_it_is_a_file_or_a_link(tmp_path):
+    run = make_run(tmp_path)
+    folder, kept = make_checkpoint(run, 9).parent, tmp_path / "kept"
+    kept.mkdir()
+    (folder / "step_14.tmp").write_text("")
+    (folder / "step_3.old-77").write_text("")
+    (folder / "step_15.tmp").symlink_to(kept)
+    (folder / "notes.tmp").write_text("the user's")
+    set_aside(newest_checkpoint(run))
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.tmp", "step_9"] and kept.is_dir()
+
+
+def test_a_checkpoint_of_another_run_is_named_and_passed_over(tmp_path):
+    run, other = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    own = make_checkpoint(run, 9)
+    newer = own.with_name("step_14")
+    shutil.copytree(make_checkpoint(other, 14), newer)
+    found = newest_checkpoint(run)
+    assert found.path == own and id_of(run) != id_of(other)
+    assert found.skipped == [f"{newer}: it is of run {id_of(other)}, and {run} is run {id_of(run)}"]
+
+
+def test_a_run_and_its_checkpoint_have_the_same_id_or_both_have_none(tmp_path):
+    run = make_run(tmp_path)
+    older = make_checkpoint(run, 9)
+    newer = make_checkpoint(run, 14, run_id=None)
+    assert newest_checkpoint(run).skipped == [f"{newer}: it is of a run without an id, and {run} is run {id_of(run)}"]
+    has_id = f"step_9: it is of run {id_of(run)}, and .+ is a run without an id; begin a new run"
+    remove_id(run)
+    found = newest_checkpoint(run)
+    assert (found.path, found.skipped) == (newer, []), "both are of older code"
+    shutil.rmtree(newer)
+    with pytest.raises(ValueError, match=has_id):
+        newest_checkpoint(run)
+    assert older.exists()
+
+
+def test_a_manifest_of_older_code_has_no_id(tmp_path):
+    run = make_run(tmp_path)
+    remove_id(run)
+    path = make_checkpoint(run, 9)
+    file = path / PART / MANIFEST
+    facts = json.loads(file.read_text())["manifest"]["facts"]
+    facts.pop("run_id")
+    write_manifest(path, json.loads(file.read_text())["manifest"]["files"], **facts)
+    assert newest_checkpoint(run).path == path
 
 
 def test_where_no_checkpoint_is_whole_one_line_says_what_is_wrong_with_each(tmp_path):
@@ -230,15 +288,81 @@ def test_records_go_on_in_the_same_files_from_where_they_were_at_the_checkpoint(
     go_on = {"step": 1, "records": sizes, "skipped": []}
     for _ in range(2):
         run = RunDirectory(changed, 1, resumed=go_on)
+        run.record("early")
+        run.cut_back()
         assert run.last_metrics() == {"step": 1}
         run.log_metrics({"step": 2, "again": True})
         run.close()
     assert lines(run.path, "metrics") == [{"step": 1}, {"step": 2, "again": True}]
     assert lines(run.path, "samples") == [{"step": 1}]
-    assert [e["event"] for e in lines(run.path, "events")] == ["run_started", "step", "run_resumed", "run_ended"]
+    assert [e["event"] for e in lines(run.path, "events")] == [
+        *("run_started", "step", "run_resumed", "early", "run_ended")
+    ]
     made = json.loads((run.path / "run.json").read_text())
     assert (made["world_size"], made["config"]["steps"], made["config"]["resume"]) == (2, 9, None)
     assert [(start["step"], start["world_size"]) for start in made["resumed"]] == [(1, 1), (1, 1)]
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """The options of a run that has ended, and what the first event would say of its checkpoint at step 1 of 2."""
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    run = RunDirectory(config)
+    for step in (1, 2):
+        run.log_metrics({"step": step})
+        run.log_sample(step=step)
+        if step == 1:
+            resumed = {"step": 1, "records": run.sizes(), "skipped": []}
+    run.close(RuntimeError("killed"))
+    return config, resumed
+
+
+def contents(config):
+    folder = Path(config.runs_dir, config.run_name)
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_checkpoint_is_refused_after_all_leaves_every_record_as_it_was(ended):
+    config, resumed = ended
+    before = contents(config)
+    run = RunDirectory(config, resumed=resumed)
+    run.record("worker_ready", worker=0)
+    run.close(ValueError("it is of another model"))
+    assert contents(config) == before
+    run = RunDirectory(config, resumed=resumed)
+    run.cut_back()
+    run.close()
+    assert contents(config) != before
+
+
+@pytest.mark.parametrize("name", ["metrics", "events", "samples"])
+def test_records_are_cut_at_the_end_of_a_line_only(ended, name):
+    config, resumed = ended
+    before = contents(config)
+    resumed["records"][name] -= 2
+    with pytest.raises(ValueError, match=rf"{name}\.jsonl .+ is not the end of a line.+ Nothing was changed") as caught:
+        RunDirectory(config, resumed=resumed)
+    assert contents(config) == before and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["metrics", "events", "samples"])
+def test_records_that_are_shorter_than_the_checkpoint_says_are_named(ended, capsys, name):
+    config, resumed = ended
+    file = Path(config.runs_dir, config.run_name, f"{name}.jsonl")
+    file.unlink()
+    run = RunDirectory(config, resumed=resumed)
+    run.cut_back()
+    run.close()
+    size = resumed["records"][name]
+    said = f"warning: {file} has 0 of the {size} bytes that the checkpoint counts; the lines that lack are lost\n"
+    assert capsys.readouterr().out == said
+
+
+def test_the_folder_of_another_run_s_node_is_refused(tmp_path):
+    config, resumed = Config(runs_dir=str(tmp_path), run_name="one"), {"step": 1, "records": {}, "skipped": []}
+    RunDirectory(config, node_folder="one/node_1", run_id="a" * 16).close()
+    with pytest.raises(ValueError, match=rf"node_1 is of run {'a' * 16}, and the checkpoint of run {'b' * 16}"):
+        RunDirectory(config, node_folder="one/node_1", run_id="b" * 16, resumed=resumed)
 
 
 def test_records_that_somebody_has_cut_shorter_go_on_after_their_last_whole_line(tmp_path):
@@ -250,6 +374,7 @@ def test_records_that_somebody_has_cut_shorter_go_on_after_their_last_whole_line
     run.close()
     os.truncate(run.path / "events.jsonl", sizes["events"] - 3)
     run = RunDirectory(config, resumed={"step": 1, "records": sizes, "skipped": []})
+    run.cut_back()
     run.close()
     assert [e["event"] for e in lines(run.path, "events")] == ["run_started", "one", "run_resumed", "run_ended"]
 
@@ -257,6 +382,7 @@ def test_records_that_somebody_has_cut_shorter_go_on_after_their_last_whole_line
 def test_a_node_that_was_not_there_before_gets_a_folder(tmp_path):
     config = Config(runs_dir=str(tmp_path), run_name="one")
     run = RunDirectory(config, node_folder="one/node_1", resumed={"step": 1, "records": {}, "skipped": []})
+    run.cut_back()
     run.close()
     assert [e["event"] for e in lines(run.path, "events")] == ["run_resumed", "run_ended"]
 
@@ -268,6 +394,7 @@ def test_weights_and_biases_go_on_in_the_same_run(tmp_path):
     go_on = {"step": 1, "records": run.sizes(), "skipped": []}
     run.close()
     run = RunDirectory(config, resumed=go_on)
+    run.cut_back()
     run.log_metrics({"step": 2})
     run.close()
     ids = {re.match(r"offline-run-\w+-(\w+)", path.name)[1] for path in (run.path / "wandb").glob("offline-run-*")}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from real_job import ROOT, Job, assert_ledger_balances, without_times
 
 from records.batches import weights_sha256
-from records.manifest import newest_checkpoint
+from records.manifest import id_of, newest_checkpoint
 from scripts.lines import read_events
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -82,8 +83,12 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
     job.wait_until(lambda: has_saved(job, 1) and job.num_steps() >= 6)
     num_steps = kill(job)
     assert num_steps < 24, "it ended before it was killed"
+    unbroken.wait_until(lambda: has_saved(unbroken, 1))
+    foreign = job.run_path / "checkpoints/step_23"
+    shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
     job = go_on(job)
     assert job.wait() == 0 == unbroken.wait(), job.output()[-3000:]
+    assert f"warning: skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and " in job.output()
     (resumed,) = job.events("run_resumed")
     assert 4 <= resumed["step"] <= num_steps and resumed["step"] % 4 == 0
     lines, expected = ([without_times(line) for line in run.metrics()] for run in (job, unbroken))

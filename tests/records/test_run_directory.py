@@ -76,6 +76,7 @@ def test_a_trajectory_is_a_short_line_before_and_after_a_run_goes_on(tmp_path):
     run.record("trajectory", reward=1.0, **fields)
     run.close()
     run = RunDirectory(config, resumed={"step": 1, "records": sizes, "skipped": []})
+    run.cut_back()
     run.record("trajectory", reward=float("nan"), failure="no", **fields)
     run.close()
     first, second = (line for line in lines(run, "events") if isinstance(line, list))
