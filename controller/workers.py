@@ -51,7 +51,7 @@ class Worker:
     is_remote: bool = False
     """Whether it is on a machine that joined: it fetches weights before it loads them, and is not started again."""
     scores_probe: bool = False
-    """Whether it scores the probe after an update: one worker of each machine."""
+    """Whether it scores the probe after an update: all workers of this node, and one of each joined host."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
     """What it was told last, and of sleep what it has said; only new weights end `suspended` and `asleep`."""
     sent_version: int = -1
@@ -239,7 +239,7 @@ class Workers:
         code = next(filter(Path.is_dir, (folder / "code" for folder in (self.run_path, self.run_path.parent))), Path())
         config = replace(self.config, **found_again(self.config, self._brought, code))
         spec = WorkerSpec(config, *of_worker, log, self._temporary.name)
-        worker = Worker(index, scores_probe=index == 0, num_restarts=num_restarts)
+        worker = Worker(index, scores_probe=True, num_restarts=num_restarts)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
         self.watch(worker.process.reading)
         return worker

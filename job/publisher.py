@@ -10,6 +10,7 @@ from torch import Tensor
 from data.records import Group
 from engine.cores import leave_cores
 from job.node import Node, is_due
+from trainer.model import compute_dtype
 from trainer.policy import Policy
 from weights.ipc import IpcTransport
 from weights.nccl import NcclTransport
@@ -27,6 +28,7 @@ class Publisher:
             print(f"attention of the trainer: {policy.module.attention}", flush=True)
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
+        self._has_warned = False
         self._verifier = None
         if self.config.listen is not None and self.config.swarm.verify_share:
             from job.verify import Verifier
@@ -37,6 +39,7 @@ class Publisher:
 
     def verify(self, step: int) -> None:
         """Check a share of what joined machines sampled, with the weights that the step begins with; collective."""
+        self.check_engines(step)
         if self._verifier is None:
             return
         swarm = self.node.swarm
@@ -56,7 +59,8 @@ class Publisher:
         node.clock.enter("publish")
         if step:
             probe.choose(groups, node.cluster)
-            probe.score(self.policy, step)
+        probe.score(self.policy, step)
+        self.check_engines(step)
         version, parameters = step, self.policy.sent_parameters()
         if node.controller is None:
             for _ in parameters:  # gathering is collective
@@ -66,6 +70,30 @@ class Publisher:
             version, parameters = self._delayed(step, parameters)
         self._announce(version, step, parameters)
 
+    def check_engines(self, step: int) -> None:
+        """Compare what engines have scored since the last call with the trainer's scores of the same version.
+
+        A worker of this node that has other weights is warned of, once. A joined host that has them is shut out.
+        Raises RuntimeError if the weights that this start of the run begins with are wrong, on a leader only.
+        """
+        node = self.node
+        if node.controller is None:
+            return
+        dtype, model_type = compute_dtype(self.config, node.device), self.policy.module.model.config.model_type
+        for mismatch in node.probe.compare(node.controller.take_probes()):
+            node.run.record("mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics())
+            if mismatch.is_allowed(dtype):
+                continue
+            problem = mismatch.describe(dtype, model_type, node.placement.transport)
+            if mismatch.worker >= len(node.placement.workers):
+                node.swarm.shut_out(mismatch.worker, problem)
+            elif mismatch.version == node.first_version:
+                raise RuntimeError(problem)
+            elif not self._has_warned:
+                self._has_warned = True
+                node.run.record("warning", text=f"step {step}: {problem}")
+                print(f"warning: step {step}: {problem}", flush=True)
+
     def _announce(self, version: int, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights to where workers read them, when there is room, and have the workers load them."""
         controller, is_resumed = self.node.controller, step and step == self.node.first_version
@@ -74,7 +102,7 @@ class Publisher:
         staged = controller.stage(version, parameters)
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
-        controller.publish(Announcement(version, step, staged, self.node.probe.tokens, evaluate))
+        controller.publish(Announcement(version, step, staged, self.node.probe.tokens_at(version), evaluate))
 
     @property
     def delayed(self) -> dict[int, list[tuple[str, Tensor]]]:

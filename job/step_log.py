@@ -39,8 +39,6 @@ class StepLog:
     def __enter__(self) -> "StepLog":
         if self.node.cluster.is_first:
             self.progress = Progress(self.node.config.steps)
-            if self.node.first_version:
-                self.tokens_before, self.has_signal = self.node.run.last_metrics()["tokens/generated"], True
         return self
 
     def __exit__(self, *_) -> None:
@@ -50,7 +48,10 @@ class StepLog:
             self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
 
     def begin(self) -> None:
-        """End the account of the start: the first step begins."""
+        """End the account of the start: the first step begins. The records of a resumed run are cut back by now."""
+        if self.node.cluster.is_first and self.node.first_version:
+            self.tokens_before = self.node.run.last_metrics().get("tokens/generated", 0)
+            self.has_signal = True
         self.clock.enter("other")
         freeze_garbage()
         self.clock.next_step()
@@ -96,12 +97,11 @@ class StepLog:
     def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
         """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
         batch, controller = batch_metrics(groups, step - 1, self.node.config), self.node.controller
-        report, mismatches = controller.take_report(), self.node.probe.compare(controller.take_probes())
-        for worker, mismatch in mismatches.items():
-            self.node.run.record("mismatch", worker=worker, **mismatch)
+        report = controller.take_report()
+        mismatches = [mismatch.metrics() for mismatch in self.node.probe.take_newest()]
         if step == self.node.config.steps:
             controller.finish_evaluations()
-        mismatch, swarm = worst_mismatch(list(mismatches.values())), self.node.swarm
+        mismatch, swarm = worst_mismatch(mismatches), self.node.swarm
         return StepOfNode(batch, report, controller.take_evaluation(), mismatch, swarm.take_report() if swarm else {})
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], rollout: RolloutReport) -> None:

@@ -121,6 +121,8 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
     }
     for event in rows(run.events["advice"]):
         shown["advice"] = re.search("advice(?: on machines)?: (.*)", event["text"])[1]
+    for event in rows(run.events["warning"]):
+        shown["warning"] = event["text"]
     if run.cut:
         shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
     return shown

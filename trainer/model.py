@@ -6,6 +6,7 @@ says with which attention.
 """
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -118,6 +119,14 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for owner in model.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, name, buffer.to(device))
+
+
+def named_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, buffer) of each buffer that a checkpoint of the model has; none is ever trained."""
+    for owner_name, owner in model.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{owner_name}.{name}", buffer
 
 
 def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, seed: int) -> None:

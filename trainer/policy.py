@@ -24,7 +24,7 @@ from trainer.checkpoint import restore_training_state, save_for_people, training
 from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
-from trainer.model import compute_dtype, load_model, trainer_mesh
+from trainer.model import compute_dtype, load_model, named_persistent_buffers, trainer_mesh
 from trainer.optimizer import OptimOptions, parameter_groups
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
@@ -134,22 +134,25 @@ class Policy:
         collective.
 
         Each is cast before it is gathered, and gathered on the device that computes, wherever it is kept. Adapters are
-        merged into the weights they belong to, in float32. Copy each before taking the next: on one rank it is the live
-        weight.
+        merged into the weights they belong to, in float32. Persistent buffers follow the parameters, in the dtype that
+        they have. Copy each tensor before taking the next: on one rank it is the live weight.
         """
         adapters = {name: p.detach().to(self.device) for name, p in named_adapters(self.module.model)}
         for name, parameter in named_base_parameters(self.module.model):
             full = parameter.detach().to(self.device, parameter.dtype if adapters else dtype).full_tensor()
             yield name, merge(name, full, adapters).to(dtype) if adapters else full
+        yield from named_persistent_buffers(self.module.model)
 
     def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full parameters as they are sent to rollout, which `sent_specs` describe; collective."""
         return self.named_full_parameters(compute_dtype(self.config, self.device))
 
     def sent_specs(self) -> list[ParameterSpec]:
-        """Specs of the full parameters as they are sent to rollout, in the same order, in the dtype of computing."""
-        dtype, named = compute_dtype(self.config, self.device), named_base_parameters(self.module.model)
-        return [ParameterSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
+        """Specs of what `sent_parameters` yields, in the same order: parameters in the dtype of computing."""
+        dtype, model = compute_dtype(self.config, self.device), self.module.model
+        parameters = [ParameterSpec(name, dtype, tuple(p.shape)) for name, p in named_base_parameters(model)]
+        buffers = [ParameterSpec(name, b.dtype, tuple(b.shape)) for name, b in named_persistent_buffers(model)]
+        return parameters + buffers
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.

@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from weights.shm import NO_CHECKSUM, SharedBuffer
@@ -55,7 +56,20 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if self.device.type == "cpu":
+            self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
+
+    def _forget_expert_kernels(self) -> None:
+        """Have each layer of experts set up its kernel again when its weights are loaded.
+
+        On the CPU that packs the weights as the kernel reads them. vLLM packs only the first weights: without this, the
+        kernel reads the unpacked weights of every later version as if they were packed.
+        """
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, FusedMoEMethodBase):
+                method.moe_kernel = None
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         buffer = self._buffers[update_info.buffer]
