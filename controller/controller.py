@@ -4,7 +4,7 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 from torch import Tensor
@@ -111,7 +111,7 @@ class Controller:
                 case None:
                     self._on_death(worker)
                 case Disbelieved():
-                    self.dispatcher.shut_out(worker.index)
+                    self.dispatcher.shut_out([worker.index])
                     self._on_death(worker)
                 case Ready(startup_s):
                     worker.state = "sampling"
@@ -187,19 +187,43 @@ class Controller:
     # Batches
 
     def take_batch(self) -> list[Group]:
-        """Wait for the next batch and take it. Raises what ended rollout, RuntimeError if none comes or can come."""
-        what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
-        with self._changed:
-            return self._changed.wait_until(self.take_batch_if_ready, what, self._can_get_batch)
+        """Wait for the next batch and consume it. Raises as `hold_batch`."""
+        self.hold_batch()
+        return self.consume_batch()
 
     def take_batch_if_ready(self) -> list[Group] | None:
-        """Take the next batch of groups, or return None while it must be waited for."""
+        """Consume the next batch of groups, or return None while it must be waited for."""
+        with self._changed:
+            return self.consume_batch() if self.hold_batch_if_ready() else None
+
+    def hold_batch(self) -> list[Group]:
+        """Wait for the next batch and hold it, unless one is held, so that it is consumed or refused. Returns its groups.
+
+        Raises what ended rollout, RuntimeError if none comes or can come.
+        """
+        what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
+        with self._changed:
+            return self.buffer.held or self._changed.wait_until(self.hold_batch_if_ready, what, self._can_get_batch)
+
+    def hold_batch_if_ready(self) -> list[Group] | None:
+        """Hold the next batch of groups, or return None while it must be waited for."""
         with self._changed:
             # An evaluation that holds published weights back is what is waited for: it keeps places taken.
             self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
-            batch = self.dispatcher.take_batch()
-            if batch is None:
-                return None
+            return self.dispatcher.hold_batch()
+
+    def refuse_batch(self, workers: Collection[int]) -> bool:
+        """Drop all groups of workers that are not believed. If one of them is in the batch that is held, the batch is put
+        back, and another is to be waited for. Returns whether it was."""
+        with self._changed:
+            is_refused = self.dispatcher.refuse_batch(workers)
+            self._fill()
+            return is_refused
+
+    def consume_batch(self) -> list[Group]:
+        """Consume the batch that is held: it is trained on now. Returns its groups."""
+        with self._changed:
+            batch = self.dispatcher.consume_batch()
             self.dispatcher.drop_expired()
             if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
                 self.workers.suspend()

@@ -5,6 +5,7 @@ queue scheduling). `batch` is the baseline: groups are split evenly over the wor
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -63,12 +64,25 @@ class Dispatcher:
         for group_id in self.buffer.expired():
             self._drop(group_id, "stale")
 
-    def take_batch(self) -> list[Group] | None:
-        """Take the next batch, having dropped what it need not wait for; or return None while it must be waited for."""
+    def hold_batch(self) -> list[Group] | None:
+        """Hold the next batch, having dropped what it need not wait for; or return None while it must be waited for."""
         for group_id in self.buffer.surplus():
             self._drop(group_id, "aborted")
-        batch = self.buffer.take()
-        return batch and [replace(group, problem=self.tickets.forget(group.group_id)) for group in batch]
+        return self.buffer.hold()
+
+    def consume_batch(self) -> list[Group]:
+        """Consume the batch that is held. Returns its groups, each with its problem."""
+        batch = self.buffer.consume()
+        return [replace(group, problem=self.tickets.forget(group.group_id)) for group in batch]
+
+    def refuse_batch(self, workers: Collection[int]) -> bool:
+        """Drop all groups that have a trajectory of one of these workers, which are not believed. If one of them is
+        held, put the batch back before. Returns whether it was."""
+        is_refused = self.buffer.holds_any_of(workers)
+        if is_refused:
+            self.buffer.put_back()
+        self.shut_out(workers)
+        return is_refused
 
     def _drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group; a problem that is not to blame is issued again, so that slow problems are not starved."""
@@ -97,9 +111,10 @@ class Dispatcher:
                 self.buffer.count_discarded(trajectory.num_generated, "late")
         return [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
 
-    def shut_out(self, worker: int) -> None:
-        """Drop the groups that have a trajectory of a worker, which is not believed."""
-        for group_id in self.buffer.groups_of(worker):
+    def shut_out(self, workers: Collection[int]) -> None:
+        """Drop the groups, but for those that are held, that have a trajectory of one of these workers, which are not
+        believed."""
+        for group_id in self.buffer.groups_of(workers):
             self._drop(group_id, "shut_out")
 
     def describe(self) -> str:

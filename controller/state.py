@@ -5,7 +5,7 @@ what counts as the frontier is what was consumed, and never what was handed out.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -38,6 +38,10 @@ class Resident:
     @property
     def num_generated(self) -> int:
         return sum(trajectory.num_generated for trajectory in self.members.values())
+
+    def has_any_of(self, workers: Collection[int]) -> bool:
+        """Whether one of these workers has sampled a member."""
+        return any(trajectory.worker in workers for trajectory in self.members.values())
 
 
 @dataclass

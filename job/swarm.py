@@ -176,6 +176,9 @@ class Swarm:
         self._reported_at = time.monotonic()
         self._machines: dict[bytes, Machine] = {}
         self._shut_out: set[bytes] = set()
+        self._identity_of: dict[int, bytes] = {}  # of all workers that there were
+        self.disbelieved: set[int] = set()
+        """Workers of the machines that were shut out, also of those that had left before."""
         self._answered: deque[tuple[Ticket, Trajectory]] = deque()
         self.verified: dict[str, float] = {}
         """Metrics of what was verified (verify.py)."""
@@ -196,10 +199,13 @@ class Swarm:
         self._encoding.shutdown()
 
     def shut_out(self, worker: int, why: str) -> None:
-        """Let the machine of a worker in no more, and drop what it has sampled and nobody has trained on."""
-        for machine in list(self._machines.values()):
-            if worker in {engine.index for engine in machine.engines.values()}:
-                self.hub.do_soon(functools.partial(self._lose, machine, why, is_believed=False))
+        """Believe nothing any more that the machine of a worker has sampled, and let it in no more."""
+        identity = self._identity_of[worker]
+        self._disbelieve(identity)
+        self.hub.do_soon(functools.partial(self._lose_liar, identity, why))
+
+    def _disbelieve(self, identity: bytes) -> None:
+        self.disbelieved.update([worker for worker, its in list(self._identity_of.items()) if its == identity])
 
     def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
         """Take what machines have sampled since the last call, each with its ticket."""
@@ -327,6 +333,7 @@ class Swarm:
         process = RemoteProcess(post, f"engine {int(engine)} of {machine.name}")
         worker = self.controller.let_in(process, machine.name, scores_probe=not machine.engines)
         machine.engines[int(engine)] = worker
+        self._identity_of[worker.index] = machine.identity
         self.controller.on_message(worker, ready)
 
     def _pass_on(self, machine: Machine, worker: Worker, message: object) -> None:
@@ -381,6 +388,16 @@ class Swarm:
                 self._send(machine, MACHINE, Beat())
         self.controller.end_leases()
 
+    def _lose_liar(self, identity: bytes, why: str) -> None:
+        """Shut a machine out for what it sent earlier; it may have left since, and not have joined again."""
+        machine = self._machines.get(identity)
+        if machine is not None:
+            self._lose(machine, why, is_believed=False)
+        elif identity not in self._shut_out:
+            self._shut_out.add(identity)
+            self._counts["shut_out"] += 1
+            print(f"swarm: a machine that has left {why}; it is let in no more", flush=True)
+
     def _lose(self, machine: Machine, why: str, is_believed: bool = True) -> None:
         """Take a machine for gone: its workers have died. One that is not believed is also shut out."""
         if self._machines.get(machine.identity) is not machine:
@@ -394,6 +411,7 @@ class Swarm:
         if not is_believed:
             self._counts["shut_out"] += 1
             self._shut_out.add(machine.identity)
+            self._disbelieve(machine.identity)
             self._send(machine, MACHINE, Refused(why))
         for worker in machine.engines.values():
             self.controller.on_message(worker, None if is_believed else Disbelieved())

@@ -50,7 +50,7 @@ class Oracle:
         self.count, self.tokens = Counter(), Counter()
         self.sums = Counter()
         """Over the groups of each fate that had a member: their number, and their means of length and of reward."""
-        self.num_given_up, self.num_events = 0, 0
+        self.num_given_up, self.num_held, self.num_events = 0, 0, 0
         self.disbelieved = None
         """Worker that is being shut out."""
         self.evaluating, self.evaluated_version, self.num_evaluations = set(), -1, 0
@@ -70,6 +70,8 @@ class Oracle:
         assert state.evaluates == bool(self.evaluating)
         self.evaluating = set()
         self.discard(num_lost)
+        for group in self.groups.values():
+            group.state = "finished" if group.state == "held" else group.state
         residents = {i: group for i, group in self.groups.items() if group.state in ("running", "finished")}
         assert residents.keys() == state.buffer.residents.keys()
         for group_id, group in residents.items():
@@ -224,20 +226,41 @@ class Oracle:
 
     # What is trained on
 
-    def consume(self, batch):
+    def hold(self, batch):
+        """A batch is ready, and may still be refused."""
         assert len(batch) == len({group.group_id for group in batch}) == self.config.groups_per_step
         for group in batch:
             known = self.groups[group.group_id]
-            assert known.state == "finished", f"group {group.group_id} is consumed, but it is {known.state}"
+            assert known.state == "finished", f"group {group.group_id} is held, but it is {known.state}"
             assert {id(t) for t in group.trajectories} == {id(t) for t in known.members.values()}
             assert len({t.member for t in group.trajectories}) == self.config.group_size
             self._check_fresh(group)
+            known.state = "held"
+        self.num_held += 1
+
+    def consume(self, batch):
+        """The batch that is held is trained on."""
+        held = {group_id for group_id, group in self.groups.items() if group.state == "held"}
+        assert {group.group_id for group in batch} == held
+        for group in batch:
+            known = self.groups[group.group_id]
+            assert group.problem == known.problem
             known.state, self.problems[known.problem] = "consumed", "consumed"
             self.made_by[group.group_id] = self.trainer_version + 1
             self.count["consumed"] += 1
             self.tokens["consumed"] += known.num_tokens
             self._measure("consumed", known)
         self.trainer_version += 1
+
+    def refuse(self, worker):
+        """A worker is not believed, from here to `shut_out`: its groups are dropped, and a batch with one is put back.
+        Returns whether the one that is held has one."""
+        self.disbelieved = worker
+        held = [group for group in self.groups.values() if group.state == "held"]
+        is_refused = any(self._is_of(group, worker) for group in held)
+        for group in held if is_refused else ():
+            group.state = "finished"
+        return is_refused
 
     def _check_fresh(self, group):
         config = self.config
@@ -263,17 +286,17 @@ class Oracle:
 
     def check(self):
         self.num_events += 1
-        outstanding = [g for g in self.groups.values() if g.state in ("running", "finished")]
+        outstanding = [g for g in self.groups.values() if g.state in ("running", "finished", "held")]
         unpublished = [v for v in self.made_by.values() if v > self.announced_trainer_version]
         assert len(outstanding) + len(unpublished) <= self.capacity, "more groups outstanding than the capacity"
         done = {i for i, group in self.groups.items() if group.state in ("consumed", "failed", "filtered")}
         assert self.forgotten == done, f"forgotten {self.forgotten ^ done}"
         for group in self.groups.values():
             assert group.state != "stale" or group.oldest < self.trainer_version - self.bound
-        assert self.num_given_up <= self.config.extra_groups * (self.trainer_version + 1)
+        assert self.num_given_up <= self.config.extra_groups * (self.num_held + 1)
 
     def check_ledger(self, ledger):
-        resident = [group for group in self.groups.values() if group.state in ("running", "finished")]
+        resident = [group for group in self.groups.values() if group.state in ("running", "finished", "held")]
         expected = {"groups_resident": len(resident), "tokens_resident": sum(g.num_tokens for g in resident)}
         expected |= {"groups_issued": self.count["issued"], "tokens_generated": self.tokens["generated"]}
         expected |= {"groups_consumed": self.count["consumed"], "tokens_consumed": self.tokens["consumed"]}

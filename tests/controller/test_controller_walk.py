@@ -109,6 +109,7 @@ class Walk:
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
         self.cuts_left, self.crashes_left, self.saved = rng.choice([0, 3, 12]), rng.choice([1, 4]), None
+        self.refusals_left = rng.choice([0, 2, 5]) if config.listen else 0
         self.is_to_be_longer = rng.random() < 0.2
         self.num_buffers = 2 if config.listen else rng.choice([1, 2])  # machines that join have theirs
         self._begin(Oracle(config, num_eval_problems), None)
@@ -181,11 +182,15 @@ class Walk:
                 yield ("connect", -1), self._connect
             case "waiting":
                 yield ("take", -1), self.take
+            case "verifying":
+                yield ("consume", -1), self._consume
+                for worker in self._workers_of_batch() if self.refusals_left else ():
+                    yield ("refuse", worker), lambda worker=worker: self._refuse(worker)
             case "training":
                 yield ("train", -1), self._end_step
             case "publishing" if self._may_stage():
                 yield ("publish", -1), self._publish
-        is_between_steps = self.trainer in ("waiting", "finishing") and self.controller.announcements.deferred is None
+        is_between_steps = self.trainer in ("waiting", "verifying", "finishing") and self.controller.announcements.deferred is None
         if is_between_steps and self.cuts_left:
             yield ("cut", -1), self._cut
         if self.saved is not None and self.crashes_left:
@@ -293,15 +298,35 @@ class Walk:
     def take(self):
         """The trainer asks for a batch; whether it got one. That none can come must never be said: it is wrong or a
         deadlock."""
-        batch = self.controller.take_batch_if_ready()
+        batch = self.controller.hold_batch_if_ready()
         if batch is None:
             assert self.controller._can_get_batch(), f"no batch can come: {self.controller.dispatcher.describe()}"
             return False
-        self.oracle.consume(batch)
-        self.version, self.trainer = self.version + 1, "training"
+        self.oracle.hold(batch)
+        self.trainer = "verifying"
         self.oracle.check_ledger(self.controller.take_report().ledger)
         self.evaluations += self.controller.evaluations.take_ended()
         return True
+
+    def _workers_of_batch(self):
+        """Workers of machines that joined: those that are there, and those of which there is something in the batch."""
+        workers = {t.worker for group in self.controller.buffer.held for t in group.trajectories}
+        workers |= {worker.index for worker in self.controller.workers}
+        return [worker for worker in workers if worker >= self.num_workers]
+
+    def _refuse(self, worker):
+        """What a worker has sent is found to be false, which may have left meanwhile."""
+        self.refusals_left -= 1
+        is_refused = self.oracle.refuse(worker)
+        assert self.controller.refuse_batch([worker]) is is_refused
+        self.oracle.shut_out(worker)
+        self.trainer = "waiting" if is_refused else "verifying"
+        self.oracle.check_ledger(self.controller.take_report().ledger)
+
+    def _consume(self):
+        self.oracle.consume(self.controller.consume_batch())
+        self.version, self.trainer = self.version + 1, "training"
+        self.oracle.check_ledger(self.controller.take_report().ledger)
 
     def _end_step(self):
         every, is_last = self.config.eval_every, self.version == self.steps
