@@ -86,12 +86,21 @@ class Node(Start):
     restored: ControllerState | None = None
     """What the controller goes on from."""
 
-    def take_batch(self, step: int) -> list[Group] | None:
-        """Wait for what this node trains on in a step, and with --record keep it; None but on the leader."""
-        self.clock.enter("wait")
+    def take_batch(self, step: int, verify: Callable[[int], bool]) -> list[Group] | None:
+        """Wait for what this node trains on in a step, and with --record keep it; collective.
+
+        `verify(step)` is called once a batch is held on every node. It says whether the batch may be trained on; else
+        another one is waited for. Returns the groups on a leader, None on other ranks.
+        """
+        while True:
+            self.clock.enter("wait")
+            if self.cluster.is_leader:
+                self.controller.hold_batch()
+            if verify(step):
+                break
         if not self.cluster.is_leader:
             return None
-        groups = self.controller.take_batch()
+        groups = self.controller.consume_batch()
         if self.config.record:
             self.clock.enter("save")
             write_batch(batch_path(self.run.path, step), step, groups)

@@ -37,17 +37,25 @@ class Publisher:
             node.on_end.callback(self._verifier.close)
         self._snapshots = collections.deque(self._resumed_snapshots())
 
-    def verify(self, step: int) -> None:
-        """Check a share of what joined machines sampled, with the weights that the step begins with; collective."""
+    def verify(self, step: int) -> bool:
+        """Check a share of what joined hosts sampled, with the weights that the step begins with; collective.
+
+        Returns whether every node may train on the batch that it holds. A batch with a response of a host that is not
+        believed is put back, and all groups of that host are dropped.
+        """
         self.check_engines(step)
-        if self._verifier is None:
-            return
-        swarm = self.node.swarm
-        found = self._verifier.verify(swarm.take_answered() if swarm else [], self.policy, step - 1)
-        if swarm is not None:
-            swarm.verified = self._verifier.metrics()
-            for worker, why in found:
+        if self.config.listen is None:
+            return True
+        node, swarm = self.node, self.node.swarm
+        if self._verifier is not None:
+            lies = self._verifier.verify(swarm.take_answered() if swarm else [], self.policy, step - 1)
+            for worker, why in lies:
                 swarm.shut_out(worker, f"sent what is not true: {why}")
+        is_refused = False
+        if swarm is not None:
+            swarm.verified = self._verifier.metrics() if self._verifier else {}
+            is_refused = node.controller.refuse_batch(swarm.disbelieved)
+        return node.cluster.max_over_ranks([int(is_refused)]) == [0]
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
         """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.

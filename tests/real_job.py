@@ -154,14 +154,14 @@ def _launch(arguments: list[str], run_path: Path, output_path: Path, root: Path)
     return Job(process, run_path, output_path)
 
 
-def join_machine(job: Job) -> Job:
-    """Have a machine join a job that listens, by the line that it prints."""
+def join_machine(job: Job, program: str = "rollout.py") -> Job:
+    """Have a remote host join a job that listens, by the line that it prints."""
     job.wait_until(lambda: "--join " in job.output())
     address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
     output_path = job.output_path.with_name(f"machine_{len(list(job.output_path.parent.glob('machine_*')))}.txt")
     with open(output_path, "w") as output:
         process = subprocess.Popen(
-            [sys.executable, "rollout.py", "--join", address, "--key", key_path],
+            [sys.executable, program, "--join", address, "--key", key_path],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -12,6 +12,21 @@ from real_job import assert_ledger_balances, assert_nothing_is_left, join_machin
 pytestmark = [pytest.mark.e2e, pytest.mark.study, pytest.mark.usefixtures("tiny_models")]
 
 
+def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
+    options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm_args": "verify_share=1", "eval_every": 0}
+    job = start_job(tmp_path, steps=4, async_ratio=0, **options)
+    liar = join_machine(job, "tests/lying_host.py")
+    job.wait_until(lambda: "is let in no more" in job.output() or "sent what is not true" in job.output())
+    honest = join_machine(job)
+    assert job.wait() == 0, job.output()[-3000:]
+    assert liar.wait(timeout_s=30) != 0 and honest.wait(timeout_s=30) == 0
+    metrics = job.metrics()
+    assert metrics[-1]["swarm/shut_out"] == 1 and metrics[-1]["swarm/verify_failed"] > 0
+    assert metrics[-1]["ledger/groups_dropped_shut_out"] > 0
+    assert max(line["drift/k3"] for line in metrics) < 1e-6, "no step trained on a false log-prob"
+    assert_ledger_balances(metrics)
+
+
 def test_a_run_without_workers_of_its_own_trains_on_machines_that_come_are_killed_and_leave(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
     options = {"eval_every": 12, "listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm_args": "verify_share=0.5"}

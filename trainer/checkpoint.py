@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trainer import lora
 from trainer.logprobs import TokenLogprobs
+from trainer.model import named_persistent_buffers
 
 BYTES_BESIDE_WEIGHTS = 32e6
 """Room for tokenizer, config and what else is small."""
@@ -50,6 +51,7 @@ class WeightWriter:
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
         self.base_path = base_path
+        self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)}
         with tempfile.TemporaryDirectory() as folder:
             AutoTokenizer.from_pretrained(base_path, trust_remote_code=False).save_pretrained(folder)
             self._tokenizer = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -60,7 +62,8 @@ class WeightWriter:
         A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
         """
         head = {name: weights[name] for name in weights.keys() & {VALUE_HEAD}}
-        self._skeleton.save_pretrained(folder, state_dict={n: w for n, w in weights.items() if n not in head})
+        of_model = {name: weight for name, weight in weights.items() if name not in head}
+        self._skeleton.save_pretrained(folder, state_dict=of_model | self._buffers)
         if head:
             os.makedirs(os.path.join(folder, "value_head"))
             save_file(head, os.path.join(folder, "value_head", "value_head.safetensors"))

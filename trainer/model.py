@@ -6,7 +6,8 @@ says with which attention.
 """
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from config import Config
@@ -29,6 +32,8 @@ from trainer.optimizer import OptimOptions
 _UNSUPPORTED_HEADS = (
     "final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier",
 )  # fmt: skip
+_LAYER = re.compile(r"(?:.*?\.\d+\.)?")
+"""The part of a weight's name that names its layer; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
 
 
@@ -127,6 +132,19 @@ def named_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in owner._non_persistent_buffers_set:
                 yield f"{owner_name}.{name}", buffer
+
+
+def as_in_files(model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield full weights with the names and shapes that they have in a checkpoint's files, one layer after the other.
+
+    transformers changes some weights as it reads them: it fuses the experts of a layer, for example. vLLM reads what is
+    in the files.
+    """
+    if not get_model_conversion_mapping(model, add_legacy=False):
+        yield from named
+        return
+    for _, layer in itertools.groupby(named, key=lambda item: _LAYER.match(item[0])[0]):
+        yield from revert_weight_conversion(model, dict(layer)).items()
 
 
 def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, seed: int) -> None:

@@ -24,7 +24,7 @@ from trainer.checkpoint import restore_training_state, save_for_people, training
 from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
-from trainer.model import compute_dtype, load_model, named_persistent_buffers, trainer_mesh
+from trainer.model import as_in_files, compute_dtype, load_model, named_persistent_buffers, trainer_mesh
 from trainer.optimizer import OptimOptions, parameter_groups
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
@@ -144,15 +144,18 @@ class Policy:
         yield from named_persistent_buffers(self.module.model)
 
     def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full parameters as they are sent to rollout, which `sent_specs` describe; collective."""
-        return self.named_full_parameters(compute_dtype(self.config, self.device))
+        """Yield the full weights as they are sent to rollout, which `sent_specs` describe; collective."""
+        return as_in_files(self.module.model, self.named_full_parameters(compute_dtype(self.config, self.device)))
 
     def sent_specs(self) -> list[ParameterSpec]:
         """Specs of what `sent_parameters` yields, in the same order: parameters in the dtype of computing."""
         dtype, model = compute_dtype(self.config, self.device), self.module.model
-        parameters = [ParameterSpec(name, dtype, tuple(p.shape)) for name, p in named_base_parameters(model)]
-        buffers = [ParameterSpec(name, b.dtype, tuple(b.shape)) for name, b in named_persistent_buffers(model)]
-        return parameters + buffers
+        parameters = [
+            (name, torch.empty(p.shape, dtype=dtype, device="meta")) for name, p in named_base_parameters(model)
+        ]
+        buffers = [(name, buffer.to("meta")) for name, buffer in named_persistent_buffers(model)]
+        named = as_in_files(model, [*parameters, *buffers])
+        return [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.

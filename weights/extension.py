@@ -76,7 +76,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         buffer.check(update_info.version, update_info.checksum)
         loaded = self.model.load_weights(buffer.parameters)
         buffer.check(update_info.version, NO_CHECKSUM)  # nobody wrote while we read
-        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        by_name = dict(self.model.named_parameters(remove_duplicate=False))
+        loaded_parameters = {id(by_name[name]) for name in loaded & by_name.keys()}
+        missing = {name for name, parameter in by_name.items() if id(parameter) not in loaded_parameters}
         # vLLM never loads a head that is tied to the embedding
         if missing and not (self.model_config.hf_config.tie_word_embeddings and missing == {"lm_head.weight"}):
             raise RuntimeError(f"version {update_info.version} brought no weights for {sorted(missing)}")

@@ -278,3 +278,30 @@ def test_machines_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
                 wait_until(lambda: machine.saw(Welcome) or machine.saw(JoinAt))
                 sent_to += [message.address for message in machine.saw(JoinAt)] or ["here"]
         assert sent_to == ["elsewhere:1", "here", "here"]
+
+
+def test_a_batch_of_a_host_that_lied_is_put_back_and_its_groups_are_dropped(tmp_path):
+    with running(tmp_path, async_ratio=0.0) as run, FakeMachine(run, "liar") as liar:
+        held = run.controller.hold_batch()
+        (worker,) = {t.worker for group in held for t in group.trajectories}
+        run.swarm.shut_out(worker, "sent what is not true")
+        assert run.controller.refuse_batch(run.swarm.disbelieved)
+        wait_until(lambda: liar.saw(Refused))
+        with FakeMachine(run, "honest"):
+            trained = run.step()
+        assert run.workers_of("honest") == [t.worker for t in trained[0].trajectories][:1]
+        assert not {group.group_id for group in trained} & {group.group_id for group in held}
+        ledger = run.controller.take_report().ledger
+        assert ledger["groups_dropped_shut_out"] == 2 and ledger["groups_consumed"] == 2
+
+
+def test_a_batch_is_believed_though_another_host_lied_earlier(tmp_path):
+    with running(tmp_path, async_ratio=0.0) as run:
+        with FakeMachine(run, "liar") as liar:
+            run.step()
+            run.swarm.shut_out(run.workers_of("liar")[0], "sent what is not true")
+            wait_until(lambda: liar.saw(Refused))
+        with FakeMachine(run, "honest"):
+            run.controller.hold_batch()
+            assert not run.controller.refuse_batch(run.swarm.disbelieved)
+            assert {t.worker for group in run.controller.consume_batch() for t in group.trajectories} == {1}
