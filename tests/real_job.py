@@ -127,7 +127,7 @@ def start_nodes(tmp_path: Path, num_nodes: int, **options) -> list[Job]:
 def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict, root: Path = ROOT) -> Job:
     options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
     law = options.pop("latency", None)
-    script = ["train_async.py"] if law is None else ["scripts/latency.py", law]
+    script = options.pop("script", "train_async.py").split() if law is None else ["scripts/latency.py", law]
     switches = [f"--{'' if value else 'no-'}{name}" for name, value in options.items() if isinstance(value, bool)]
     arguments = [f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)] + switches
     run = [f"--runs-dir={tmp_path}", "--run-name=run", *arguments]

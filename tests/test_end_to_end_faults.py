@@ -3,13 +3,14 @@
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from real_job import assert_ledger_balances, assert_nothing_is_left, start_job
+from real_job import ROOT, assert_ledger_balances, assert_nothing_is_left, start_job
 from tiny_policy import save_unservable_model
 
 from records.manifest import newest_checkpoint
@@ -119,3 +120,22 @@ def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_i
     assert job.wait(timeout_s=60) != 0
     assert "error: rollout worker 0 was up, and died before any response came back" in job.output()
     assert "  | " in job.output() and "head_dim=20" in job.output()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path, num_ranks):
+    job = start_job(tmp_path, num_ranks, steps=3, script="tests/corrupt_job.py 0 9")
+    assert job.wait() != 0
+    (line,) = {line for line in job.output().splitlines() if line.startswith("error: worker 0 does not have")}
+    assert "at version 0" in line and "--weight-sync shm" in line and "qwen3" in line
+    assert not job.metrics()
+
+
+def test_later_weights_that_do_not_arrive_are_warned_of_once_on_the_terminal_and_in_the_report(tmp_path):
+    job = start_job(tmp_path, steps=8, async_ratio=1, script="tests/corrupt_job.py 2 4")
+    assert job.wait() == 0, job.output()[-3000:]
+    (line,) = [line for line in job.output().splitlines() if line.startswith("warning: step")]
+    (event,) = job.events("warning")
+    assert "worker 0 does not have the trainer's weights: at version 2" in line and event["text"] in line
+    assert subprocess.run([sys.executable, "scripts/report.py", job.run_path], cwd=ROOT, check=False).returncode == 0
+    assert "worker 0 does not have the trainer" in (job.run_path / "report.html").read_text()
