@@ -197,7 +197,7 @@ class Controller:
             return self.consume_batch() if self.hold_batch_if_ready() else None
 
     def hold_batch(self) -> list[Group]:
-        """Wait for the next batch and hold it, unless one is held, so that it is consumed or refused. Returns its groups.
+        """Wait for the next batch and hold it, unless one is held. It is then consumed or refused. Returns its groups.
 
         Raises what ended rollout, RuntimeError if none comes or can come.
         """
@@ -213,8 +213,10 @@ class Controller:
             return self.dispatcher.hold_batch()
 
     def refuse_batch(self, workers: Collection[int]) -> bool:
-        """Drop all groups of workers that are not believed. If one of them is in the batch that is held, the batch is put
-        back, and another is to be waited for. Returns whether it was."""
+        """Drop all groups of workers that are not believed.
+
+        If the held batch has one of them, it is put back, and another one is to be waited for. Returns whether it was.
+        """
         with self._changed:
             is_refused = self.dispatcher.refuse_batch(workers)
             self._fill()

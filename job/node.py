@@ -186,7 +186,7 @@ def start_rollout(start: Start) -> Node:
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)
     # What is wrong with options and data is said before anything is written or started.
-    _check_window(config, model_path)
+    _check_model(config, model_path)
     tickets = _make_tickets(config, cluster, model_path)
     tickets.check_prompts()
     restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
@@ -254,11 +254,11 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
     return TicketSource(config, prompts, cluster.node, cluster.num_nodes)
 
 
-def _check_window(config: Config, model_path: str) -> None:
-    """Raise ValueError if a whole sequence does not fit the model's positions."""
-    from transformers import AutoConfig
+def _check_model(config: Config, model_path: str) -> None:
+    """Raise ValueError if the model would be trained wrongly, or a whole sequence does not fit its positions."""
+    from trainer.families import read_config
 
-    window = getattr(AutoConfig.from_pretrained(model_path, trust_remote_code=False), "max_position_embeddings", None)
+    window = getattr(read_config(model_path, config.share_prefix != "off"), "max_position_embeddings", None)
     if window is not None and config.max_sequence_tokens > window:
         raise ValueError(
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import train_async
+import train_async  # noqa: I001  the path comes first
 from corruptions import not_sent
 from weights.shm import ShmTransport
 

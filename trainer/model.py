@@ -18,20 +18,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from config import Config
-from trainer.attention import check_layers, choose_attention
+from trainer.attention import choose_attention
+from trainer.families import read_config
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import add_adapters, initial_adapters
 from trainer.optimizer import OptimOptions
 
-_UNSUPPORTED_HEADS = (
-    "final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier",
-)  # fmt: skip
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """The part of a weight's name that names its layer; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
@@ -81,8 +79,7 @@ def load_model(
 
     What is not trained, as a reference or below adapters, is kept in the dtype of computing.
     """
-    hf_config = _read_config(path)
-    check_layers(hf_config, path, config.share_prefix != "off")
+    hf_config = read_config(path, config.share_prefix != "off")
     dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
         attention = choose_attention(device, hf_config, config.share_prefix != "off")
@@ -108,15 +105,6 @@ def load_model(
     if module.value_head is not None:
         nn.init.zeros_(module.value_head.weight)
     return module
-
-
-def _read_config(path: str) -> PreTrainedConfig:
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    parts = hf_config, hf_config.get_text_config()
-    for name, part in itertools.product(_UNSUPPORTED_HEADS, parts):
-        if (value := getattr(part, name, None)) not in (None, 1.0):
-            raise ValueError(f"--model {path}: its head uses {name} = {value}, which we do not apply")
-    return hf_config
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:

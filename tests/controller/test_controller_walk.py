@@ -190,7 +190,9 @@ class Walk:
                 yield ("train", -1), self._end_step
             case "publishing" if self._may_stage():
                 yield ("publish", -1), self._publish
-        is_between_steps = self.trainer in ("waiting", "verifying", "finishing") and self.controller.announcements.deferred is None
+        is_between_steps = (
+            self.trainer in ("waiting", "verifying", "finishing") and self.controller.announcements.deferred is None
+        )
         if is_between_steps and self.cuts_left:
             yield ("cut", -1), self._cut
         if self.saved is not None and self.crashes_left:
