@@ -16,7 +16,7 @@ from config import Config
 from data.records import GREEDY_GROUP, FinishReason, Ticket, Trajectory, check_trajectory
 from engine.completion import Completion
 from engine.environments import Environment
-from engine.score import Failed
+from engine.score import Failed, bounded
 
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
 
@@ -85,7 +85,7 @@ class Episode:
             await self._wait_for_others("batch")
             step = await self.environment.step(completion.tokens)
             self._times.append((started_at, sampled_at, time.time()))
-            self._reward += step.reward
+            self._reward = bounded(self._reward + step.reward, "the reward")
             self._reward_parts.update(step.reward_parts)
             if step.ended:
                 return completion.finish_reason

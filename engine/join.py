@@ -250,6 +250,7 @@ class JoinedMachine:
         for name, content in self._welcome.model_files.items():
             (self.folder / Path(name).name).write_bytes(content)
         options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}  # as its devices are
+        options["timeout_s"] /= 2  # an engine that stands still is to end before the run does
         config = Config.from_dict(options | ({"rollout_tp": self.rollout_tp} if self.rollout_tp else {}))
         workers = place(config, len(visible_gpus()), available_cores(), 0).workers
         if config.rollout_tp > 1:

@@ -23,6 +23,8 @@ from records.time_ledger import Activity
 ABORT_AGAIN_S = 0.02
 WATCH_S = 0.2
 """Between two looks at whether the engine is alive."""
+ASK_S = 1.0
+"""Between an answer of the engine and the next question whether it still answers."""
 DUMP_S = 1.0
 """Time that the engine's processes have to write their stacks."""
 
@@ -58,10 +60,21 @@ class LLMProxy:
         return RuntimeError(why) if self.engine.errored else None
 
     async def watch(self) -> None:
+        """Raise when the engine is dead, or gives no sign of life for --timeout-s."""
+        await asyncio.gather(self._watch_death(), self._watch_answers())
+
+    async def _watch_death(self) -> None:
         """Raise when the engine is dead: vLLM fails its requests then, but leaves an update or a suspend waiting."""
         while self.death is None:
             await asyncio.sleep(WATCH_S)
         raise self.death
+
+    async def _watch_answers(self) -> None:
+        """Raise TimeoutError when the engine does not answer: a stopped process looks alive, also while it samples."""
+        while True:
+            async with _limited(self.config.timeout_s, "an answer of the engine"):
+                await self.engine.is_sleeping()  # which it answers between two steps
+            await asyncio.sleep(ASK_S)
 
     async def connect(self, init_info: dict) -> None:
         """Connect the engine to the trainer's weight transport.

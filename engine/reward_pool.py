@@ -13,7 +13,6 @@ import collections
 import contextlib
 import itertools
 import json
-import math
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.reward_process import READY
-from engine.score import Failed, Scored, add, are_parts, load_score
+from engine.score import MAX_REWARD, Failed, Scored, add, are_parts, load_score
 
 _MAX_BATCH = 64
 """Responses sent at once: scoring a short one takes less time than sending it."""
@@ -34,7 +33,6 @@ _MAX_START_S = 60.0
 _MAX_FORK_S = 5.0
 """Longest wait for a process forked from it: it has all imports and copies nothing."""
 _MAX_REPLY = 1 << 16  # bytes: a message of 500 characters is far below
-_MAX_REASON = 1000  # characters: as many as a joined machine may send
 _GRACE_S = 2.0  # an event loop that is silent so much longer than its own limit stands still
 _TEMPLATE = """import json, sys
 sys.path, *arguments = json.loads(sys.argv[1])
@@ -171,7 +169,7 @@ def _settle(item: _Item, outcome: Scored | str) -> None:
     if not item.reward.set_running_or_notify_cancel():
         return
     if isinstance(outcome, str):
-        item.reward.set_exception(Failed(" ".join(outcome[:_MAX_REASON].split())))
+        item.reward.set_exception(Failed(outcome))
     else:
         item.reward.set_result(outcome)
 
@@ -201,7 +199,7 @@ class _Scorer:
             case [int(number), str(why)] if number in items:
                 return number, why
             case [int(number), float(reward), dict(parts)] if number in items and are_parts(parts):
-                if math.isfinite(reward):
+                if abs(reward) <= MAX_REWARD:
                     return number, (reward, parts)
         raise ValueError(f"a reward process sent {line[:100]!r}")
 

@@ -2,8 +2,8 @@
 
 A function of one's own is called as `f(response=TEXT, **row)`, where `row` has the columns of the response's problem:
 those that it names, or all where it takes `**` (a column called `response` is hidden by the policy's). It returns a
-finite number, or a dict of such by name, its parts, whose sum counts. With `async def` it may wait for others, as for
-a judge behind HTTP.
+number up to MAX_REWARD, or a dict of such by name, its parts, whose sum counts. With `async def` it may wait for
+others, as for a judge behind HTTP.
 """
 
 import asyncio
@@ -26,10 +26,19 @@ Scored = tuple[float, dict[str, float]]
 MAX_PARTS, MAX_NAME = 64, 128
 _TAKEN = ("mean", "std", "zero_variance_groups")  # metrics that are called reward/…, too
 _MAX_REASON = 500  # characters: an error message may quote a whole response
+MAX_FAILURE = 1000
+"""Characters of a failure's message."""
+MAX_REWARD = 1e12
+"""Largest absolute value of a reward and of its parts. The trainer adds squares in float32, which ends at 3e38. A
+square of 1e24 leaves room for the gradients of log-probs, and for their number."""
 
 
 class Failed(Exception):
-    """A reward or an environment raised, hung, died or gave what it must not; the message is one line."""
+    """A reward or an environment raised, hung, died or gave what it must not. The message is one line of UTF-8 text."""
+
+    def __init__(self, reason: str):
+        text = reason.encode(errors="backslashreplace").decode()  # foreign code may quote lone surrogates
+        super().__init__(" ".join(text[:MAX_FAILURE].split()))
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class RewardFunction:
         parts = {}
         if isinstance(returned, dict):
             parts = {name: _number(part, f"the part {brief(name)}") for name, part in returned.items()}
-        reward = sum(parts.values()) if parts else _number(returned, "the reward")
+        reward = _number(sum(parts.values()) if parts else returned, "the reward")
         if self.label:
             parts = {self.label: reward, **{f"{self.label}.{name}": part for name, part in parts.items()}}
         return self.weight * reward, parts
@@ -160,8 +169,15 @@ def _row(answer: str) -> dict:
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
+        return bounded(float(value), what)
     raise Failed(f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}")
+
+
+def bounded(number: float, what: str) -> float:
+    """The number. Raises Failed if it is larger than a reward may be."""
+    if abs(number) > MAX_REWARD:
+        raise Failed(f"{what} is {number:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down")
+    return number
 
 
 def add(found: Sequence[Scored], whose: str = "") -> Scored:
@@ -174,9 +190,10 @@ def add(found: Sequence[Scored], whose: str = "") -> Scored:
 
 
 def are_parts(parts: dict) -> bool:
-    """Whether a reward may have these parts: names that a log can have, and finite numbers."""
+    """Whether a reward may have these parts: names that a log can have, and numbers that rewards may be."""
     are_names = all(isinstance(n, str) and n.isprintable() and len(n) <= MAX_NAME and n not in _TAKEN for n in parts)
-    return are_names and "" not in parts and len(parts) <= MAX_PARTS and all(map(math.isfinite, parts.values()))
+    are_numbers = all(abs(part) <= MAX_REWARD for part in parts.values())
+    return are_names and "" not in parts and len(parts) <= MAX_PARTS and are_numbers
 
 
 def one_line(error: BaseException) -> str:

@@ -12,15 +12,13 @@ import numpy as np
 
 from config import Config
 from data.records import Ticket, Trajectory
-from engine.score import are_parts
+from engine.score import MAX_FAILURE, MAX_REWARD, are_parts
 
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
 """Nats that the tokens of a response may be less likely in total than if all of the vocabulary were equally likely. Of
 tokens that were sampled by their own probabilities p, 1/∏(p·vocabulary) is 1 on average, so by Markov's inequality an
 honest response exceeds this once in e⁴⁰. More would be a ratio of probabilities that no loss can hold."""
-MAX_REWARD = 1e6
-MAX_FAILURE = 1000  # characters
 CLOCK_SLACK_S = 1.0
 """Time that an honest clock may be set back by, seconds."""
 _DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, "behavior_logprobs": np.float32, "policy_versions": np.int32}

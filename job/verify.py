@@ -120,7 +120,7 @@ class Verifier:
                 continue
             failed = scoring.cancelled() or scoring.exception() is not None
             self.counts.update(["rewards_unverified" if failed else "rewards_verified"])
-            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING:
+            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING * max(1.0, abs(t.reward)):
                 yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}"
 
     def metrics(self) -> dict[str, float]:

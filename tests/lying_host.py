@@ -1,4 +1,4 @@
-"""A joined host that lies: `python lying_host.py --join HOST:PORT --key FILE` halves the log-probs of what it samples."""
+"""A joined host that lies: it halves its log-probs. `python lying_host.py --join HOST:PORT --key FILE`."""
 
 import dataclasses
 import sys

@@ -5,6 +5,7 @@ Slow, as job/test_swarm.py and engine/test_join.py have the same without engines
 
 import os
 import signal
+import time
 
 import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, join_machine, start_job
@@ -25,6 +26,34 @@ def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
     assert metrics[-1]["ledger/groups_dropped_shut_out"] > 0
     assert max(line["drift/k3"] for line in metrics) < 1e-6, "no step trained on a false log-prob"
     assert_ledger_balances(metrics)
+
+
+def test_a_run_outlives_a_host_whose_engine_is_stopped_while_it_samples(tmp_path):
+    options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "async_ratio": 0, "timeout_s": 40}
+    job = start_job(tmp_path, steps=40, **options)
+    first = join_machine(job)
+    job.wait_until(lambda: job.num_steps() >= 2)
+    stop_while_it_samples(first.engine(), job)
+    assert first.wait(timeout_s=40) == 1
+    assert "an answer of the engine took more than 20 s" in first.output()
+    job.wait_until(lambda: job.events("machine_left"), timeout_s=5)
+    assert job.num_steps() < 40
+    join_machine(job)
+    assert job.wait() == 0, job.output()[-3000:]
+    assert len(job.metrics()) == 40
+    assert_ledger_balances(job.metrics())
+
+
+def stop_while_it_samples(engine, job):
+    """Stop the engine, and let it continue until it is stopped when it has loaded the newest weights."""
+    for _ in range(20):
+        engine.suspend()
+        time.sleep(1)
+        if max(event["version"] for event in job.events("update")) == job.num_steps():
+            return
+        engine.resume()
+        time.sleep(0.05)
+    raise AssertionError("the engine never sampled when it was stopped")
 
 
 def test_a_run_without_workers_of_its_own_trains_on_machines_that_come_are_killed_and_leave(tmp_path):

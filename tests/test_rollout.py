@@ -298,6 +298,9 @@ class MortalEngine:
     async def pause_scheduler_async(self, mode, clear_cache):
         await asyncio.Event().wait()
 
+    async def is_sleeping(self):
+        await asyncio.Event().wait()
+
     async def generate(self, prompt, params, request_id):
         await asyncio.Event().wait()
         yield

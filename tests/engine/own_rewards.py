@@ -55,6 +55,12 @@ def broken(response):
             return {str(i): 1.0 for i in range(1000)}
         case ["raise"]:
             return {}["no such key"]
+        case ["surrogates"]:
+            raise ValueError("\ud800" * 1000)
+        case ["large", exponent]:
+            return -(10.0 ** int(exponent))
+        case ["large", "part", exponent]:
+            return {"large": 10.0 ** int(exponent)}
         case ["exit"]:
             raise SystemExit(3)
         case ["leave"]:

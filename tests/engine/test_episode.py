@@ -228,6 +228,11 @@ def stepped(observation="higher", reward=0.0, terminated=False, truncated=False)
     return {"step": (observation, reward, terminated, truncated, {})}
 
 
+class Spoilt:
+    def __repr__(self):
+        return "<\ud800>"
+
+
 class Unspeakable(Exception):
     def __str__(self):
         raise ValueError("no words")
@@ -263,17 +268,21 @@ class Unspeakable(Exception):
         ({"step": StopIteration()}, "StopIteration"),
         ({"step": TimeoutError("of its own")}, "TimeoutError: of its own"),
         ({"step": Unspeakable()}, "Unspeakable: <exception str() failed>"),
+        ({"step": ValueError("\ud800" * 50)}, r"ValueError: \ud800\ud800"),
+        ({"step": Spoilt()}, r"step returned <\ud800>, expected"),
+        (stepped(reward=1e13), "the reward is 1e+13, allowed is -1e+12 to 1e+12; scale it down"),
+        (stepped(reward=6e11), "the reward is 1.2e+12, allowed is -1e+12 to 1e+12"),
     ],
 )
 def test_an_environment_that_returns_or_raises_what_it_must_not_fails_its_trajectory_alone(answers, reason):
     async def run_both():
-        broken = make_episode(MultiTurn(make_pool(lambda: Returning(**answers), 60.0), 0), policy("1"))
+        broken = make_episode(MultiTurn(make_pool(lambda: Returning(**answers), 60.0), 0), policy("1", "2"))
         sound = make_episode(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
         return await asyncio.wait_for(asyncio.gather(broken.run(0), sound.run(0)), 10)
 
     failed, sound = asyncio.run(run_both())
     assert failed.finish_reason == "failed" and np.isnan(failed.reward)
-    assert reason in failed.failure and "\n" not in failed.failure and len(failed.failure) <= 500
+    assert reason in failed.failure and "\n" not in failed.failure and len(failed.failure.encode()) <= 500
     assert sound.finish_reason == "stop" and sound.reward == 1.0
 
 

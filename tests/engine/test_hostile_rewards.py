@@ -18,8 +18,7 @@ from setproctitle import setproctitle
 
 from engine.reward_pool import RewardPool, _Item, _Scorer
 from engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
-from engine.score import Failed, load_score
-from job.trust import MAX_FAILURE
+from engine.score import MAX_FAILURE, Failed, load_score
 
 needs_namespaces = pytest.mark.skipif(bool(_why_no_namespaces()), reason="the kernel gives no namespaces here")
 
@@ -55,7 +54,8 @@ def connect(port: str) -> None:
 
 def spoil_replies(what: str) -> bool:
     """Write to every socket that there is."""
-    replies = {"line": json.dumps([0, "\n" + "no line\n" * 5000]).encode() + b"\n", "bool": b"[0, true, {}]\n"}
+    replies = {"large": b"[0, 1e300, {}]\n", "surrogates": json.dumps([0, "\ud800" * 1000]).encode() + b"\n"}
+    replies |= {"line": json.dumps([0, "\n" + "no line\n" * 5000]).encode() + b"\n", "bool": b"[0, true, {}]\n"}
     replies |= {"parts": b'[0, 1.0, {"mean": 1.0}]\n', "part": b'[0, 1.0, {"x": 1e999}]\n', "other": b"[7, 1.0, {}]\n"}
     replies |= {"nested": b"[" * 60_000 + b"\n", "nan": b"NaN\n", "long": b"1" * 200_000, "pickle": b"\x80\x04N.\n"}
     for descriptor in range(3, 64):
@@ -132,7 +132,7 @@ def test_no_byte_is_written_to_a_file(tmp_path):
     assert not path.exists() or not path.read_bytes()
 
 
-@pytest.mark.parametrize("what", ["nested", "nan", "long", "pickle", "bool", "parts", "part", "other"])
+@pytest.mark.parametrize("what", ["nested", "nan", "long", "pickle", "bool", "parts", "part", "other", "large"])
 def test_a_process_that_talks_nonsense_is_replaced(what):
     spoiled, good = outcomes(f"spoil {what}", "0.5")
     assert "its process died" in str(spoiled) and good == 0.5
@@ -143,6 +143,12 @@ def test_a_reason_that_a_process_makes_up_is_one_line_and_short():
     assert isinstance(spoiled, Failed) and str(spoiled).startswith("no line no line")
     assert good == 0.5, "its second answer is nobody's"
     assert "\n" not in str(spoiled) and len(str(spoiled)) <= MAX_FAILURE
+
+
+def test_a_reason_of_lone_surrogates_that_a_process_makes_up_is_short_text():
+    spoiled, good = outcomes("spoil surrogates", "0.5")
+    assert isinstance(spoiled, Failed) and str(spoiled).startswith(r"\ud800\ud800") and good == 0.5
+    assert len(str(spoiled).encode()) <= MAX_FAILURE
 
 
 @needs_namespaces

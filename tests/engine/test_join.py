@@ -310,6 +310,20 @@ def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
     assert joined.startswith("joined ") and left == "left: stopped here"
 
 
+def run_worker_that_notes_its_limit(spec, connection):
+    Path(spec.log_path).with_name("limit").write_text(f"{spec.config.timeout_s:g}")
+    run_fake_worker(spec, connection)
+
+
+def test_engines_of_a_machine_have_half_of_the_runs_timeout_so_that_they_end_before_the_run_does(tmp_path):
+    with running(tmp_path, timeout_s=50.0) as run:
+        far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_limit)
+        run.step()
+        assert (tmp_path / "far" / "limit").read_text() == "25"
+        run.swarm.stop()
+        assert far.end() == "the run has ended"
+
+
 def test_a_machine_joins_the_node_that_it_is_sent_to(tmp_path):
     with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
         first.swarm.nodes = [(first.address, 1), (second.address, 0)]

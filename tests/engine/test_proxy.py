@@ -1,6 +1,9 @@
 """The engine as a worker uses it: real vLLM on the CPU, against the trainer's own forward."""
 
 import asyncio
+import os
+import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -276,6 +279,31 @@ def test_an_update_that_does_not_end_is_an_error_that_names_it():
     proxy = LLMProxy(Config(timeout_s=0.1), CalledEngine(stuck=True), [])
     with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
         asyncio.run(proxy.update(3, [{}]))
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_an_engine_that_is_stopped_while_it_samples_is_an_error_and_one_that_samples_is_none(pair, is_stopped):
+    (engine,) = pair.proxy.engine.engine_core.resources.engine_manager.processes
+    before, pair.proxy.config = pair.proxy.config, replace(pair.proxy.config, timeout_s=2.0)
+
+    async def watch():
+        response = asyncio.create_task(pair.proxy.generate("stopped", PROMPT, seed=1))
+        await asyncio.sleep(0.01)
+        if is_stopped:
+            os.kill(engine.pid, signal.SIGSTOP)
+        try:
+            await asyncio.wait_for(pair.proxy.watch(), 8)
+        finally:
+            os.kill(engine.pid, signal.SIGCONT)
+            await response
+
+    pair.sync(1)
+    try:
+        with pytest.raises(TimeoutError) as raised:
+            pair.run(watch())
+        assert ("an answer of the engine took more than 2 s" in str(raised.value)) == is_stopped
+    finally:
+        pair.proxy.config = before
 
 
 class SamplingEngine(CalledEngine):

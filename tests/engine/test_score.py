@@ -12,7 +12,7 @@ import pytest
 
 from engine.reward_pool import Rewards
 from engine.reward_process import _why_no_namespaces
-from engine.score import Failed, load_score
+from engine.score import MAX_FAILURE, Failed, load_score
 
 FILE = str(Path(__file__).with_name("own_rewards.py"))
 
@@ -127,6 +127,9 @@ BROKEN = [
     ("taken", "none of them mean, std, zero_variance_groups"),
     ("many", "1000 parts"),
     ("raise", "KeyError: 'no such key'"),
+    ("surrogates", r"ValueError: \ud800\ud800"),
+    ("large 13", "the reward is -1e+13, allowed is -1e+12 to 1e+12; scale it down"),
+    ("large part 300", "the part 'large' is 1e+300, allowed is -1e+12 to 1e+12; scale it down"),
     ("exit", "SystemExit: 3"),
     ("leave", "its process died"),
     ("killed", "its process died"),
@@ -143,6 +146,14 @@ def test_a_bad_reward_fails_alone_and_is_told_with_its_file_and_function(name, r
     assert str(bad).startswith(texts(name)[0]) and reason in str(bad)
     line = own_rewards.broken.__code__.co_firstlineno + 26
     assert response != "raise" or f"{FILE}:{name}, line {line}: KeyError" in str(bad)
+    assert len(str(bad).encode()) <= MAX_FAILURE
+
+
+@pytest.mark.parametrize("function", ["broken", "broken_async"])
+def test_a_reward_of_any_size_that_is_allowed_comes_back_and_a_sum_beyond_it_fails(function):
+    assert outcomes(texts(function), "large 12") == [(-1e12, {})]
+    (bad,) = outcomes(texts(f"{function}*2"), "large 12")
+    assert isinstance(bad, Failed) and "the sum of rewards is -2e+12, allowed is -1e+12 to 1e+12" in str(bad)
 
 
 def test_an_async_reward_that_will_not_be_cancelled_costs_its_own_time_alone():

@@ -8,13 +8,15 @@ import pytest
 
 from config import Config
 from data.environments import make_environment
+from data.messages import Finished
 from data.records import Partial, Ticket
 from data.tiny_agent import build_tokenizer
 from engine.completion import Completion
 from engine.environments import EnvironmentPool, MultiTurn, SingleTurn
 from engine.episode import Episode
-from engine.score import Failed
+from engine.score import MAX_REWARD, Failed
 from job.trust import mistake_in
+from weights.wire import Codec
 
 TOKENIZER = build_tokenizer()
 VOCAB = len(TOKENIZER)
@@ -64,6 +66,10 @@ class Rewards:
     async def score(self, answer, response):
         if answer == "fail":
             raise Failed("ValueError: no good")
+        if answer == "fail at length":
+            raise Failed("ValueError: " + "\ud800\n" * 1000)
+        if answer == "large":
+            return MAX_REWARD, {"right": -MAX_REWARD}
         return 0.5, {"right": 0.5}
 
 
@@ -91,6 +97,8 @@ HONEST = {
     "stop": lambda: (*run(SINGLE, sampling(("1 2", "stop"))), SINGLE),
     "length": lambda: (*run(SINGLE, sampling(("1 " * 20, "length"))), SINGLE),
     "failed": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="fail"), SINGLE),
+    "failed at length": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="fail at length"), SINGLE),
+    "stop with the largest reward": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="large"), SINGLE),
     "aborted before it began": lambda: (*run(SINGLE, sampling(), abort=True), SINGLE),
     "aborted without a token": lambda: (*run(SINGLE, sampling(("", "aborted"))), SINGLE),
     "aborted in its turn": lambda: (*run(SINGLE, sampling(("1 2", "aborted"))), SINGLE),
@@ -118,6 +126,8 @@ def test_every_trajectory_of_an_honest_worker_passes(kind):
     trajectory, ticket, config = HONEST[kind]()
     expected = next((reason for reason in ("stop", "length", "failed", "aborted") if kind.startswith(reason)), None)
     assert expected is None or trajectory.finish_reason == expected
+    codec = Codec((Finished,))
+    assert codec.decode(*codec.encode(Finished([trajectory], None)))
     assert look(trajectory, ticket, config) is None
 
 
@@ -213,6 +223,7 @@ LIES = [
     ("stop", {"reward": float("nan")}, "a reward of nan, stop"),
     ("stop", {"reward": float("inf")}, "a reward of inf"),
     ("stop", {"reward": -1e300}, "a reward of -1e+300"),
+    ("stop", {"reward_parts": {"right": 1e300}}, "1 parts of a reward, stop"),
     ("failed", {"reward": 1.0}, "a reward of 1, failed"),
     ("aborted in its turn", {"reward": 1.0}, "a reward of 1, aborted"),
     ("failed", {"reward_parts": {"right": 1.0}}, "1 parts of a reward, failed"),

@@ -165,6 +165,21 @@ def test_a_false_reward_is_found_later_and_one_that_cannot_be_scored_here_is_cou
     assert (verifier.counts["rewards_verified"], verifier.counts["rewards_unverified"]) == (2, 1)
 
 
+def large(response, answer):
+    return 1e11
+
+
+def test_a_large_reward_is_compared_to_within_its_rounding(model):
+    config = make_config(model, reward=(f"{__file__}:large",))
+    policy, verifier = load(config), make_verifier(config)
+    (one, first), (two, second) = sample(config, 2)
+    rounded, false = replace(first, reward=1e11 + 1e-4), replace(second, reward=1e11 + 1e6, worker=9)
+    assert verifier.verify([(one, rounded), (two, false)], policy, VERSION) == []
+    found = wait_for_rewards(verifier, policy, 2)
+    verifier.close()
+    assert [worker for worker, _ in found] == [9]
+
+
 async def judge(response, answer):
     return 0.0
 
