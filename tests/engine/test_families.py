@@ -1,0 +1,77 @@
+"""Every family that is trained: vLLM computes the log-probs that the trainer computes, before and after an update.
+
+To try another family, add it to COMPARED in trainer/families.py, give tests/tiny_families.py what it needs, and run
+`.venv/bin/python -m pytest -m "" tests/engine/test_families.py tests/trainer/test_families.py -k FAMILY`.
+"""
+
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from engine_pair import Pair
+from safetensors import safe_open
+from tiny_families import save_tiny_family
+from tiny_policy import VOCAB
+
+from cluster.placement import WorkerPlacement
+from config import Config
+from engine.vllm_setup import worker_environment
+from trainer.families import COMPARED
+
+ALWAYS = (
+    "gemma3_text", "gemma4_text", "glm4", "gpt2", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2",
+    "qwen3_moe",
+)  # fmt: skip
+"""A dozen that are tried in every run of the tests; the others take minutes."""
+ALLOWED = 1e-5
+"""Largest mean difference, nats per token, in float32."""
+
+
+def compare(family: str, results) -> None:
+    """Body of a process: put the mean differences of a tiny random model, and names of tensors, into a queue."""
+    os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tokens = tuple(np.random.default_rng(0).integers(3, VOCAB, 60).tolist())
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(Config(model=save_tiny_family(family, f"{folder}/model"), max_prompt_tokens=100))
+        differences = []
+        for version in (1, 2):
+            trainer = pair.trainer_logprobs(tokens[:1], tokens[1:], raw=True)
+            differences.append(float(np.abs(pair.run(pair.proxy.score(tokens)) - trainer).mean()))
+            pair.perturb()
+            pair.sync(version)
+        pair.policy.save(f"{folder}/saved")
+        results.put((differences, names_in(f"{folder}/model"), names_in(f"{folder}/saved")))
+        pair.run(pair.shutdown())
+
+
+def names_in(folder: str) -> list[str]:
+    """Names of the tensors in a folder's safetensors files."""
+    names = []
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names += tensors.keys()
+    return sorted(names)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in ALWAYS else pytest.mark.study) for family in COMPARED]
+)
+def test_engine_and_trainer_agree_and_what_is_saved_has_the_names_of_what_was_read(family):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=compare, args=(family, results))
+    process.start()
+    try:
+        differences, read, saved = results.get(timeout=180)
+    finally:
+        process.join(30)
+        process.kill()
+    assert max(differences) < ALLOWED
+    assert saved == read
