@@ -237,4 +237,4 @@ class OptimizerState:
             if name in values:
                 self.optimizer.state[parameter].update(values[name])
         for number, (group, first) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
-            group.update(first | values[f"group_{number}"])
+            group.update(copy.deepcopy(first) | values[f"group_{number}"])

@@ -14,6 +14,7 @@ from tiny_policy import error_of, load, random_sequences, save_tiny_model
 from config import Config
 from trainer.batch import distribute
 from trainer.checkpoint import (
+    VALUES,
     WeightWriter,
     check_finite,
     copies_on_rank_0,
@@ -222,6 +223,9 @@ def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
         assert bool(decayed.optimizer.state) == (decayed.num_updates > 0) == (name == "trained")
     plain = load(replace(config, optim_args=("warmup=8",)))
     pathlib.Path(folder, "error").write_text(error_of(plain.restore, os.path.join(folder, "trained"), group))
+    of_older_code = {name: tensor for name, tensor in policy.state().items() if name != VALUES}
+    write_shards(of_older_code, os.path.join(folder, "older"), group)
+    assert "was written by older code, which" in error_of(plain.restore, os.path.join(folder, "older"), group)
     dist.destroy_process_group()
 
 
