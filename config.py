@@ -12,7 +12,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 ALGOS = (
     "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo",
@@ -65,7 +66,7 @@ class Config:
     async_ratio: float = 1.0
     """At most ⌊(1 + async_ratio)·groups_per_step⌋ groups are outstanding (α, may be fractional; 0 is synchronous)."""
     lr: float = 1e-3
-    """AdamW learning rate after warm-up."""
+    """Learning rate after warm-up."""
     seed: int = 0
     """Seed of prompts, sampling and initialisation."""
     eval_every: int = 10
@@ -129,8 +130,12 @@ class Config:
     """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
+    optimizer: str = "adamw"
+    """`adamw`, `adam`, `sgd`, `rmsprop`, `adafactor`, or your own: FILE.py:NAME, a class of torch.optim.Optimizer, or a
+    function that makes one of parameter groups."""
     optim_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `warmup=5 weight_decay=0.01`: fields of OptimOptions in trainer/optimizer.py."""
+    """NAME=VALUE each, as in `warmup=5 weight_decay=0.01`: fields of OptimOptions in trainer/optimizer.py, and what the
+    optimizer takes."""
     lora_rank: int = 0
     """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
     max_tokens_per_microbatch: int = 16384
@@ -139,11 +144,11 @@ class Config:
     """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
     save_memory: tuple[Literal["auto", "activations", "optimizer"], ...] = ("auto",)
     """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
-    float32 weights, gradients and AdamW state in host memory, 16 bytes per parameter; never the gradient. `auto` takes
-    on GPUs what the memory plan needs, smaller micro-batches first."""
+    float32 weights, gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the
+    gradient. `auto` takes on GPUs what the memory plan needs, smaller micro-batches first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
-    or amx. GPUs compute in bfloat16. Trained weights, AdamW and log-probs from the logits on are float32 anyway."""
+    or amx. GPUs compute in bfloat16. Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
     compile: bool | None = None
     """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
     GPUs."""
@@ -436,13 +441,13 @@ def read_arguments(
 
 
 def read_value(text: str, kind: Any) -> Any:
-    """Return `text` as a `kind`: float, int, bool, str, a Literal, one of them or None, or with a range, as in
-    algos/arguments.py; as it is for any other kind.
+    """Return `text` as a `kind`: float, int, bool, str, a Literal, or with a range, as in algos/arguments.py; as the
+    first of several kinds, and as it is for any other kind.
 
     Raises ValueError that says what is allowed.
     """
     options = get_args(kind)
-    if type(None) in options:
+    if get_origin(kind) in (Union, UnionType):
         return read_value(text, options[0])
     if get_origin(kind) is Annotated:
         kind, words, is_allowed = options

@@ -77,6 +77,8 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
 def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_weights: bool) -> list[Item]:
     """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers.
 
+    The optimizer's state is counted as AdamW's, whatever --optimizer is.
+
     The model is sharded over `num_shards` ranks: those of all nodes together, or of one replica.
     """
     million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)

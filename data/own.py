@@ -1,4 +1,4 @@
-"""What users bring in files of their own, as FILE.py:NAME: a loss, a task, a reward, an environment.
+"""What users bring in files of their own, as FILE.py:NAME: a loss, a task, a reward, an environment, an optimizer.
 
 Only this text travels. Every process loads the file by itself, as a module of the file's name whose folder is on the
 import path; so a name means one module everywhere, and what another module has already is refused.
@@ -58,7 +58,7 @@ def resolved(text: str) -> str:
 
 def texts_of(config: Config) -> list[str]:
     """All that the user brings to a run."""
-    return [text for text in (config.algo, config.task, *config.reward) if is_own(text)]
+    return [text for text in (config.algo, config.task, config.optimizer, *config.reward) if is_own(text)]
 
 
 def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = None) -> Any:
@@ -195,7 +195,7 @@ def found_again(config: Config, expected: str, code: Path) -> dict[str, Any]:
         raise ValueError(f"{code} is not what the run began with; put the files back, or begin a new run")
     changed = ", ".join(str(file_of(text)) for text in texts)
     print(f"{changed}: changed or gone; the run goes on with the copies in {code}", flush=True)
-    found = {name: copies[text] for name in ("algo", "task") if (text := getattr(config, name)) in copies}
+    found = {name: copies[text] for name in ("algo", "task", "optimizer") if (text := getattr(config, name)) in copies}
     return found | {"reward": tuple(copies.get(text, text) for text in config.reward)}
 
 

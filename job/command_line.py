@@ -82,7 +82,7 @@ def resolved(options: dict[str, typing.Any]) -> dict[str, typing.Any]:
     """Options with absolute paths, so that all processes mean one file, and `environment:` before a class of
     gymnasium's. Raises ValueError, in one line, for a task that does not load."""
     found = dict(options)
-    for name in options.keys() & {"algo", "task"}:
+    for name in options.keys() & {"algo", "task", "optimizer"}:
         found[name] = own.resolved(options[name])
     if "reward" in options:
         found["reward"] = tuple(map(own.resolved, options["reward"]))
@@ -95,12 +95,13 @@ def resolved(options: dict[str, typing.Any]) -> dict[str, typing.Any]:
 
 
 def check(config: Config) -> None:
-    """Raise ValueError, in one line, for what a loss or a task does not take, or what of the user's own is unfit."""
+    """Raise ValueError, in one line, for what a loss, an optimizer or a task does not take, or what of the user's own
+    is unfit."""
     from algos import AdvantageOptions
-    from trainer.optimizer import OptimOptions
+    from trainer.optimizer import try_optimizer
 
     _check_loss(config)
-    OptimOptions.of(config)
+    try_optimizer(config)
     AdvantageOptions.of(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:

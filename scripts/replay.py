@@ -35,7 +35,7 @@ from rollout import run_worker
 from train_async import run_job
 
 OF_TRAINING = (
-    "algo", "advantage", "advantage_args", "steps", "lr", "optim_args", "max_grad_norm", "algo_args",
+    "algo", "advantage", "advantage_args", "steps", "lr", "optimizer", "optim_args", "max_grad_norm", "algo_args",
     "minibatches", "proximal", "loss_aggregation", "kl_coef", "kl_estimator", "max_tokens_per_microbatch",
     "save_memory", "compile", "share_prefix", "lora_rank", "replicas",
 )  # fmt: skip

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from algos import LossInputs
+from config import Config
 from data import own
 from data.environments import make_environment
 from data.tasks import load_task, score_of
 from engine.score import load_score
+from trainer.optimizer import make_optimizer, try_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -34,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_page_has_all_its_recipes():
-    assert len(FILES) == 5 and len(DIFFS) == 3
+    assert len(FILES) == 6 and len(DIFFS) == 3
 
 
 def test_the_loss_is_a_loss(folder):
@@ -55,6 +57,17 @@ def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):
     weights = torch.cat([loss(part)[1]["weight"] for part in parts])
     assert torch.equal(weights, loss(replace(whole, update=whole))[1]["weight"])
     assert float(weights.mean()) == pytest.approx(1.0)
+
+
+def test_the_optimizer_steps_by_its_signs_and_can_be_saved(folder):
+    config = Config(optimizer=f"{folder}/my_optimizer.py:SignMomentum", lr=0.25, optim_args=("momentum=0.5",))
+    try_optimizer(config)
+    weight = torch.tensor([1.0, 1.0], requires_grad=True)
+    optimizer = make_optimizer(config, [{"params": [weight], "lr": 0.25}])
+    for gradient in ([2.0, -2.0], [-1.0, -1.0]):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert weight.tolist() == [0.75, 1.5], "down once, and then its average is 0; up twice"
 
 
 def test_the_rewards_score_a_row(folder):

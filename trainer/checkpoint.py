@@ -23,17 +23,20 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from data.plain import decode, encode
 from trainer import lora
 from trainer.logprobs import TokenLogprobs
 from trainer.model import named_persistent_buffers
+from trainer.optimizer import OptimizerState
 
 BYTES_BESIDE_WEIGHTS = 32e6
 """Room for tokenizer, config and what else is small."""
 SHARD_FILE_BYTES = 1 << 30
 """Size from which a rank's shards go to another file, as each file is put together in memory, bytes."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 VALUE_HEAD = "value_head.weight"
 """Name of the value head's weight, where there is one, which is none of the model's."""
+VALUES = "values"
+"""Name of what is no tensor, as bytes."""
 StagedState = dict[str, Tensor]
 """Copies of `training_state` in host memory, sharded like it."""
 
@@ -149,21 +152,19 @@ def check_finite(state: StagedState) -> None:
             raise OSError(f"{name} is not finite; the checkpoints before it are kept")
 
 
-def training_state(module: TokenLogprobs, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """All that training changes here, by name: trained weights, AdamW's moments and its count of updates, and the
-    random numbers of this rank. Live, and sharded as the model is; an optimizer that has made no update has zeros."""
-    state, counts = {}, []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            name = name.removeprefix("model.")  # by Hugging Face's name, or VALUE_HEAD
-            moments = optimizer.state[parameter]
-            if not moments:
-                moments |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-                moments["step"] = torch.zeros((), device=parameter.device)  # as AdamW's kernel wants it
-            state[f"weights.{name}"] = parameter.detach()
-            state |= {f"{moment}.{name}": moments[moment].detach() for moment in MOMENTS}
-            counts.append(moments["step"])
-    state["updates"] = torch.stack(counts)
+def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
+    """The trained parameters, each with its name: that of Hugging Face, or VALUE_HEAD."""
+    named = module.named_parameters()
+    return {parameter: name.removeprefix("model.") for name, parameter in named if parameter.requires_grad}
+
+
+def training_state(optimizer: OptimizerState, num_updates: int) -> dict[str, Tensor]:
+    """All that training changes here, by name: trained weights, the optimizer's state, the number of updates, and the
+    random numbers of this rank. Live, and sharded as the model is."""
+    state = {f"weights.{name}": parameter.detach() for parameter, name in optimizer.names.items()}
+    state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
+    values = encode({"num_updates": num_updates, "optimizer": optimizer.values()})
+    state[VALUES] = torch.frombuffer(bytearray(values), dtype=torch.uint8)
     return state | _random_state()
 
 
@@ -206,43 +207,57 @@ def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup)
     """Read what `write_shards` wrote, by any number of ranks, into a live state of the same model; collective.
 
     Random numbers are those of the rank with the same number, if there was one. Raises ValueError if it is of another
-    model.
+    model or optimizer.
     """
-    reader = dcp.HuggingFaceStorageReader(folder)
-    saved = {name: tuple(of.size) for name, of in reader.read_metadata().state_dict_metadata.items()}
+    saved = _shapes(folder)
     wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith("random.")}
-    for name, tensor in wanted.items():
-        if saved.get(name) != tuple(tensor.shape):
-            found = f"{name} of {saved.get(name)}, the model's is {tuple(tensor.shape)}"
-            raise ValueError(f"{folder} has {found}: it is of another model")
-    _load(wanted, reader, group)
+    unread = {name for name in saved.keys() - wanted.keys() if not name.startswith("random.") and name != VALUES}
+    for name in [*wanted, *sorted(unread)]:
+        shape = tuple(wanted[name].shape) if name in wanted else None
+        if saved.get(name) != shape:
+            found = f"{name} of {saved.get(name)}, the run's is {shape}"
+            raise ValueError(f"{folder} has {found}: it is of another model, or of other --optim-args")
+    _load(wanted, folder, group)
 
 
-def _load(state: dict[str, Tensor], reader: dcp.StorageReader, group: dist.ProcessGroup | None) -> None:
+def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor in a folder of `write_shards`, by name."""
+    metadata = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in metadata.items()}
+
+
+def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None) -> None:
     """Read what a live state names; by this process alone without a group. Raises OSError."""
     try:
+        reader = dcp.HuggingFaceStorageReader(folder)
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise OSError(_reason(error)) from None
 
 
-def restore_training_state(
-    module: TokenLogprobs, optimizer: torch.optim.AdamW, folder: str, group: dist.ProcessGroup
-) -> int:
-    """Have model, value head, optimizer and random numbers go on from a folder of `write_shards`; collective.
+def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.ProcessGroup) -> int:
+    """Have weights, a new optimizer and random numbers go on from a folder of `write_shards`; collective.
 
-    Returns the number of updates that were made.
+    Returns the number of updates that were made. Raises ValueError if the folder is of another model or optimizer, or
+    of older code.
     """
-    state = training_state(module, optimizer)
+    shapes = _shapes(folder)
+    if VALUES not in shapes:
+        raise ValueError(f"{folder} was written by older code, which saved AdamW alone; resume by that code")
+    data = torch.empty(shapes[VALUES], dtype=torch.uint8)
+    _load({VALUES: data}, folder, group)
+    values = decode(dict, data.numpy().tobytes())
+    if values["num_updates"]:
+        optimizer.make(values["optimizer"])  # in the form that it has for this model and these ranks
+    optimizer.set_values(values["optimizer"])
+    state = training_state(optimizer, values["num_updates"])
+    del state[VALUES]
     read_shards(state, folder, group)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter, count in zip(trained, state["updates"], strict=True):
-        optimizer.state[parameter]["step"].copy_(count)
     on_cpu, on_gpu = _random_names(dist.get_rank())
     torch.set_rng_state(state[on_cpu])
     if on_gpu in state:
         torch.cuda.set_rng_state(state[on_gpu])
-    return int(state["updates"].max())
+    return values["num_updates"]
 
 
 def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -250,10 +265,8 @@ def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, T
 
     `base` are the frozen weights, into which adapters are merged; without them all is trained.
     """
-    reader = dcp.HuggingFaceStorageReader(folder)
-    saved = reader.read_metadata().state_dict_metadata.items()
-    state = {name: torch.empty(of.size) for name, of in saved if name.startswith("weights.")}
-    _load(state, reader, None)
+    state = {name: torch.empty(shape) for name, shape in _shapes(folder).items() if name.startswith("weights.")}
+    _load(state, folder, None)
     weights = {name.removeprefix("weights."): tensor for name, tensor in state.items()}
     if not base:
         return weights, {}

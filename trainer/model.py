@@ -221,8 +221,8 @@ def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None,
     """Shard each module's float32 parameters; it computes in `dtype`, None for theirs, and gradients are reduced in
     float32.
 
-    `offload` keeps the shards in host memory. Gradients then go there too, and AdamW, which makes its state beside the
-    weights, steps there.
+    `offload` keeps the shards in host memory. Gradients then go there too, and the optimizer steps there, as it
+    makes its state beside the weights.
     """
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offloaded = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()

@@ -20,12 +20,12 @@ from algos.sampling import Sampling
 from config import Config
 from data import own
 from records.time_ledger import TrainerClock
-from trainer.checkpoint import restore_training_state, save_for_people, training_state
+from trainer.checkpoint import restore_training_state, save_for_people, trained_names, training_state
 from trainer.lag_stats import TokenStats, drift
 from trainer.logprobs import TokenLogprobs
 from trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from trainer.model import as_in_files, compute_dtype, load_model, named_persistent_buffers, trainer_mesh
-from trainer.optimizer import OptimOptions, parameter_groups
+from trainer.optimizer import OptimizerState, OptimOptions, make_optimizer, parameter_groups
 from trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
 from weights.transport import ParameterSpec
 
@@ -59,10 +59,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._optim, self._advantage = OptimOptions.of(self.config), AdvantageOptions.of(self.config)
-        trained = parameter_groups(self.module.model, self.module.value_head, self._advantage.value_lr)
-        options = {"lr": self.config.lr, "weight_decay": self._optim.weight_decay}
-        options["betas"] = (self._optim.beta1, self._optim.beta2)
-        self.optimizer = torch.optim.AdamW(trained, **options, fused=True)  # without temporaries of the weights' size
+        head, head_lr = self.module.value_head, self._advantage.value_lr
+        groups = parameter_groups(self.config, self.module.model, head, head_lr)
+        self._clipped = [group["params"] for group in groups]
+        self.optimizer = make_optimizer(self.config, groups)
+        self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
+        self._optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
 
     @property
     def one_row(self) -> bool:
@@ -167,11 +169,11 @@ class Policy:
 
     def state(self) -> dict[str, Tensor]:
         """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""
-        return training_state(self.module, self.optimizer)
+        return training_state(self._optimizer_state, self.num_updates)
 
     def restore(self, folder: str, group: dist.ProcessGroup) -> None:
         """Go on from a state that `write_shards` wrote, warm-up included; collective on the gloo group of all ranks."""
-        self.num_updates = restore_training_state(self.module, self.optimizer, folder, group)
+        self.num_updates = restore_training_state(self._optimizer_state, folder, group)
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         batch = pack(bundles, self.module.one_row, self.config.share_prefix)
@@ -270,17 +272,17 @@ class Policy:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
         # Reading `loss` has just waited for the device, so the host's time is the device's.
         self.clock.enter("optimizer")
-        groups, most = self.optimizer.param_groups, self.config.max_grad_norm
         # Each by itself: errors of values, which are large at first, must not scale down the model's gradient.
-        grad_norm, *of_head = [float(nn.utils.clip_grad_norm_(of["params"], most).full_tensor()) for of in groups]
+        norms = [nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm) for parameters in self._clipped]
+        grad_norm, *of_head = [float(norm.full_tensor()) for norm in norms]
         if not all(map(math.isfinite, [loss, grad_norm, *of_head])):
             raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
             )
-        for group in groups:
-            group["lr"] = lr * group["scale"]
-        parameters = groups[0]["params"]
+        for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
+            group["lr"] = lr * scale
+        parameters = self._clipped[0]
         before = [_in_bfloat16(parameter) for parameter in parameters]
         self.optimizer.step()
         changed = sum((old != _in_bfloat16(p)).sum() for old, p in zip(before, parameters, strict=True))

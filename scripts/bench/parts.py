@@ -43,7 +43,7 @@ from scripts.bench.work import (
 )
 from scripts.lines import markdown, read
 from trainer.batch import distribute
-from trainer.optimizer import OptimOptions
+from trainer.optimizer import make_optimizer
 from trainer.packing import MicroBatch, TrainSequence, pack
 from trainer.policy import load_policy
 from weights.models import load_tokenizer, resolve_model
@@ -77,10 +77,10 @@ class PlainStep:
     def __init__(self, config: Config, model_path: str):
         from transformers import AutoModelForCausalLM
 
-        self.config, decay = config, OptimOptions.of(config).weight_decay
+        self.config = config
         options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
         self.model = AutoModelForCausalLM.from_pretrained(model_path, **options).eval()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=decay)
+        self.optimizer = make_optimizer(config, [{"params": self.model.parameters(), "lr": config.lr}])
 
     def step(self, batches: list[MicroBatch]) -> None:
         """One optimizer update."""

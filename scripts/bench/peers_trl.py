@@ -25,7 +25,7 @@ from config import Config
 from data.tasks import load_task, score_of
 from scripts.bench.peers_ours import ended, save_weights
 from scripts.bench.work import WORKS, Work
-from trainer.optimizer import OptimOptions
+from trainer.optimizer import OptimOptions, optimizer_arguments
 
 NUM_PROBLEMS = 4096
 SEGMENTS_AT_ONCE = 64
@@ -104,8 +104,8 @@ def common_options(config: Config) -> dict:
         "per_device_train_batch_size": config.groups_per_step * config.group_size, "gradient_accumulation_steps": 1,
         "num_generations": config.group_size, "max_completion_length": config.max_response_tokens, "temperature": 1.0,
         "learning_rate": config.lr, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": optim.warmup,
-        "weight_decay": optim.weight_decay, "max_grad_norm": config.max_grad_norm, "epsilon": 0.2,
-        "bf16": config.dtype_on("cpu") == "bfloat16", "gradient_checkpointing": False, "use_cpu": True,
+        "weight_decay": optimizer_arguments(config).get("weight_decay", 0.0), "max_grad_norm": config.max_grad_norm,
+        "epsilon": 0.2, "bf16": config.dtype_on("cpu") == "bfloat16", "gradient_checkpointing": False, "use_cpu": True,
         "dataloader_pin_memory": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1,
     }  # fmt: skip
 

@@ -88,6 +88,7 @@ def test_arguments_of_a_loss_are_checked_against_its_signature(tmp_path, capsys)
         (("--task", "nowhere.py:Task"), "there is no file"),
         (("--algo", "nowhere.py:loss"), "there is no file"),
         (("--reward", "nowhere.py:score"), "there is no file"),
+        (("--optimizer", "nowhere.py:Optimizer"), "there is no file"),
         (("--reward", "score"), "--reward takes FILE.py:FUNCTION, or FILE.py:FUNCTION*WEIGHT, got 'score'"),
         (("--task", "jsonl"), "--task jsonl needs --data-path"),
         (("--task-args", "words=1"), "--task-args words=1: --task addition takes none"),

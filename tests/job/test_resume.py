@@ -39,6 +39,7 @@ OTHER = {
     "save_memory": "optimizer", "swarm_args": "verify_share=0.5", "listen": "127.0.0.1:1", "run_name": "another",
     "runs_dir": "elsewhere", "data_path": "here", "gpu_memory_utilization": "0.5", "temperature": "0.5", "min_p": "0.5",
     "dtype": "bfloat16", "optim_args": "schedule=cosine", "advantage_args": "overlong=8", "share_prefix": "tree",
+    "optimizer": "sgd",
 }  # fmt: skip
 """Values that are not the default's; numbers are made one larger, and switches turned."""
 

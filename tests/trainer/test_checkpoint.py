@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiny_policy import error_of, load, random_sequences, save_tiny_model
 from config import Config
 from trainer.batch import distribute
 from trainer.checkpoint import (
+    VALUES,
     WeightWriter,
     check_finite,
     copies_on_rank_0,
@@ -32,7 +34,58 @@ VARIANTS = {
     "minibatches": {"minibatches": 2},
     "value head": {"advantage": "gae", "minibatches": 2},
     "lora with a value head": {"advantage": "gae", "lora_rank": 1},
+    "sgd": {"optimizer": "sgd", "optim_args": ("warmup=8", "momentum=0.9")},
+    "sgd with a value head": {"optimizer": "sgd", "optim_args": ("warmup=8", "momentum=0.9"), "advantage": "gae"},
+    "offloaded sgd": {"optimizer": "sgd", "optim_args": ("momentum=0.9",), "save_memory": ("optimizer",)},
+    "adam": {"optimizer": "adam", "optim_args": ("warmup=8", "amsgrad=true")},
+    "rmsprop": {"optimizer": "rmsprop", "optim_args": ("warmup=8", "momentum=0.9", "centered=true")},
+    "own": {"optimizer": "own_optimizer.py:Own"},
 }
+ON_ONE_RANK = {
+    "adafactor": {"optimizer": "adafactor", "advantage": "gae"},
+    "offloaded adafactor": {"optimizer": "adafactor", "save_memory": ("optimizer",)},
+    "adafactor of adapters": {"optimizer": "adafactor", "lora_rank": 1},
+}
+OPTIMIZERS = ("sgd", "adam", "rmsprop", "own")
+OWN_OPTIMIZER = """
+import torch
+
+
+class Own(torch.optim.Optimizer):
+    # State of another dtype and of another shape; numbers, None and text; what updates change of the group.
+
+    def __init__(self, params, lr: float, momentum: float = 0.5):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "count": 0, "seen": [0.0]})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["seen"][0] += 0.1
+            group["momentum"] *= 0.9
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros_like(parameter, dtype=torch.float16)
+                    rows = parameter.sum(dim=-1) if parameter.ndim > 1 else parameter
+                    state["rows"] = torch.zeros_like(rows)
+                    state["share"] = torch.tensor(1.0, dtype=torch.float64)
+                    state["step"], state["nothing"], state["text"] = 0, None, ""
+                state["step"] += 1
+                state["share"] *= 0.9
+                state["text"] += "a"
+                state["average"].lerp_(parameter.grad.half(), 1 - group["momentum"])
+                if parameter.ndim > 1:
+                    state["rows"].add_(parameter.grad.sum(dim=-1))
+                    direction = state["average"].float() + state["rows"].unsqueeze(-1) / 100
+                else:
+                    direction = state["average"].float()
+                size = group["seen"][0] / (group["count"] + state["step"] + len(state["text"])) * float(state["share"])
+                parameter.sub_(direction, alpha=group["lr"] * size * 20)
+"""
+"""An optimizer of the user's own, with all that torch lets it keep; each of these changes what it does."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +95,10 @@ def model(tmp_path_factory):
 
 def make_config(model: str, **options) -> Config:
     fixed = {"algo": "reinforce", "lr": 0.01, "optim_args": ("warmup=8",), "max_tokens_per_microbatch": BUDGET}
-    return Config(model=model, **fixed, **options)
+    if options.get("optimizer") == "own_optimizer.py:Own":
+        pathlib.Path(model, "own_optimizer.py").write_text(OWN_OPTIMIZER)
+        options |= {"optimizer": os.path.join(model, "own_optimizer.py:Own")}
+    return Config(model=model, **fixed | options)
 
 
 def train(policy, steps, rank: int, num_ranks: int) -> list[dict]:
@@ -103,7 +159,7 @@ def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("saved_by", "variants"), [(1, ["whole", "lora"]), (2, list(VARIANTS))])
+@pytest.mark.parametrize(("saved_by", "variants"), [(1, ["whole", "lora", *OPTIMIZERS]), (2, list(VARIANTS))])
 def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(tmp_path, model, saved_by, variants):
     configs = {name: make_config(model, **VARIANTS[name]) for name in variants}
     assert run_ranks(train_and_save, saved_by, str(tmp_path), configs, saved_by) == [0] * saved_by
@@ -134,6 +190,80 @@ def assert_goes_on(folder: pathlib.Path, config: Config, num_ranks: int, is_equa
         torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-3)
 
 
+def load_refused(rank: int, folder: str, config: Config) -> None:
+    rank_of(rank, folder, "refused", 2)
+    pathlib.Path(folder, f"error {rank}").write_text(error_of(load, config))
+    dist.destroy_process_group()
+
+
+def test_adafactor_goes_on_to_the_bit_on_one_rank_and_is_refused_on_two(tmp_path, model):
+    configs = {name: make_config(model, **options) for name, options in ON_ONE_RANK.items()}
+    assert run_ranks(train_and_save, 1, str(tmp_path), configs, 1) == [0]
+    assert run_ranks(load_and_train, 1, str(tmp_path), configs, 1) == [0]
+    for name, config in configs.items():
+        assert_goes_on(tmp_path / name, config, 1, is_equal=True)
+    assert run_ranks(load_refused, 2, str(tmp_path), configs["adafactor"]) == [0, 0]
+    allowed = "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
+    for rank in (0, 1):
+        assert (tmp_path / f"error {rank}").read_text() == f"ValueError: --optimizer adafactor: {allowed}"
+
+
+def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
+    """Save before the first update and after two; go on from both with other options of the optimizer."""
+    group = rank_of(rank, folder, "options", 1)
+    policy = load(config)
+    for name in ("begun", "trained"):
+        write_shards(make_stager(policy.device).stage(policy.state()), os.path.join(folder, name), group)
+        train(policy, range(2), rank, 1)
+    for name in ("begun", "trained"):
+        decayed = load(replace(config, optim_args=("warmup=8", "momentum=0.9", "weight_decay=0.5")))
+        decayed.restore(os.path.join(folder, name), group)
+        (options,) = decayed.optimizer.param_groups
+        assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)
+        assert bool(decayed.optimizer.state) == (decayed.num_updates > 0) == (name == "trained")
+    plain = load(replace(config, optim_args=("warmup=8",)))
+    pathlib.Path(folder, "error").write_text(error_of(plain.restore, os.path.join(folder, "trained"), group))
+    of_older_code = {name: tensor for name, tensor in policy.state().items() if name != VALUES}
+    write_shards(of_older_code, os.path.join(folder, "older"), group)
+    assert "was written by older code, which" in error_of(plain.restore, os.path.join(folder, "older"), group)
+    dist.destroy_process_group()
+
+
+def test_an_optimizer_goes_on_with_its_new_options_unless_they_leave_state_without_a_use(tmp_path, model):
+    config = make_config(model, **VARIANTS["sgd"])
+    assert run_ranks(resume_with_other_options, 1, str(tmp_path), config) == [0]
+    error = (tmp_path / "error").read_text()
+    assert "has optimizer.momentum_buffer.model.embed_tokens.weight of (150, 64), the run's is None: it is of" in error
+
+
+PLAIN_STATE = """
+import torch
+
+
+class Plain(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["part"] = torch.ones(2)
+        super().step(closure)
+"""
+
+
+def save_plain_state(rank: int, folder: str, config: Config) -> None:
+    rank_of(rank, folder, "plain", 2)
+    policy = load(config)
+    train(policy, range(1), rank, 2)
+    pathlib.Path(folder, f"error {rank}").write_text(error_of(policy.state))
+    dist.destroy_process_group()
+
+
+def test_state_that_each_rank_may_have_for_itself_is_refused(tmp_path, model):
+    (tmp_path / "plain.py").write_text(PLAIN_STATE)
+    config = make_config(model, optimizer=f"{tmp_path}/plain.py:Plain")
+    assert run_ranks(save_plain_state, 2, str(tmp_path), config) == [0, 0]
+    error = (tmp_path / "error 1").read_text()
+    assert error.startswith("ValueError: --optimizer keeps part.") and "a scalar that is equal on all ranks" in error
+
+
 def test_nothing_in_the_shards_is_pickled(tmp_path, model):
     assert run_ranks(train_and_save, 2, str(tmp_path), {"one": make_config(model)}, 2) == [0, 0]
     for path in (tmp_path / "one" / "resume").iterdir():
@@ -153,7 +283,7 @@ def test_shards_of_another_model_are_refused_by_name(tmp_path, model):
     assert run_ranks(train_and_save, 1, str(tmp_path), {"one": make_config(model, lora_rank=2)}, 1) == [0]
     assert run_ranks(load_another, 1, str(tmp_path), make_config(model, lora_rank=3)) == [0]
     error = (tmp_path / "error").read_text()
-    assert error.startswith("ValueError: ") and "lora_A of (2, " in error and "the model's is (3, " in error
+    assert error.startswith("ValueError: ") and "lora_A of (2, " in error and "the run's is (3, " in error
 
 
 def save_to_a_full_disk(rank: int, folder: str, config: Config) -> None:

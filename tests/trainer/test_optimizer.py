@@ -11,7 +11,7 @@ from tiny_policy import save_tiny_model
 
 from config import Config
 from trainer.lag_stats import TokenStats
-from trainer.optimizer import OptimOptions
+from trainer.optimizer import OptimOptions, make_optimizer, try_optimizer
 from trainer.packing import bundle, pack
 from trainer.policy import Policy, StepPosition
 
@@ -52,18 +52,92 @@ def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
     [
         (
             "shedule=cosine",
-            "epochs, warmup, weight_decay, schedule, least, by_ess, entropy, beta1, beta2; did you mean schedule?",
+            "--optimizer adamw takes epochs, warmup, schedule, least, by_ess, entropy, eps, weight_decay, amsgrad, "
+            "beta1, beta2; did you mean schedule?",
         ),
-        ("epochs=0", "epochs of the optimizer must be in [1, 1e9]"),
-        ("warmup=-1", "warmup of the optimizer must be in [0, 1e9]"),
-        ("least=2", "least of the optimizer must be in [0, 1]"),
-        ("beta2=1", "must be below 1"),
+        ("epochs=0", "epochs of --optimizer adamw must be in [1, 1e9]"),
+        ("warmup=-1", "warmup of --optimizer adamw must be in [0, 1e9]"),
+        ("least=2", "least of --optimizer adamw must be in [0, 1]"),
+        ("beta2=1", "--optimizer adamw: Invalid beta parameter at index 1: 1.0"),
+        ("weight_decay=-1", "--optimizer adamw: Invalid weight_decay value: -1.0"),
         ("schedule=step", "must be constant or linear or cosine"),
     ],
 )
 def test_what_the_optimizer_does_not_take_is_one_line(item, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        OptimOptions.of(Config(optim_args=(item,)))
+        try_optimizer(Config(optim_args=(item,)))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "items", "expected"),
+    [
+        ("adamw", (), {"betas": (0.9, 0.999), "weight_decay": 0.0, "fused": True}),
+        ("adamw", ("beta2=0.95", "weight_decay=0.1"), {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+        ("adam", ("amsgrad=true",), {"amsgrad": True, "weight_decay": 0}),
+        ("sgd", ("momentum=0.9", "nesterov=true"), {"momentum": 0.9, "nesterov": True}),
+        ("rmsprop", ("alpha=0.9", "centered=true"), {"alpha": 0.9, "centered": True}),
+        ("adafactor", ("weight_decay=0.1", "d=2"), {"weight_decay": 0.1, "d": 2.0}),
+    ],
+)
+def test_each_optimizer_gets_its_options_by_the_names_of_its_signature(optimizer, items, expected):
+    config = Config(optimizer=optimizer, lr=0.25, optim_args=(*items, "warmup=3"))
+    try_optimizer(config)
+    made = make_optimizer(config, [{"params": [torch.ones(2, 2, requires_grad=True)], "lr": 0.25}])
+    assert expected.items() <= made.defaults.items() and made.defaults["lr"] == 0.25
+
+
+OWN_OPTIMIZERS = """
+from torch.optim import LBFGS, SGD
+
+
+def halved(groups, *, lr, share: float = 0.5):
+    return SGD([{"params": group["params"], "lr": group["lr"] * share} for group in groups])
+
+
+def nothing(groups):
+    return None
+
+
+class Listed(SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [parameter.grad]
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (
+            "adamx",
+            "--optimizer 'adamx' is none of adamw, adam, sgd, rmsprop, adafactor, nor FILE.py:NAME; did you mean",
+        ),
+        ("FILE:nothing", "TypeError: it made a NoneType; give what makes a torch.optim.Optimizer"),
+        ("FILE:LBFGS", "step() missing 1 required positional argument: 'closure'"),
+        ("FILE:Listed", "is not written"),
+    ],
+)
+def test_what_is_no_optimizer_of_this_trainer_is_one_line(tmp_path, optimizer, words):
+    path = tmp_path / f"optimizers_{abs(hash(optimizer))}.py"
+    path.write_text(OWN_OPTIMIZERS)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        try_optimizer(Config(optimizer=optimizer.replace("FILE", str(path))))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_groups_of_the_users_own_keep_their_share_of_the_learning_rate(tmp_path):
+    path, own = save_tiny_model(tmp_path, tied=True), tmp_path / "halved_optimizer.py"
+    own.write_text(OWN_OPTIMIZERS)
+    options = {"lr": 0.5, "max_grad_norm": 1e9}
+    config = make_config(path, optimizer=f"{own}:halved", optim_args=("warmup=2", "share=0.25"), **options)
+    plain = make_config(path, optimizer="sgd", optim_args=("warmup=2",), **(options | {"lr": 0.125}))
+    ends = []
+    for policy in (load(config), load(plain)):
+        measured = policy.train_step(share_of(random_sequences(4)), policy_version=12)
+        assert measured["lr"] == policy.config.lr / 2, "the first of two updates of warm-up"
+        ends.append(weights_of(policy))
+    assert torch.equal(*ends)
 
 
 def weights_of(policy: Policy) -> torch.Tensor:
