@@ -70,11 +70,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if error is None:
-            self.writer.wait()  # however long the last takes; a first signal does not end it
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        if error is not None:
+        try:
+            if error is None:
+                self.writer.wait()  # however long the last takes; a first signal does not end it
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
             self.writer.finish(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:

@@ -389,6 +389,26 @@ def test_a_signal_while_the_last_checkpoint_is_written_lets_it_come_to_its_end(s
     assert newest_checkpoint(checkpoints.node.run.path).step == 1
 
 
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_second_signal_while_a_checkpoint_is_written_lets_it_come_to_its_end(saved, at_once, steps):
+    checkpoints = saved(steps=steps)
+    write, is_writing = checkpoints.writer.weights.write, threading.Event()
+    checkpoints.writer.weights.write = lambda *args: is_writing.set() or time.sleep(1) or write(*args)
+
+    def interrupt_the_wait():
+        is_writing.wait(60)
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt_the_wait)
+    with pytest.raises(Interrupted, match="at once"), checkpoints:
+        signal.raise_signal(signal.SIGTERM)
+        thread.start()
+        checkpoints.save_if_due(1, PUBLISHER)
+    thread.join()
+    assert newest_checkpoint(checkpoints.node.run.path).step == 1
+
+
 def test_a_run_stops_before_a_step_that_may_be_too_long_for_its_time(saved, monkeypatch):
     elapsed = time.time() - module.psutil.Process().create_time()
     checkpoints = saved(steps=9, stop_after_s=elapsed + 100)
