@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from job.swarm import Swarm
 
 
+class NobodySamples(Exception):
+    """The run is asked to stop, and a node that waits for a batch has no worker that could finish it."""
+
+
 @dataclass(frozen=True)
 class Start:
     """What a rank's node is made from."""
@@ -86,12 +90,19 @@ class Node(Start):
     restored: ControllerState | None = None
     """What the controller goes on from."""
 
+    def hold_batch(self) -> None:
+        """Wait until this node holds a batch; collective where hosts may join. Raises NobodySamples, on all ranks."""
+        has_batch = not self.cluster.is_leader or bool(self.controller.hold_batch())
+        if self.config.listen is not None and self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
+            raise NobodySamples
+
     def take_batch(self, step: int) -> list[Group] | None:
         """Wait for what this node trains on in a step, and with --record keep it; None but on the leader."""
         self.clock.enter("wait")
+        self.hold_batch()
         if not self.cluster.is_leader:
             return None
-        groups = self.controller.take_batch()
+        groups = self.controller.consume_batch()
         if self.config.record:
             self.clock.enter("save")
             write_batch(batch_path(self.run.path, step), step, groups)

@@ -26,7 +26,7 @@ from controller.evaluation import Evaluation
 from controller.state import ControllerState, TicketState
 from job import checkpoints as module
 from job.checkpoints import Checkpoints
-from job.node import _open_records
+from job.node import NobodySamples, _open_records
 from job.publisher import Publisher
 from job.resume import controller_of
 from records.manifest import PART, Checkpoint, checkpoints_in, id_of, newest_checkpoint
@@ -367,6 +367,17 @@ def test_a_second_signal_and_the_end_of_another_node_end_the_run_at_once(saved, 
     checkpoints._asked_by = 0
     with pytest.raises(Interrupted, match="at once"), checkpoints:
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("step", "said"), [(2, "stopped by SIGTERM"), (3, "after step 3, which is saved")])
+def test_a_run_that_is_stopped_while_nobody_samples_saves_what_was_not_saved(saved, at_once, step, said):
+    checkpoints = saved(save_every=2, steps=9)
+    with pytest.raises(Interrupted, match=f"{said}$"), checkpoints:
+        checkpoints.save_if_due(step, PUBLISHER)
+        signal.raise_signal(signal.SIGTERM)
+        assert checkpoints.node.controller.is_asked_to_stop
+        raise NobodySamples
+    assert newest_checkpoint(checkpoints.node.run.path).step == step
 
 
 def test_a_signal_in_the_last_step_lets_the_run_finish(saved, at_once):
