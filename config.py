@@ -110,7 +110,8 @@ class Config:
     min_p: float = 0.0
     """Least probability of a token that is kept, over that of the likeliest; 0: any."""
     env_timeout_s: float = 10.0
-    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed."""
+    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. A
+    problem of your own task that takes longer ends the run."""
 
     # Optimisation
     advantage: Advantage = "grpo"

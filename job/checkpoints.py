@@ -136,7 +136,8 @@ class Checkpoints:
 
     def _save(self, step: int, publisher: Publisher) -> None:
         """Copy what is saved, and have it written in the background."""
-        node, self._unsaved = self.node, None
+        node = self.node
+        self._unsaved = None
         node.clock.enter("save")
         if not self._is_shared:
             self.policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_machine import FakeMachine
+from own_files import write_own
 from real_job import ROOT, Job, assert_ledger_balances, without_times
 
 from data.messages import Update
@@ -137,6 +138,47 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     job = go_on(job)
     assert job.wait(60) == 0 and "has made 40 steps of 40; to go on, raise --steps" in job.output()
     assert (job.run_path / "events.jsonl").read_bytes() == before
+
+
+HANGING_TASK = """
+import time
+from data.tasks import Addition
+
+
+class Hanging(Addition):
+    def __init__(self, seed, *, num_problems=1000, num_held_out=1000):
+        super().__init__(seed)
+        self.num_problems, self.num_held_out = num_problems, num_held_out
+
+    def train_problem(self, index):
+        self.num_problems -= 1
+        if self.num_problems < 0:
+            time.sleep(1000)
+        return super().train_problem(index)
+
+    def eval_problems(self, count):
+        if count > self.num_held_out:
+            time.sleep(1000)
+        return super().eval_problems(count)
+"""
+
+
+@pytest.mark.parametrize(
+    ("task_args", "status", "what", "option"),
+    [
+        ("num_problems=17", 2, "problem 17", "--env-timeout-s"),
+        ("num_problems=530", 1, r"problem \d+", "--env-timeout-s"),
+        ("num_held_out=1", 2, "eval_problems", "--timeout-s"),
+    ],
+)
+def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path, task_args, status, what, option):
+    task = write_own(tmp_path, HANGING_TASK)
+    options = [f"--{name}={value}" for name, value in (OPTIONS | {"env-timeout-s": 5}).items()]
+    job = start(tmp_path, *options, f"--task={task}:Hanging", f"--task-args={task_args}", f"{option}=3")
+    assert job.wait(60) == status
+    said = f"{task}:Hanging: {what} is not there after 3 s; fix it, or raise {option} if it is only slow"
+    assert re.search(f"^error: --task {said}$", job.output(), re.M), job.output()
+    assert (job.num_steps() > 0) == job.run_path.exists() == (status == 1)
 
 
 class Host(FakeMachine):
