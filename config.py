@@ -111,7 +111,8 @@ class Config:
     min_p: float = 0.0
     """Least probability of a token that is kept, over that of the likeliest; 0: any."""
     env_timeout_s: float = 10.0
-    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed."""
+    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. A
+    problem of your own task that takes longer ends the run."""
 
     # Optimisation
     advantage: Advantage = "grpo"
@@ -277,8 +278,11 @@ class SwarmOptions:
 
 _AT_LEAST_0 = {"async_ratio", "publish_delay", "top_k", "kl_coef", "eval_every", "save_every", "seed"}
 _AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers", "keep_last", "stop_after_s"}
+_MAX_OUTSTANDING = 10**6
+"""Responses that may be outstanding at once: tickets for as many are made in 20 seconds, in which nothing is said."""
 _AT_MOST = {
-    "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**5, "groups_per_step": 10**6, "group_size": 10**6,
+    "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**4, "groups_per_step": _MAX_OUTSTANDING,
+    "group_size": _MAX_OUTSTANDING, "extra_groups": _MAX_OUTSTANDING, "extra_members": _MAX_OUTSTANDING,
     "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,
 }  # fmt: skip
 _SUMS = ("sums:one_digit", "sums:two_digits", "sums:largest_of_four")
@@ -299,6 +303,15 @@ def _mistakes(config: Config) -> Mistakes:
         groups % updates > 0,
         f"--groups-per-step {groups} is not a multiple of --minibatches {updates}: {groups} / {updates} = "
         f"{groups / updates:.2f} groups per update; change one of the two",
+    )
+    size, extra = config.group_size, config.extra_members
+    outstanding = config.max_outstanding_groups
+    num_responses = outstanding * (size + extra)
+    yield (
+        num_responses > _MAX_OUTSTANDING,
+        f"{outstanding} outstanding groups of {size} + {extra} responses are {num_responses}, at most "
+        f"{_MAX_OUTSTANDING} may be outstanding; lower --groups-per-step, --async-ratio, --over-sampling, "
+        "--extra-groups, --group-size or --extra-members",
     )
     yield (
         tokens < config.max_sequence_tokens,

@@ -50,8 +50,9 @@ class SampleBuffer:
         """All that a resumed run needs of it, in which every batch was published, and a held one put back; see
         `restore`."""
         version, residents = self.trainer_version - bool(self._held), self._residents | self._held
+        published = max(self.published_version, version - self.config.publish_delay)
         residents = {i: replace(r, members=dict(r.members), group=None) for i, r in residents.items()}
-        return BufferState(version, self.published_version, residents, dict(self._ledger.counts))
+        return BufferState(version, published, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""

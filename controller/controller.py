@@ -62,6 +62,8 @@ class Controller:
         self.journal = Journal(record)
         self._changed = Changes(config.timeout_s, workers, self.announcements, self.dispatcher.describe)
         self._stopping = False
+        self.is_asked_to_stop = False
+        """Whether batches and evaluations are waited for only while there is a worker."""
         restore(restored, self.dispatcher, self.evaluations)
 
     # Life of the workers
@@ -197,13 +199,20 @@ class Controller:
             return self.consume_batch() if self.hold_batch_if_ready() else None
 
     def hold_batch(self) -> list[Group]:
-        """Wait for the next batch and hold it, unless one is held. It is then consumed or refused. Returns its groups.
+        """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
 
-        Raises what ended rollout, RuntimeError if none comes or can come.
+        Returns its groups, none if the run is asked to stop and has no worker. Raises what ended rollout, RuntimeError
+        if none comes or can come.
         """
         what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
         with self._changed:
-            return self.buffer.held or self._changed.wait_until(self.hold_batch_if_ready, what, self._can_get_batch)
+            is_over = lambda: self.buffer.held or self.hold_batch_if_ready() or self._is_left_alone()  # noqa: E731
+            self._changed.wait_until(is_over, what, self._can_get_batch)
+            return self.buffer.held
+
+    def _is_left_alone(self) -> bool:
+        """Whether the run is asked to stop, and no worker is there that could finish the step."""
+        return self.is_asked_to_stop and not any(self.workers)
 
     def hold_batch_if_ready(self) -> list[Group] | None:
         """Hold the next batch of groups, or return None while it must be waited for."""
@@ -287,10 +296,11 @@ class Controller:
         self._fill()
 
     def finish_evaluations(self) -> None:
-        """Wait until no evaluation runs, nor weights wait for one."""
+        """Wait until no evaluation runs, nor weights wait for one, or no worker is there and the run is to stop."""
         self.clock.enter("evaluate")
         with self._changed:
-            self._changed.wait_until(lambda: self.evaluations.running is None, "an evaluation")
+            is_over = lambda: self.evaluations.running is None or self._is_left_alone()  # noqa: E731
+            self._changed.wait_until(is_over, "an evaluation")
 
     def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and

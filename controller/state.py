@@ -101,10 +101,11 @@ def cut(
 ) -> ControllerState:
     """The state of a node's rollout, at an instant in which the caller holds the lock.
 
-    Weights that wait for an evaluation are announced before. Where responses go on from their tokens, the workers say
-    how far they are, and the last one's word is that instant: what ended until then has ended.
+    Weights that wait for an evaluation are announced before, unless no worker is there to end it. Where responses go
+    on from their tokens, the workers say how far they are, and the last one's word is that instant: what ended until
+    then has ended.
     """
-    changes.wait_until(lambda: changes.announcements.deferred is None, "an evaluation")
+    changes.wait_until(lambda: changes.announcements.deferred is None or not any(dispatcher.workers), "an evaluation")
     if goes_on(dispatcher.config):
         changes.wait_until(dispatcher.workers.ask(), "what is in flight")
     said = [worker.in_flight for worker in dispatcher.workers if worker.in_flight is not None]

@@ -1,6 +1,7 @@
 """Tickets: which problem comes next, as tokens, with which sampling seed; and the queue in which tickets wait."""
 
 import copy
+import functools
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import numpy as np
 from config import Config
 from controller.state import IDS_PER_NODE, TicketState
 from controller.workers import Worker
+from data import own
 from data.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
 from data.tasks import Problem
 
@@ -25,6 +27,24 @@ class PromptSource:
     train_problem: Callable[[int], Problem]
     eval_problems: list[Problem]
     encode: Callable[[Problem], list[int]]
+
+    def within_limits(self, config: Config) -> "PromptSource":
+        """The same prompts, but that of a task of the user's own a problem must come within `env_timeout_s`. What hangs
+        would keep the controller's lock, and nobody could end the run."""
+        if not own.is_own(config.task):
+            return self
+        calls = own.LimitedCalls(config)
+
+        def train_problem(index: int) -> Problem:
+            draw = functools.partial(self.train_problem, index)
+            return calls.call(draw, "env_timeout_s", what=f"problem {index}")
+
+        def encode(problem: Problem) -> list[int]:
+            is_text = problem.environment_seed is None
+            what = repr(problem.prompt)[:60] if is_text else f"seed {problem.environment_seed}"
+            return calls.call(functools.partial(self.encode, problem), "env_timeout_s", what=f"the prompt of {what}")
+
+        return replace(self, train_problem=train_problem, encode=encode)
 
 
 class TicketSource:

@@ -9,16 +9,19 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import queue
 import re
 import shutil
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from config import OWN, Config, nearest
+from config import OWN, Config, flag, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 _MAX_REASON = 300  # characters
@@ -116,6 +119,41 @@ def blamed(text: str, option: str = "--task") -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise ValueError(f"{option} {typed(text)}: {where(error, text)}") from error
+
+
+class LimitedCalls:
+    """Calls a user's own task, each time within a limit. A daemon thread does it, and is left behind if it hangs."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._inbox: queue.SimpleQueue[tuple[Future, Callable]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="task", daemon=True).start()
+
+    def call(self, function: Callable[[], Any], option: str, *, what: str) -> Any:
+        """What a function gives, within the seconds of an option.
+
+        Raises what the function raises, and ValueError, in one line that says `what` is not there, after that time.
+        """
+        limit_s = getattr(self.config, option)
+        result: Future = Future()
+        self._inbox.put((result, function))
+        try:
+            return result.result(limit_s)
+        except TimeoutError:
+            if result.done():  # the function raised it
+                raise
+            raise ValueError(
+                f"--task {typed(self.config.task)}: {what} is not there after {limit_s:g} s; fix it, or raise "
+                f"--{flag(option)} if it is only slow"
+            ) from None
+
+    def _serve(self) -> None:
+        while True:
+            result, function = self._inbox.get()
+            try:
+                result.set_result(function())
+            except BaseException as error:  # it is raised where the result is waited for
+                result.set_exception(error)
 
 
 def where(error: BaseException, text: str) -> str:

@@ -1,21 +1,21 @@
 """When a run is saved, what is saved, and how a signal or a limit of time ends it.
 
-The cut is at the end of a step, when its weights are published: there every rank copies its part of the trainer's state
-to host memory, and every leader what its controller knows. trainer/checkpoint_writer.py writes it while training goes
-on, and job/resume.py goes on from it.
+The cut is at the end of a step, when its weights are published, or while the next batch is waited for. There every rank
+copies its part of the trainer's state to host memory, and every leader what its controller knows.
+trainer/checkpoint_writer.py writes it while training goes on, and job/resume.py goes on from it.
 """
 
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch.distributed as dist
 
 from cluster.processes import Interrupted, has_lost_a_rank
-from job.node import Node, is_due
+from job.node import NobodySamples, Node, is_due
 from job.publisher import Publisher
 from records.manifest import set_aside
 from trainer.checkpoint import make_stager
@@ -46,6 +46,7 @@ class Checkpoints:
         self._stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
+        self._unsaved: tuple[int, Publisher] | None = None  # the last step, if it was not saved
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
     def _find_folder(self) -> tuple[Path, bool]:
@@ -70,11 +71,14 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if error is None:
-            self.writer.wait()  # however long the last takes; a first signal does not end it
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        if error is not None:
+        try:
+            if isinstance(error, NobodySamples):
+                self._stop_between_steps()
+            elif error is None:
+                self.writer.wait()  # however long the last takes; a first signal does not end it
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
             self.writer.finish(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:
@@ -84,6 +88,7 @@ class Checkpoints:
             self._handlers[number](number, frame)
         self._asked_by = number
         if cluster.is_leader:
+            self.node.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
             print(f"{name}: saves and ends after this step; a second signal ends the run at once", flush=True)
 
@@ -97,16 +102,29 @@ class Checkpoints:
         wanted = config.save_every is not None and is_due(step, config.save_every, config.steps)
         mine = [wanted, self._asked_by, self._is_out_of_time()]
         due, number, is_late = self.node.cluster.max_over_ranks([int(wish) for wish in mine])
+        self._unsaved = (step, publisher)
         if due or number or is_late:
-            self.node.clock.enter("save")
             self._save(step, publisher)
             if step < config.steps and (number or is_late):
-                self.writer.wait()
-                self.node.watch.finish()  # all nodes stop here: none is another's cause
                 limit = f"--stop-after-s {config.stop_after_s:g}, which is nearly over,"
                 reason, status = (signal.Signals(number).name, 128 + number) if number else (limit, OUT_OF_TIME)
-                raise Interrupted(f"stopped by {reason} after step {step}, which is saved", status)
+                self._stop(f"stopped by {reason} after step {step}, which is saved", status)
         self._step_ended = time.monotonic()
+
+    def _stop_between_steps(self) -> NoReturn:
+        """Save the last step, if it was not saved, and stop; collective. Raises as `save_if_due`."""
+        (number,) = self.node.cluster.max_over_ranks([self._asked_by])
+        reason = f"stopped by {signal.Signals(number).name}"
+        if self._unsaved is not None:
+            reason = f"{reason} after step {self._unsaved[0]}, which is saved"
+            self._save(*self._unsaved)
+        self._stop(reason, 128 + number)
+
+    def _stop(self, reason: str, status: int) -> NoReturn:
+        """Wait for the checkpoint, and raise Interrupted."""
+        self.writer.wait()
+        self.node.watch.finish()  # all nodes stop here: none is another's cause
+        raise Interrupted(reason, status)
 
     def _is_out_of_time(self) -> bool:
         """Whether one more step and its checkpoint may end after `stop_after_s`, if each takes as long as ever."""
@@ -119,6 +137,8 @@ class Checkpoints:
     def _save(self, step: int, publisher: Publisher) -> None:
         """Copy what is saved, and have it written in the background."""
         node = self.node
+        self._unsaved = None
+        node.clock.enter("save")
         if not self._is_shared:
             self.policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")
             return

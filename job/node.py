@@ -31,7 +31,7 @@ from controller.tickets import PromptSource, TicketSource
 from controller.workers import Workers
 from data import own
 from data.records import Group
-from data.tasks import check_rows, encode, load_task
+from data.tasks import Problem, Task, check_rows, encode, load_task
 from engine.cores import claim_cores
 from job.probe import Probe
 from job.resume import controller_of, find_checkpoint
@@ -46,6 +46,10 @@ from weights.models import load_tokenizer, resolve_model
 
 if TYPE_CHECKING:
     from job.swarm import Swarm
+
+
+class NobodySamples(Exception):
+    """The run is asked to stop, and a node that waits for a batch has no worker that could finish it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,12 @@ class Node(Start):
     restored: ControllerState | None = None
     """What the controller goes on from."""
 
+    def hold_batch(self) -> None:
+        """Wait until this node holds a batch; collective where hosts may join. Raises NobodySamples, on all ranks."""
+        has_batch = not self.cluster.is_leader or bool(self.controller.hold_batch())
+        if self.config.listen is not None and self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
+            raise NobodySamples
+
     def take_batch(self, step: int, verify: Callable[[int], bool]) -> list[Group] | None:
         """Wait for what this node trains on in a step, and with --record keep it; collective.
 
@@ -94,8 +104,7 @@ class Node(Start):
         """
         while True:
             self.clock.enter("wait")
-            if self.cluster.is_leader:
-                self.controller.hold_batch()
+            self.hold_batch()
             if verify(step):
                 break
         if not self.cluster.is_leader:
@@ -243,7 +252,7 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
     """The node's own share of the prompts; on the first also the held-out ones."""
     task = load_task(config.task, config.seed, config.data_path, config.task_args)
     check_rows(config, task)
-    held_out = task.eval_problems(config.eval_problems) if config.eval_every and cluster.is_first else []
+    held_out = _held_out(config, task) if config.eval_every and cluster.is_first else []
     if 0 < len(held_out) < config.eval_problems:
         print(f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}")
     prompts = PromptSource(
@@ -251,7 +260,15 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
         eval_problems=held_out,
         encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
     )
-    return TicketSource(config, prompts, cluster.node, cluster.num_nodes)
+    return TicketSource(config, prompts.within_limits(config), cluster.node, cluster.num_nodes)
+
+
+def _held_out(config: Config, task: Task) -> list[Problem]:
+    """The held-out problems; those of a task of the user's own must come within `timeout_s`."""
+    draw = functools.partial(task.eval_problems, config.eval_problems)
+    if not own.is_own(config.task):
+        return draw()
+    return own.LimitedCalls(config).call(draw, "timeout_s", what="eval_problems")
 
 
 def _check_model(config: Config, model_path: str) -> None:

@@ -34,7 +34,16 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--max-grad-norm", "inf"], "--max-grad-norm must be a finite number"),
         (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be a finite number"),
         (["--timeout-s", "1e308"], "--timeout-s must be at most 1000000"),
-        (["--eval-problems", "1000000000000"], "--eval-problems must be at most 100000, got 1000000000000"),
+        (["--eval-problems", "1000000000000"], "--eval-problems must be at most 10000, got 1000000000000"),
+        (["--extra-groups", "100000000"], "--extra-groups must be at most 1000000, got 100000000"),
+        (["--extra-members", "10000000"], "--extra-members must be at most 1000000, got 10000000"),
+        (
+            ["--extra-groups", "99936", "--group-size", "4", "--extra-members", "7"],
+            "100000 outstanding groups of 4 + 7 responses are 1100000, at most 1000000 may be outstanding; lower "
+            "--groups-per-step, --async-ratio, --over-sampling, --extra-groups, --group-size or --extra-members",
+        ),
+        (["--groups-per-step", "1000000"], "2000000 outstanding groups of 8 + 0 responses are 16000000"),
+        (["--async-ratio", "1000", "--group-size", "1000"], "32032 outstanding groups of 1000 + 0 responses"),
         (["--steps", "1000000000000"], "--steps must be at most 1000000000"),
         (
             ["--temperature", "0"],

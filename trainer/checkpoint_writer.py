@@ -69,28 +69,28 @@ class CheckpointWriter:
             self._frozen = copies_on_rank_0((n, p.detach().full_tensor()) for n, p in named_base_parameters(model))
         self.weights = WeightWriter(model, policy.model_path) if cluster.is_first else None
         self._saving: Saving | None = None
-        self._thread: threading.Thread | None = None
+        self._has_ended = threading.Event()  # and no join: one that a signal interrupts takes the thread for ended
+        self._has_ended.set()
         self.longest_s = 0.0
         """Time that the slowest checkpoint took, seconds."""
 
     def start(self, saving: Saving) -> None:
         """Begin to write; the one before must have been waited for."""
         self._saving = saving
-        self._thread = threading.Thread(target=self._write, args=(saving,), name="save", daemon=True)
-        self._thread.start()
+        self._has_ended.clear()
+        threading.Thread(target=self._write, args=(saving,), name="save", daemon=True).start()
 
     def finish(self, timeout_s: float) -> None:
         """Let what was begun last come to its end, if it does in time."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._has_ended.wait(timeout_s)
 
     def wait(self) -> None:
         """Wait until what was begun last is on disk. Raises OSError if it could not be written, or takes too long."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        self._thread.join(limit_s := 2 * self.config.timeout_s)
-        if self._thread.is_alive():
+        limit_s = 2 * self.config.timeout_s
+        if not self._has_ended.wait(limit_s):
             raise TimeoutError(
                 f"checkpoint {self.folder}/step_{saving.step} is not written after {limit_s:g} s more: look at that "
                 "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice; "
@@ -118,6 +118,8 @@ class CheckpointWriter:
             saving.error = OSError(f"checkpoint {final} was not written: {reason}")
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            self._has_ended.set()
 
     def _begin(self, partial: Path, final: Path, saving: Saving) -> None:
         """Make the folder to write to, if there is room."""

@@ -26,7 +26,7 @@ from controller.evaluation import Evaluation
 from controller.state import ControllerState, TicketState
 from job import checkpoints as module
 from job.checkpoints import Checkpoints
-from job.node import _open_records
+from job.node import NobodySamples, _open_records
 from job.publisher import Publisher
 from job.resume import controller_of
 from records.manifest import PART, Checkpoint, checkpoints_in, id_of, newest_checkpoint
@@ -369,6 +369,17 @@ def test_a_second_signal_and_the_end_of_another_node_end_the_run_at_once(saved, 
         signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.parametrize(("step", "said"), [(2, "stopped by SIGTERM"), (3, "after step 3, which is saved")])
+def test_a_run_that_is_stopped_while_nobody_samples_saves_what_was_not_saved(saved, at_once, step, said):
+    checkpoints = saved(save_every=2, steps=9)
+    with pytest.raises(Interrupted, match=f"{said}$"), checkpoints:
+        checkpoints.save_if_due(step, PUBLISHER)
+        signal.raise_signal(signal.SIGTERM)
+        assert checkpoints.node.controller.is_asked_to_stop
+        raise NobodySamples
+    assert newest_checkpoint(checkpoints.node.run.path).step == step
+
+
 def test_a_signal_in_the_last_step_lets_the_run_finish(saved, at_once):
     checkpoints = saved(steps=1)
     with checkpoints:
@@ -386,6 +397,26 @@ def test_a_signal_while_the_last_checkpoint_is_written_lets_it_come_to_its_end(s
         timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM])
         timer.start()
     timer.join()
+    assert newest_checkpoint(checkpoints.node.run.path).step == 1
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_second_signal_while_a_checkpoint_is_written_lets_it_come_to_its_end(saved, at_once, steps):
+    checkpoints = saved(steps=steps)
+    write, is_writing = checkpoints.writer.weights.write, threading.Event()
+    checkpoints.writer.weights.write = lambda *args: is_writing.set() or time.sleep(1) or write(*args)
+
+    def interrupt_the_wait():
+        is_writing.wait(60)
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt_the_wait)
+    with pytest.raises(Interrupted, match="at once"), checkpoints:
+        signal.raise_signal(signal.SIGTERM)
+        thread.start()
+        checkpoints.save_if_due(1, PUBLISHER)
+    thread.join()
     assert newest_checkpoint(checkpoints.node.run.path).step == 1
 
 

@@ -1,5 +1,6 @@
 """Whole runs, with sampling that follows from seeds in place of an engine, that end in every way and go on."""
 
+import dataclasses
 import json
 import os
 import re
@@ -8,14 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fake_machine import FakeMachine
+from own_files import write_own
 from real_job import ROOT, Job, assert_ledger_balances, without_times
 
+from data.messages import Update
 from records.batches import weights_sha256
 from records.manifest import id_of, newest_checkpoint
 from scripts.lines import read_events
+from weights.wire import Leave
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 OPTIONS = {
@@ -141,17 +148,105 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     assert (job.run_path / "events.jsonl").read_bytes() == before
 
 
-@pytest.mark.study
-def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_path):
+HANGING_TASK = """
+import time
+from data.tasks import Addition
+
+
+class Hanging(Addition):
+    def __init__(self, seed, *, num_problems=1000, num_held_out=1000):
+        super().__init__(seed)
+        self.num_problems, self.num_held_out = num_problems, num_held_out
+
+    def train_problem(self, index):
+        self.num_problems -= 1
+        if self.num_problems < 0:
+            time.sleep(1000)
+        return super().train_problem(index)
+
+    def eval_problems(self, count):
+        if count > self.num_held_out:
+            time.sleep(1000)
+        return super().eval_problems(count)
+"""
+
+
+@pytest.mark.parametrize(
+    ("task_args", "status", "what", "option"),
+    [
+        ("num_problems=17", 2, "problem 17", "--env-timeout-s"),
+        ("num_problems=530", 1, r"problem \d+", "--env-timeout-s"),
+        ("num_held_out=1", 2, "eval_problems", "--timeout-s"),
+    ],
+)
+def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path, task_args, status, what, option):
+    task = write_own(tmp_path, HANGING_TASK)
+    options = [f"--{name}={value}" for name, value in (OPTIONS | {"env-timeout-s": 5}).items()]
+    job = start(tmp_path, *options, f"--task={task}:Hanging", f"--task-args={task_args}", f"{option}=3")
+    assert job.wait(60) == status
+    said = f"{task}:Hanging: {what} is not there after 3 s; fix it, or raise {option} if it is only slow"
+    assert re.search(f"^error: --task {said}$", job.output(), re.M), job.output()
+    assert (job.num_steps() > 0) == job.run_path.exists() == (status == 1)
+
+
+class Host(FakeMachine):
+    """Samples for a job, and scores no probe, as it has no model."""
+
+    def __init__(self, job: Job):
+        job.wait_until(lambda: "--join " in job.output())
+        address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
+        super().__init__(SimpleNamespace(address=address, key_path=key_path))
+
+    def _act(self, engine, message):
+        super()._act(engine, dataclasses.replace(message, probe=()) if isinstance(message, Update) else message)
+
+
+SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm_args": "verify_share=0"}
+
+
+def test_a_run_whose_last_machine_leaves_in_an_evaluation_is_saved_and_ended_by_a_signal(tmp_path):
+    job = start(tmp_path, steps=12, async_ratio=1, **SWARM)
+    with Host(job) as host:
+        host.holds = lambda ticket: ticket.is_evaluation and ticket.min_version == 4
+        job.wait_until(lambda: job.num_steps() == 6)  # no more: version 5 waits for the evaluation of version 4
+        os.kill(job.process.pid, signal.SIGTERM)
+        time.sleep(2)
+        assert job.process.poll() is None, "it ends the step, as somebody is there"
+        host.send(b"-", Leave())
+        assert job.wait(10) == 128 + signal.SIGTERM
+    assert "error: stopped by SIGTERM after step 6, which is saved; go on from step 6: " in job.output()
+    job = go_on(job)
+    with Host(job):
+        assert job.wait(60) == 0, job.output()[-3000:]
+    assert_every_group_is_consumed_once(job, 12)
+    assert evaluations(job).keys() == {0, 6, 8, 12}
+
+
+@pytest.mark.slow
+def test_two_ranks_that_wait_for_a_first_machine_are_ended_together_by_a_signal(tmp_path):
+    ranks = [{"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_RANK": i, "LOCAL_WORLD_SIZE": 2} for i in (0, 1)]
+    jobs = start_ranks(tmp_path, ranks, steps=12, async_ratio=1, **SWARM)
+    jobs[0].wait_until(lambda: "attention of the trainer" in jobs[0].output())
+    time.sleep(3)  # until it waits for a batch
+    for job in jobs:
+        os.kill(job.process.pid, signal.SIGTERM)
+    assert [job.wait(10) for job in jobs] == [128 + signal.SIGTERM] * 2
+    assert "error: stopped by SIGTERM; nothing is saved, as no step had ended" in jobs[0].output()
+
+
+def start_ranks(folder: Path, ranks: list[dict], **options) -> list[Job]:
+    """Start a run of several ranks, each with these variables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        {"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": i, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-        for i in (0, 1)
-    ]
-    environments = [{k: str(v) for k, v in rank.items()} | {"MASTER_ADDR": "127.0.0.1"} for rank in ranks]
-    job, other = (start(tmp_path, environment=env, steps=40, async_ratio=1) for env in environments)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    environments = [{k: str(v) for k, v in (rank | place).items()} for rank in ranks]
+    return [start(folder, environment=environment, **options) for environment in environments]
+
+
+@pytest.mark.study
+def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_path):
+    ranks = [{"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": i, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1} for i in (0, 1)]
+    job, other = start_ranks(tmp_path, ranks, steps=40, async_ratio=1)
     job.wait_until(lambda: job.num_steps() >= 6)
     os.kill(other.process.pid, signal.SIGTERM)
     assert 0 not in (other.wait(60), job.wait(60))

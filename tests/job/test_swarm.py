@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -195,6 +196,26 @@ def test_a_run_whose_last_machine_has_left_ends_in_one_line(tmp_path):
         with pytest.raises(WorkerDied, match=r"^no machine has sampled for this run for 1 s, .* --join-timeout-s$"):
             for _ in range(5):
                 run.step()
+
+
+def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_path):
+    with running(tmp_path, eval_answers=["ok"], publishes=False, join_timeout_s=10.0) as run:
+        with FakeMachine(run) as far:
+            far.holds = lambda ticket: ticket.is_evaluation
+            run.publish(evaluate=True)
+            for _ in range(2):
+                run.step()
+            assert run.controller.announcements.deferred is not None
+            far.send(b"-", Leave())
+            wait_until(run.left)
+        run.controller.is_asked_to_stop = True
+        began = time.monotonic()
+        assert run.controller.hold_batch() == []
+        state = run.controller.cut()
+        run.controller.finish_evaluations()
+        assert time.monotonic() - began < 5.0
+        assert state.buffer.published_version == state.buffer.trainer_version > state.announced
+        assert state.evaluates, "it is not at its end"
 
 
 def test_one_engine_of_each_machine_scores_the_probe_and_all_evaluate(tmp_path):
