@@ -15,7 +15,7 @@ COMPARED = (
 )  # fmt: skip
 """Model types of config.json whose log-probs agree to 1e-5 nats in float32, before and after an update.
 
-tests/engine/test_families.py compares each of them, and says how to try another one.
+tests/engine/test_family_logprobs.py compares each of them, and says how to try another one.
 """
 _UNSUPPORTED_HEADS = (
     "final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier",

@@ -1,7 +1,7 @@
 """Every family that is trained: vLLM computes the log-probs that the trainer computes, before and after an update.
 
 To try another family, add it to COMPARED in trainer/families.py, give tests/tiny_families.py what it needs, and run
-`.venv/bin/python -m pytest -m "" tests/engine/test_families.py tests/trainer/test_families.py -k FAMILY`.
+`.venv/bin/python -m pytest -m "" tests/engine/test_family_logprobs.py tests/trainer/test_families.py -k FAMILY`.
 """
 
 import multiprocessing
