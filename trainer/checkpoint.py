@@ -5,6 +5,7 @@ and any number of ranks reads them. They are written from copies, in the backgro
 """
 
 import itertools
+import json
 import os
 import shutil
 import tempfile
@@ -23,7 +24,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from data.plain import decode, encode
 from trainer import lora
 from trainer.logprobs import TokenLogprobs
 from trainer.model import named_persistent_buffers
@@ -36,7 +36,7 @@ SHARD_FILE_BYTES = 1 << 30
 VALUE_HEAD = "value_head.weight"
 """Name of the value head's weight, where there is one, which is none of the model's."""
 VALUES = "values"
-"""Name of what is no tensor, as bytes."""
+"""Name of what is no tensor, as the bytes of JSON."""
 StagedState = dict[str, Tensor]
 """Copies of `training_state` in host memory, sharded like it."""
 
@@ -163,8 +163,8 @@ def training_state(optimizer: OptimizerState, num_updates: int) -> dict[str, Ten
     random numbers of this rank. Live, and sharded as the model is."""
     state = {f"weights.{name}": parameter.detach() for parameter, name in optimizer.names.items()}
     state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
-    values = encode({"num_updates": num_updates, "optimizer": optimizer.values()})
-    state[VALUES] = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+    values = json.dumps({"num_updates": num_updates, "optimizer": optimizer.values()})
+    state[VALUES] = torch.frombuffer(bytearray(values.encode()), dtype=torch.uint8)
     return state | _random_state()
 
 
@@ -246,7 +246,7 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
         raise ValueError(f"{folder} was written by older code, which saved AdamW alone; resume by that code")
     data = torch.empty(shapes[VALUES], dtype=torch.uint8)
     _load({VALUES: data}, folder, group)
-    values = decode(dict, data.numpy().tobytes())
+    values = json.loads(data.numpy().tobytes())
     if values["num_updates"]:
         optimizer.make(values["optimizer"])  # in the form that it has for this model and these ranks
     optimizer.set_values(values["optimizer"])

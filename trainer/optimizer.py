@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
@@ -16,7 +17,6 @@ from torch.optim import Optimizer
 from algos.arguments import AtLeastOne, Count, NonNegative, Share
 from config import Config, read_arguments
 from data import own
-from data.plain import encode
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -165,7 +165,7 @@ def try_optimizer(config: Config) -> None:
     with own.blamed(config.optimizer, "--optimizer"):
         optimizer.step()
         state.tensors()
-        encode(state.values())
+        json.dumps(state.values())
 
 
 def _check_is_shared(name: str, tensor: Tensor) -> None:
