@@ -7,6 +7,7 @@ To try another family, add it to COMPARED in trainer/families.py, give tests/tin
 import multiprocessing
 import os
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,8 @@ ALLOWED = 1e-5
 """Largest mean difference, nats per token, in float32."""
 
 
-def compare(family: str, results) -> None:
-    """Body of a process: put the mean differences of a tiny random model, and names of tensors, into a queue."""
+def compare(family: str) -> tuple[list[float], list[str], list[str]]:
+    """Body of a process. Returns mean differences of a tiny random model, and names of tensors read and saved."""
     os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -47,8 +48,8 @@ def compare(family: str, results) -> None:
             pair.perturb()
             pair.sync(version)
         pair.policy.save(f"{folder}/saved")
-        results.put((differences, names_in(f"{folder}/model"), names_in(f"{folder}/saved")))
         pair.run(pair.shutdown())
+        return differences, names_in(f"{folder}/model"), names_in(f"{folder}/saved")
 
 
 def names_in(folder: str) -> list[str]:
@@ -64,14 +65,7 @@ def names_in(folder: str) -> list[str]:
     "family", [pytest.param(family, marks=() if family in ALWAYS else pytest.mark.study) for family in COMPARED]
 )
 def test_engine_and_trainer_agree_and_what_is_saved_has_the_names_of_what_was_read(family):
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=compare, args=(family, results))
-    process.start()
-    try:
-        differences, read, saved = results.get(timeout=180)
-    finally:
-        process.join(30)
-        process.kill()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        differences, read, saved = pool.submit(compare, family).result(timeout=180)
     assert max(differences) < ALLOWED
     assert saved == read
