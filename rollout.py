@@ -18,9 +18,14 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from cluster.placement import WorkerSpec
-from cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
-from data.messages import (
+from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
+from asyncrl.engine.environments import Environments, start_environments, turn_ends
+from asyncrl.engine.episode import Episode
+from asyncrl.engine.in_flight import read_in_flight, settle
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.messages import (
     Abort,
     Asleep,
     Connect,
@@ -40,14 +45,9 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.records import Ticket, Trajectory
-from engine.environments import Environments, start_environments, turn_ends
-from engine.episode import Episode
-from engine.in_flight import read_in_flight, settle
-from engine.proxy import LLMProxy
-from engine.vllm_setup import worker_environment
-from records.standstill import write_stacks_to
-from weights.models import load_tokenizer
+from asyncrl.records import Ticket, Trajectory
+from asyncrl.weights.models import load_tokenizer
+from extras.watchdog import write_stacks_to
 
 
 class RolloutWorker:
@@ -280,7 +280,7 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
 def main() -> None:
     """Sample for a run elsewhere: `python rollout.py --join HOST:PORT --key FILE`."""
-    from engine.join import main
+    from extras.swarm.join import main
 
     main(run_worker)
 

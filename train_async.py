@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.processes import Interrupted, ignore_signals
-from config import Config
-from job.command_line import parse_config
+from asyncrl.cluster.processes import Interrupted, ignore_signals
+from asyncrl.config import Config
+from asyncrl.job.command_line import parse_config
 
 if TYPE_CHECKING:
-    from job.node import Node
-    from job.step_log import StepLog
+    from asyncrl.job.node import Node
+    from asyncrl.job.step_log import StepLog
 
 
 def train(config: Config, worker_main: Callable | None = None) -> None:
@@ -28,8 +28,8 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
     `worker_main(spec, connection)` is what rollout workers run in place of rollout.run_worker.
     """
-    from job.node import start_node
-    from job.step_log import StepLog
+    from asyncrl.job.node import start_node
+    from asyncrl.job.step_log import StepLog
     from rollout import run_worker
 
     with start_node(config, worker_main or run_worker) as node, StepLog(node) as log:
@@ -40,11 +40,11 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
 def train_on(node: "Node", log: "StepLog") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
-    from job.checkpoints import Checkpoints
-    from job.publisher import Publisher
-    from trainer import batch
-    from trainer.guards import keep_what_fails
-    from trainer.policy import load_policy
+    from asyncrl.job.checkpoints import Checkpoints
+    from asyncrl.job.publisher import Publisher
+    from asyncrl.trainer import batch
+    from asyncrl.trainer.guards import keep_what_fails
+    from asyncrl.trainer.policy import load_policy
 
     config = node.config
     policy = load_policy(config, node.model_path, node.device, node.clock)

@@ -9,7 +9,7 @@ from typing import Any
 from algos import advantages, kl
 from algos.advantages import AdvantageOptions, overlong_penalty
 from algos.inputs import LossInputs
-from config import ALGOS, read_arguments
+from asyncrl.config import ALGOS, read_arguments
 
 __all__ = [
     "ADVANTAGES",

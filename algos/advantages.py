@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from algos.arguments import Count, NonNegative, Positive, Share
-from config import Config, read_arguments
+from asyncrl.config import Config, read_arguments
 
 EPS = 1e-6
 

@@ -45,7 +45,7 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
 
 
 class Tokens(Protocol):
-    """The trained tokens of a micro-batch: a dataclass with these fields, [N], as in trainer/packing.py."""
+    """The trained tokens of a micro-batch: a dataclass with these fields, [N], as in asyncrl/trainer/packing.py."""
 
     advantages: Tensor
     """At first the reward of the token's sequence."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 class Sampling(NamedTuple):
-    """The engine's sampling transform, by the options of its names in config.py; as it is, it changes nothing."""
+    """The engine's sampling transform, by the options of its names in asyncrl/config.py; as it is, it changes
+    nothing."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -17,8 +17,8 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from gymnasium.spaces import Text
 
-from config import read_arguments
-from data import own
+from asyncrl import user_code as own
+from asyncrl.config import read_arguments
 
 _CHARSET = string.ascii_letters + string.digits + string.punctuation + " \n"
 _MAX_CHARACTERS = 256

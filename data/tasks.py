@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, ClassVar, Protocol
 
-from config import Config, is_environment, read_arguments
-from data import own, tables
+from asyncrl import user_code as own
+from asyncrl.config import Config, is_environment, read_arguments
+from data import tables
 from data.conversation import Conversation
 
 GSM8K = "openai/gsm8k"

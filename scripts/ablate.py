@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from config import Config, flag, nearest
-from job.command_line import check, read_options
+from asyncrl.config import Config, flag, nearest
+from asyncrl.job.command_line import check, read_options
 from scripts.grids import RECORDED, key, loss, read_records, record_of, report
 from scripts.runs import load
 from scripts.table import show

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from algos import LOSSES
-from config import Config, flag
-from job.command_line import option_texts
+from asyncrl.config import Config, flag
+from asyncrl.job.command_line import option_texts
+from extras.simulation import report as simulation_report
+from extras.simulation.workload import LONGEST_TO_MEDIAN
 from scripts import grids
 from scripts import staleness as staleness_page
 from scripts import table as run_table
@@ -25,8 +27,6 @@ from scripts.bench import trees as trees_bench
 from scripts.bench.harness import rounds, spread
 from scripts.lines import markdown, read
 from scripts.runs import Run, load
-from scripts.simulation import report as simulation_report
-from scripts.simulation.workload import LONGEST_TO_MEDIAN
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 

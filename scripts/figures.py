@@ -6,7 +6,7 @@ from statistics import fmean
 import pandas as pd
 from matplotlib.figure import Figure
 
-from config import ALGOS
+from asyncrl.config import ALGOS
 
 
 def draw_lags(rows: pd.DataFrame, out: Path) -> None:

@@ -21,8 +21,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy import stats
 
-from config import ALGOS
-from records.batches import weights_sha256
+from asyncrl.config import ALGOS
+from asyncrl.runlog.batches import weights_sha256
 from scripts.lines import markdown, read
 from scripts.runs import Run, evaluations, progress, summarise
 from scripts.table import MISSING, show, sort_key, spread
@@ -117,7 +117,8 @@ def setting(cell: dict) -> dict:
 def summaries(records: list[dict]) -> pd.DataFrame:
     """A row per run, in order of setting, loss and seed: its options, setting and loss, and what summarise says.
 
-    Settings are in the order of their values, losses in that of config.py; those that it does not know are last.
+    Settings are in the order of their values, losses in that of asyncrl/config.py; those that it does not know are
+    last.
     """
     runs, settings, losses, known = [], {}, {}, [*ALGOS]
     for record in records:

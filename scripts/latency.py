@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.placement import WorkerSpec
-from data.records import Ticket
-from engine.environments import Environment, Environments, Step, start_environments
-from engine.score import Failed
-from job.command_line import parse_config
+from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.engine.environments import Environment, Environments, Step, start_environments
+from asyncrl.engine.score import Failed
+from asyncrl.job.command_line import parse_config
+from asyncrl.records import Ticket
 from rollout import run_worker, start_worker
 from train_async import fail, run_job, train
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from records.trajectory_lines import expand
+from asyncrl.runlog.trajectory_lines import expand
 
 
 def read(path: Path, cut: list[Path] | None = None) -> list[dict]:

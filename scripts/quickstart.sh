@@ -12,7 +12,7 @@ options=(--run-name "quickstart-$(date +%Y%m%d-%H%M%S)-$$" "$@")
 # Read by the run's own parser: a mistake ends here, and what remains knows where the run will be.
 run=$(.venv/bin/python -c '
 import sys
-from job.command_line import parse_config
+from asyncrl.job.command_line import parse_config
 config = parse_config(sys.argv[1:])
 print(f"{config.runs_dir}/{config.run_name}")' "${options[@]}")
 

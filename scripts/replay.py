@@ -25,12 +25,12 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from config import Config, flag
-from data.own import title
-from job.command_line import read_options
-from job.resume import recorded
-from records.batches import batch_path, read_batch, weights_sha256
-from records.time_ledger import Account
+from asyncrl.config import Config, flag
+from asyncrl.job.command_line import read_options
+from asyncrl.job.resume import recorded
+from asyncrl.runlog.batches import batch_path, read_batch, weights_sha256
+from asyncrl.runlog.time_ledger import Account
+from asyncrl.user_code import title
 from rollout import run_worker
 from train_async import run_job
 
@@ -134,9 +134,9 @@ def _refuse(name: str, recorded) -> None:
 
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     """Run the whole replay; every trainer rank calls this."""
-    from job.node import start_node
-    from records.run_directory import Progress
-    from trainer.policy import load_policy
+    from asyncrl.job.node import start_node
+    from asyncrl.runlog.run_directory import Progress
+    from asyncrl.trainer.policy import load_policy
 
     with start_node(config, run_worker, lambda start: lead(start, recording, evaluate)) as node:
         policy = load_policy(config, node.model_path, node.device, node.clock)
@@ -151,9 +151,9 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
 
 def lead(start, recording: Recording, evaluate: bool):
     """Make rank 0's node: the model must be the recorded one; a rollout worker is needed only to evaluate."""
-    from job.node import start_rollout
-    from records.run_directory import RunDirectory
-    from weights.models import resolve_model
+    from asyncrl.job.node import start_rollout
+    from asyncrl.runlog.run_directory import RunDirectory
+    from asyncrl.weights.models import resolve_model
 
     if start.cluster.num_nodes > 1:
         raise ValueError(f"a replay runs on one node, got {start.cluster.num_nodes}; use --nnodes 1")
@@ -171,8 +171,8 @@ def lead(start, recording: Recording, evaluate: bool):
 
 def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective."""
-    from job.node import is_due
-    from trainer import batch
+    from asyncrl.job.node import is_due
+    from asyncrl.trainer import batch
 
     config, clock = node.config, node.clock
     clock.enter("other")
@@ -198,7 +198,7 @@ def evaluate_last(node, policy) -> dict[str, float]:
     Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
     start behind the held-out ones, as in a run; nobody takes them.
     """
-    from job.publisher import Publisher
+    from asyncrl.job.publisher import Publisher
 
     Publisher(node, policy).publish(node.config.steps)
     if not node.cluster.is_leader:
@@ -211,7 +211,7 @@ def write_metrics(
     node, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account, progress
 ) -> None:
     """Record a step on rank 0, under the names that a run uses."""
-    from records.metrics import batch_metrics, time_metrics, training_metrics
+    from asyncrl.runlog.metrics import batch_metrics, time_metrics, training_metrics
 
     config = node.config
     metrics = {

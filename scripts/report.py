@@ -24,8 +24,8 @@ from statistics import fmean
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from config import Config
-from records.time_ledger import TRAINER_STATES, WORKER_STATES
+from asyncrl.config import Config
+from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
 from scripts.runs import Run, evaluations, load, names, progress, readable_summary, rows
 from scripts.table import differing_options, show
 from scripts.timeline import STATE_COLORS, TRAJECTORY_FIELDS, Timeline, build_timeline, trace
@@ -35,7 +35,7 @@ STILL_GOING_S = 60  # a run whose last record is younger may be going on
 COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
 MACHINE_COLORS = (*COLORS, "#8d6cc4", "#e3b505", "#e57373", "#6fb1e8", "#7a4a1e")
 LAG_COLORS = {"0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030"}
-"""Of the lag buckets of trainer/lag_stats.py, which needs torch; fresh to stale."""
+"""Of the lag buckets of asyncrl/trainer/lag_stats.py, which needs torch; fresh to stale."""
 _PAGE = tomllib.loads(Path(__file__).with_name("report_page.toml").read_text(encoding="utf-8"))
 CURVES, MACHINE_CURVES = _PAGE["charts"], _PAGE["machine_charts"]
 CURVES |= {
@@ -146,7 +146,7 @@ def outcome(run: Run, timeline: Timeline, now: float) -> str:
 
 
 def changed_options(config: dict) -> str:
-    """The options that are not at the default of this version of config.py; JSON has lists for its tuples."""
+    """The options that are not at the default of this version of asyncrl/config.py; JSON has lists for its tuples."""
     defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(Config()).items()}
     changed = {name: value for name, value in config.items() if name not in defaults or value != defaults[name]}
     return ", ".join(f"{name} = {show(value)}" for name, value in changed.items())

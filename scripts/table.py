@@ -10,8 +10,8 @@ import json
 import statistics
 import sys
 
-from config import nearest
-from data.own import typed
+from asyncrl.config import nearest
+from asyncrl.user_code import typed
 from scripts.lines import markdown
 from scripts.runs import Run, load, names, summarise
 

@@ -2,8 +2,8 @@
 
 Lanes are the trainer (steps, and its states in each), the evaluations, the machines that joined, if any did, and every
 worker (its states, its updates, and below that all its trajectories, in as many rows as ran at the same time). States
-are those of records/time_ledger.py and follow on each other without a gap; an engine of a machine that joined keeps no
-time ledger, and has one bar from when it was up to its end. Times are seconds since the run's start.
+are those of asyncrl/runlog/time_ledger.py and follow on each other without a gap; an engine of a machine that joined
+keeps no time ledger, and has one bar from when it was up to its end. Times are seconds since the run's start.
 """
 
 import heapq
@@ -22,7 +22,7 @@ STATE_COLORS = {
     "evaluate": "#e3b505", "save": "#3d9970", "other": "#8d6cc4", "starting": "#c9b8a2", "decoding": "#3f83cc",
     "environment": "#3d9970", "starved": "#7a4a1e", "gated": "#b7bfcc", "paused": "#e08b2c", "restarting": "#e57373",
 }  # fmt: skip
-"""Of the states in records/time_ledger.py."""
+"""Of the states in asyncrl/runlog/time_ledger.py."""
 MOMENTS = ("started", "died", "joined", "left")
 
 
@@ -35,7 +35,7 @@ class Bar:
     end: float
     kind: str
     """`trajectory`, `evaluation`, `step`, `update`, `machines`, `away` (on a machine that joined), a state of
-    records/time_ledger.py, or one of MOMENTS."""
+    asyncrl/runlog/time_ledger.py, or one of MOMENTS."""
     name: str
     """Its label; that of a trajectory is its oldest version, as Perfetto colours bars by their name."""
     details: dict

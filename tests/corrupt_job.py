@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_async  # noqa: I001  the path comes first
 from corruptions import not_sent
-from weights.shm import ShmTransport
+from asyncrl.weights.shm import ShmTransport
 
 stage_truly = ShmTransport.stage
 NORM = "model.layers.0.input_layernorm.weight"

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from tiny_policy import load
 
-from cluster.placement import WorkerPlacement, WorkerSpec
-from engine.proxy import LLMProxy
-from trainer.packing import TrainSequence
-from weights.shm import ShmTransport
+from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.trainer.packing import TrainSequence
+from asyncrl.weights.shm import ShmTransport
 
 PROMPT = tuple(range(3, 13))
 

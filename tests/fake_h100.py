@@ -66,9 +66,9 @@ def configs(folder: Path) -> dict[str, dict]:
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from cluster.placement import WorkerPlacement, WorkerSpec
-    from config import Config
-    from engine.vllm_setup import engine_options
+    from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
+    from asyncrl.config import Config
+    from asyncrl.engine.vllm_setup import engine_options
     from scripts.qwen3_shapes import qwen3_config
 
     alone = WorkerPlacement(0, 1, None, 1, 0.9)
@@ -144,8 +144,8 @@ def worker(folder: Path) -> list[str]:
     calls = record_calls()
     from multiprocessing import Pipe
 
-    from cluster.placement import WorkerPlacement, WorkerSpec
-    from config import Config
+    from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
+    from asyncrl.config import Config
     from rollout import run_worker
     from scripts.qwen3_shapes import save_random_qwen3
 

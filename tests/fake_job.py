@@ -10,7 +10,8 @@ import time
 
 import numpy as np
 
-from data.messages import (
+from asyncrl.job.command_line import parse_config
+from asyncrl.messages import (
     Abort,
     Connect,
     Cut,
@@ -24,9 +25,8 @@ from data.messages import (
     Update,
     Updated,
 )
-from data.records import Partial, Trajectory
-from job.command_line import parse_config
-from records.time_ledger import Activity
+from asyncrl.records import Partial, Trajectory
+from asyncrl.runlog.time_ledger import Activity
 from train_async import run_job, train
 
 TOKEN_S, MAX_TOKENS, VOCAB = 0.005, 20, 16

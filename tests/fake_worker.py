@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from fake_link import FakeEngine
 
-from data.messages import (
+from asyncrl.messages import (
     Abort,
     Asleep,
     Connect,
@@ -29,8 +29,8 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.records import Partial, Trajectory
-from records.time_ledger import Activity
+from asyncrl.records import Partial, Trajectory
+from asyncrl.runlog.time_ledger import Activity
 
 
 def run_fake_worker(spec, connection):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from controller.ledger import DROP_REASONS
+from asyncrl.controller.ledger import DROP_REASONS
 from scripts.lines import read_events
 
 ROOT = Path(__file__).parent.parent
@@ -30,17 +30,16 @@ SMALL = {
 
 
 OPTIONAL = (
-    "job/swarm.py", "weights/hub.py", "job/trust.py", "job/verify.py", "engine/join.py", "weights/wire.py",
-    "weights/pull.py", "weights/puller.py", "weights/delta.py", "weights/snapshots.py", "cluster/planner.py",
-    "job/dry_run.py",
+    "extras/swarm/swarm.py", "extras/swarm/hub.py", "extras/swarm/trust.py", "extras/swarm/verify.py",
+    "extras/swarm/join.py", "extras/swarm/wire.py", "extras/swarm/pull.py", "extras/swarm/puller.py",
+    "extras/swarm/delta.py", "extras/swarm/snapshots.py", "extras/planning/planner.py", "extras/planning/dry_run.py",
 )  # fmt: skip
 """What a run needs only for machines that join, and what it never needs: a fork may delete it."""
 
 
 def copy_without_the_optional(folder: Path) -> Path:
     """A copy of all that a run needs, without what is optional."""
-    rooms = [path.parent.name for path in ROOT.glob("*/__init__.py")]
-    for name in rooms:
+    for name in ("algos", "data", "asyncrl", "extras"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)

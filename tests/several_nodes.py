@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from tiny_policy import error_of, first_gradient, load, random_sequences
 
-from cluster import node_watch
-from cluster.cluster import Peer, form_cluster, join
-from cluster.node_watch import NodeWatch
-from config import Config
-from data.records import Group, Trajectory
-from records.fingerprint import check_same, fingerprint
-from trainer import batch
+from asyncrl.cluster import node_watch
+from asyncrl.cluster.cluster import Peer, form_cluster, join
+from asyncrl.cluster.node_watch import NodeWatch
+from asyncrl.config import Config
+from asyncrl.records import Group, Trajectory
+from asyncrl.runlog.fingerprint import check_same, fingerprint
+from asyncrl.trainer import batch
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]

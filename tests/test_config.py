@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from config import Config
-from job.command_line import parse_config
+from asyncrl.config import Config
+from asyncrl.job.command_line import parse_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -183,7 +183,7 @@ def test_help_shows_every_option_with_its_default_under_one_of_a_few_titles(caps
 
 
 def test_every_field_has_a_docstring_and_they_are_few():
-    source = (ROOT / "config.py").read_text()
+    source = (ROOT / "asyncrl/config.py").read_text()
     fields = dataclasses.fields(Config)
     assert len(fields) <= 67
     for field in fields:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from cogapp import Cog
 
-from config import Config
-from job import swarm
-from job.command_line import read_options
+from asyncrl.config import Config
+from asyncrl.job.command_line import read_options
+from extras.swarm import swarm
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])]
 COMMANDS, COMMITS, CHANGES = ("command", "options"), ("commit", "git_commit"), ("dirty", "git_dirty", "git_diff")
 """Keys under which a record says how it was made. The cell of a grid has the options of its train_async.py."""
 BESIDE_RUN_JSON = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
@@ -43,12 +43,6 @@ def test_a_digit_changed_in_a_block_is_made_right_again(tmp_path):
     assert made(changed, tmp_path / "..") == text != changed.read_text(encoding="utf-8")
 
 
-def test_the_readme_is_read_in_one_sitting():
-    lines = PAGES[0].read_text(encoding="utf-8").splitlines()
-    text = [line for line in lines if not line.startswith("|")]
-    assert len(lines) <= 150 and max(map(len, text)) <= 170
-
-
 def jobs():
     """Every command of the pages that starts a training run, and its page."""
     for page in PAGES:
@@ -71,7 +65,10 @@ def test_every_file_that_the_pages_name_is_tracked():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         linked = [page.parent / name for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
-        named = [ROOT / name for name in re.findall(r"(?<![\w/])((?:scripts|tests|algos|results)/[\w/]+\.\w+)", text)]
+        named = [
+            ROOT / name
+            for name in re.findall(r"(?<![\w/])((?:scripts|tests|algos|results|extras|asyncrl)/[\w/]+\.\w+)", text)
+        ]
         for path in [*linked, *named]:
             name = path.resolve().relative_to(ROOT)
             assert name in tracked or name.name == "mine.py", f"{page.name} names {name}, which git does not track"

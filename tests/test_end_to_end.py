@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from real_job import ROOT, Job, assert_ledger_balances, copy_without_the_optional, run_job
 
-from records.batches import weights_sha256
-from weights.models import resolve_model
+from asyncrl.runlog.batches import weights_sha256
+from asyncrl.weights.models import resolve_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
 

@@ -13,7 +13,7 @@ import pytest
 from real_job import ROOT, assert_ledger_balances, assert_nothing_is_left, start_job
 from tiny_policy import save_unservable_model
 
-from records.manifest import newest_checkpoint
+from asyncrl.runlog.manifest import newest_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from algos import LossInputs
-from config import Config
-from data import own
+from asyncrl import user_code as own
+from asyncrl.config import Config
+from asyncrl.engine.score import load_score
+from asyncrl.trainer.optimizer import make_optimizer, try_optimizer
 from data.environments import make_environment
 from data.tasks import load_task, score_of
-from engine.score import load_score
-from trainer.optimizer import make_optimizer, try_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

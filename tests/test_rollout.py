@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.placement import WorkerPlacement, WorkerSpec
-from cluster.processes import kill_session
-from config import Config
-from controller.tickets import PromptSource, TicketSource
-from data.conversation import Conversation
-from data.environments import make_environment
-from data.messages import (
+from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
+from asyncrl.cluster.processes import kill_session
+from asyncrl.config import Config
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.messages import (
     Abort,
     Connect,
     Cut,
@@ -34,15 +34,15 @@ from data.messages import (
     Updated,
     Waiting,
 )
+from asyncrl.weights.models import load_tokenizer
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import ParameterSpec
+from data.conversation import Conversation
+from data.environments import make_environment
 from data.tasks import load_task
 from data.tiny_agent import TinyAgent
-from engine.proxy import LLMProxy
-from engine.vllm_setup import worker_environment
 from rollout import start_worker
 from scripts.latency import run_latency_worker
-from weights.models import load_tokenizer
-from weights.shm import ShmTransport
-from weights.transport import ParameterSpec
 
 TASK = "frozen_lake"
 

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [path for pattern in ("*.py", "*/*.py", "scripts/*/*.py") for path in sorted(ROOT.glob(pattern))]
-FILES = [path for path in FILES if "tests" not in path.parts and path.relative_to(ROOT).parts[0] != ".venv"]
+FOLDERS = ("algos", "data", "asyncrl", "extras", "scripts")
+FILES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
+FILES = [path for path in FILES if "tests" not in path.parts]
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
-    "cluster/leaders.py": "leaders of one run, over gloo, which is torch.distributed's and trusts whoever it connects",
-    "weights/ipc.py": "CUDA handles, from the trainer to the engine of its own worker",
+    "asyncrl/cluster/leaders.py": "leaders of one run, over gloo, which is torch.distributed's and trusts whoever "
+    "it connects",
+    "asyncrl/weights/ipc.py": "CUDA handles, from the trainer to the engine of its own worker",
 }
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "system", "popen"}
 
@@ -93,6 +95,6 @@ def test_what_only_looks_like_a_danger_is_passed_over():
 
 def test_nothing_listens_on_all_addresses_unless_it_is_asked_to():
     everywhere = {path.relative_to(ROOT).as_posix() for path in FILES if "0.0.0.0" in path.read_text(encoding="utf-8")}
-    assert everywhere == {"config.py", "job/swarm.py", "scripts/plan.py"}, (
+    assert everywhere == {"asyncrl/config.py", "extras/swarm/swarm.py", "extras/planning/plan.py"}, (
         "the texts of --listen, and where it names no host"
     )

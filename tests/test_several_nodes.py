@@ -7,7 +7,7 @@ import psutil
 import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, start_nodes
 
-from controller.tickets import IDS_PER_NODE
+from asyncrl.controller.tickets import IDS_PER_NODE
 from scripts.lines import read_events
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]

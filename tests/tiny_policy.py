@@ -19,11 +19,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from config import Config
-from records.time_ledger import TrainerClock
-from trainer.batch import distribute
-from trainer.packing import TrainSequence
-from trainer.policy import Policy, load_policy
+from asyncrl.config import Config
+from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.packing import TrainSequence
+from asyncrl.trainer.policy import Policy, load_policy
 
 VOCAB = 150
 

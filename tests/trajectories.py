@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.records import Group, Trajectory
+from asyncrl.records import Group, Trajectory
 
 
 def make_trajectory(group_id, member, versions=(0,), finish_reason="stop"):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from config import MAX_RESUMES
-from controller.tickets import TicketSource
-from data.records import EVALUATION_GROUP, GREEDY_GROUP
+from asyncrl.config import MAX_RESUMES
+from asyncrl.controller.tickets import TicketSource
+from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A rollout worker in which nothing happens by itself: everything it may do next is an event that a test chooses.
 
-It keeps the order of messages and, in each `on_update` mode, does with its requests what rollout.py, engine/episode.py
-and engine/proxy.py do with theirs.
+It keeps the order of messages and, in each `on_update` mode, does with its requests what rollout.py,
+asyncrl/engine/episode.py and asyncrl/engine/proxy.py do with theirs.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.workers import Worker, Workers
-from data.messages import (
+from asyncrl.controller.workers import Worker, Workers
+from asyncrl.messages import (
     Abort,
     Cut,
     Fetch,
@@ -30,7 +30,7 @@ from data.messages import (
     Updated,
     Waiting,
 )
-from data.records import Partial, Trajectory
+from asyncrl.records import Partial, Trajectory
 
 
 @dataclass

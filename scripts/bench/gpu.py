@@ -18,8 +18,8 @@ import time
 import tomllib
 from pathlib import Path
 
-from cluster.gpus import visible_gpus
-from cluster.processes import kill_session
+from asyncrl.cluster.gpus import visible_gpus
+from asyncrl.cluster.processes import kill_session
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arm, Bench, Case
 

@@ -14,21 +14,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cluster.gpus import visible_gpus
-from cluster.memory import Sharing
-from cluster.placement import Placement, WorkerSpec, available_cores, place, plan_memory
-from cluster.shape import read_shape
-from config import Config
+from asyncrl.cluster.gpus import visible_gpus
+from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place, plan_memory
+from asyncrl.config import Config
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.vllm_setup import engine_options, worker_environment
+from asyncrl.trainer.policy import load_policy
+from asyncrl.weights.models import load_tokenizer
 from data.tasks import load_task
-from engine.proxy import LLMProxy
-from engine.vllm_setup import engine_options, worker_environment
+from extras.planning.memory import Sharing
+from extras.planning.shape import read_shape
 from rollout import run_worker
 from scripts.bench.harness import ROOT
 from scripts.bench.rig import TRANSPORTS, Rig, running
 from scripts.bench.trainer_alone import Setup, made_up, one_rank, peak_memory, timed
 from scripts.lines import read
-from trainer.policy import load_policy
-from weights.models import load_tokenizer
 
 SYNC_ROUNDS = 5
 ENGINE_SHARE = 0.25

@@ -26,7 +26,12 @@ import psutil
 import torch
 from torch import nn
 
-from config import Config
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.optimizer import make_optimizer
+from asyncrl.trainer.packing import MicroBatch, TrainSequence, pack
+from asyncrl.trainer.policy import load_policy
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.tasks import load_task
 from scripts.bench import harness
 from scripts.bench.harness import Arm, Bench, Case, Column
@@ -42,11 +47,6 @@ from scripts.bench.work import (
     work_of,
 )
 from scripts.lines import markdown, read
-from trainer.batch import distribute
-from trainer.optimizer import make_optimizer
-from trainer.packing import MicroBatch, TrainSequence, pack
-from trainer.policy import load_policy
-from weights.models import load_tokenizer, resolve_model
 
 STEPS = {"full": 10, "tiny": 2}
 """Steps of a measurement."""

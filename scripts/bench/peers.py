@@ -44,12 +44,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.processes import kill_session
+from asyncrl.cluster.processes import kill_session
+from asyncrl.weights.models import resolve_model
 from data.tasks import load_task
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, table
 from scripts.bench.work import WORKS, Work
 from scripts.lines import markdown, read
-from weights.models import resolve_model
 
 PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""

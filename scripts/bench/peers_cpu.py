@@ -13,9 +13,9 @@ from torch import Tensor
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import ParameterSpec
 from scripts.bench.work import Work, work_of
-from weights.shm import ShmTransport
-from weights.transport import ParameterSpec
 
 
 def use_no_gpu(attention: Callable[..., Tensor]) -> None:

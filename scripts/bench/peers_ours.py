@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from config import Config
+from asyncrl.config import Config
 from scripts.bench.work import WORKS, run_work_worker
 from scripts.lines import read, read_events
 
@@ -16,7 +16,7 @@ from scripts.lines import read, read_events
 def train(config: Config) -> list[dict]:
     """The whole job, with responses of the work's lengths. Returns its start and its steps."""
     import train_async
-    from job.checkpoints import Checkpoints
+    from asyncrl.job.checkpoints import Checkpoints
 
     # Weights and nothing else, as is done for TRL: a whole checkpoint would cost ours alone.
     Checkpoints._save = lambda saves, step, _: save_weights(

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
-from config import Config
+from asyncrl.config import Config
+from asyncrl.trainer.optimizer import OptimOptions, optimizer_arguments
 from data.tasks import load_task, score_of
 from scripts.bench.peers_ours import ended, save_weights
 from scripts.bench.work import WORKS, Work
-from trainer.optimizer import OptimOptions, optimizer_arguments
 
 NUM_PROBLEMS = 4096
 SEGMENTS_AT_ONCE = 64
@@ -179,7 +179,7 @@ def _rows(starts: Tensor, lengths: Tensor, segments: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def server(config: Config, out: Path) -> Iterator[str]:
-    """A vLLM server with the engine options of engine/vllm_setup.py; yields its address, and ends it."""
+    """A vLLM server with the engine options of asyncrl/engine/vllm_setup.py; yields its address, and ends it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -194,7 +194,7 @@ def server(config: Config, out: Path) -> Iterator[str]:
         "--kv-cache-memory-bytes", str(1 << 30), "--disable-log-stats", "--disable-uvicorn-access-log",
         "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         "--weight-transfer-config", '{"backend": "shm"}',
-        "--worker-extension-cls", "engine.extension.EngineExtension",
+        "--worker-extension-cls", "asyncrl.engine.extension.EngineExtension",
     ]  # fmt: skip
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # with the endpoints that load weights
     with open(out / "server.log", "w") as log, Popen(command, stdout=log, stderr=log, env=environment) as process:

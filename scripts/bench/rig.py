@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.cluster import Cluster
-from cluster.placement import available_cores, place
-from config import Config
-from data.records import Group
-from job.node import Start, start_rollout
-from job.publisher import Publisher
-from job.step_log import StepLog
-from records.time_ledger import TrainerClock
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.placement import available_cores, place
+from asyncrl.config import Config
+from asyncrl.job.node import Start, start_rollout
+from asyncrl.job.publisher import Publisher
+from asyncrl.job.step_log import StepLog
+from asyncrl.records import Group
+from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer import batch
+from asyncrl.trainer.policy import load_policy
+from asyncrl.weights.ipc import IpcTransport
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import Announcement, ParameterSpec
 from scripts.bench.work import NO_LEARNING, run_work_worker
 from scripts.lines import read_events
-from trainer import batch
-from trainer.policy import load_policy
-from weights.ipc import IpcTransport
-from weights.shm import ShmTransport
-from weights.transport import Announcement, ParameterSpec
 
 IDLE_TIMEOUT_S, SETTLE_S = 60.0, 0.1
 TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}

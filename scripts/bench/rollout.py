@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from config import Config
-from data.records import Group, Trajectory
+from asyncrl.config import Config
+from asyncrl.records import Group, Trajectory
 from scripts.bench import harness
 from scripts.bench.harness import Arm, Bench, Case, Column
 from scripts.bench.rig import Rig, running

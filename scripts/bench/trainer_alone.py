@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cluster.shape import ModelShape, read_shape
-from config import Config
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.packing import TrainSequence
+from asyncrl.trainer.policy import load_policy
+from extras.planning.shape import ModelShape, read_shape
 from scripts.bench.harness import ROOT
 from scripts.qwen3_shapes import save_random_qwen3
-from trainer.batch import distribute
-from trainer.packing import TrainSequence
-from trainer.policy import load_policy
 
 TRAIN_STEPS = 4
 """Of which the first warms up."""

@@ -26,19 +26,19 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from cluster.cluster import Cluster
-from data.records import Group
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.records import Group
+from asyncrl.runlog.batches import batch_path, read_batch
+from asyncrl.trainer.batch import deal
+from asyncrl.trainer.packing import pack
+from asyncrl.trainer.policy import load_policy
+from asyncrl.weights.models import resolve_model
 from data.tasks import load_task
-from records.batches import batch_path, read_batch
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column
 from scripts.bench.work import NO_LEARNING
 from scripts.lines import markdown
 from scripts.replay import Recording
-from trainer.batch import deal
-from trainer.packing import pack
-from trainer.policy import load_policy
-from weights.models import resolve_model
 
 ARMS, SAME = ("off", "prompt", "tree"), {"float32": 1e-3, "bfloat16": 2e-2}
 """Values of --share-prefix; how much their gradient norms may differ by rounding, relative."""

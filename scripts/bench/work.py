@@ -14,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
-from cluster.placement import WorkerSpec
-from config import Config
-from controller.tickets import TicketSource
-from data.records import Ticket
-from engine.completion import Completion
-from engine.environments import Environment, Environments, SingleTurn
-from engine.proxy import LLMProxy
-from engine.score import Scored
+from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.config import Config
+from asyncrl.controller.tickets import TicketSource
+from asyncrl.engine.completion import Completion
+from asyncrl.engine.environments import Environment, Environments, SingleTurn
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.score import Scored
+from asyncrl.records import Ticket
 from rollout import RolloutWorker, run_worker, start_worker
 from scripts.latency import LatencyLaw, start_delayed
 

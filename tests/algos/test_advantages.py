@@ -7,7 +7,7 @@ import torch
 
 from algos import ADVANTAGES, KL_ESTIMATORS, LOSSES
 from algos.advantages import EPS
-from config import ALGOS, Advantage, KlEstimator
+from asyncrl.config import ALGOS, Advantage, KlEstimator
 
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 

@@ -10,8 +10,8 @@ from own_files import LOSS, write_own
 
 from algos import LOSSES, LossInputs, choose_loss, hyperparameters
 from algos.own_loss import try_loss
-from config import read_value
-from job.command_line import parse_config
+from asyncrl.config import read_value
+from asyncrl.job.command_line import parse_config
 
 GIVEN = {
     "clip_low": ("0.5", 0.5), "clip_high": ("1.5", 1.5), "dual_clip": ("3", 3.0), "behavior_weight_cap": ("1.2", 1.2),

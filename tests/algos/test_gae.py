@@ -9,7 +9,7 @@ import torch
 from algos import AdvantageOptions
 from algos.advantages import EPS
 from algos.gae import gae, of_step
-from config import Config
+from asyncrl.config import Config
 
 
 def oracle(reward, values, gamma, lam):

@@ -22,11 +22,11 @@ from pathlib import Path
 import psutil
 from real_job import ROOT, Job, assert_ledger_balances
 
-from config import Config
-from controller.ledger import DROP_REASONS
+from asyncrl.config import Config
+from asyncrl.controller.ledger import DROP_REASONS
+from asyncrl.runlog.batches import batch_path, read_batch
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.tasks import load_task
-from records.batches import batch_path, read_batch
-from weights.models import load_tokenizer, resolve_model
 
 TIMEOUT_S = 60
 """The runs' --timeout-s; what is stopped is killed after half of it."""

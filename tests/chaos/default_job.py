@@ -8,8 +8,8 @@ import statistics
 import time
 from pathlib import Path
 
+from asyncrl.config import Config
 from chaos.campaign import LIMIT_S, Run, check_account, wait_until
-from config import Config
 
 CHECKPOINTS = {"save-every": 10}
 LAST = 3

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.engine.environments import EnvironmentPool, Environments, MultiTurn, SingleTurn
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.job.command_line import parse_config
 from data.environments import GuessNumber
-from engine.environments import EnvironmentPool, Environments, MultiTurn, SingleTurn
-from engine.proxy import LLMProxy
-from engine.reward_pool import RewardPool
-from job.command_line import parse_config
 from rollout import run_worker, start_worker
 from train_async import run_job, train
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from engine.reward_pool import RewardPool
+from asyncrl.engine.reward_pool import RewardPool
 
 RESPONSES = 256
 """Of a default step."""

@@ -10,11 +10,11 @@ from ranks import run_ranks
 from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
-from cluster.cluster import Cluster, Peer, _meet, check_shares, join
-from cluster.node_watch import NodeWatch
-from config import Config
-from records.fingerprint import check_same, fingerprint
-from trainer.batch import distribute, make_updates
+from asyncrl.cluster.cluster import Cluster, Peer, _meet, check_shares, join
+from asyncrl.cluster.node_watch import NodeWatch
+from asyncrl.config import Config
+from asyncrl.runlog.fingerprint import check_same, fingerprint
+from asyncrl.trainer.batch import distribute, make_updates
 
 CASES = {"reinforce": 1, "reinforce_baseline": 2, "grpo": 4}
 """Advantage estimator and --replicas of each run on two nodes of two ranks."""
@@ -81,7 +81,7 @@ def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr("cluster.cluster.JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("asyncrl.cluster.cluster.JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeError, match="of 3 ranks that torchrun starts 0, 2 did not come within 0 s"):
         _meet(dist.HashStore(), 1, 3, Peer(0, "a"))
 
@@ -124,7 +124,9 @@ def test_one_node_needs_no_process_group():
 def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(monkeypatch, told, left):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", told)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("cluster.cluster.form_cluster", lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    monkeypatch.setattr(
+        "asyncrl.cluster.cluster.form_cluster", lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    )
     assert join(Config(), "cuda", fingerprint, check_same) == left
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from cluster.gpus import MIB, Gpu, ask_nvidia_smi, check_one_kind, choose_visible, visible_gpus
+from asyncrl.cluster.gpus import MIB, Gpu, ask_nvidia_smi, check_one_kind, choose_visible, visible_gpus
 
 SMI = """\
 0, GPU-aaaa1111-0000, NVIDIA H200, 143771, 4, Disabled, 580.95.05

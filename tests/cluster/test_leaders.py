@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cluster.cluster import Cluster
-from cluster.leaders import Leaders
-from cluster.node_watch import NodeWatch
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.leaders import Leaders
+from asyncrl.cluster.node_watch import NodeWatch
 
 
 def two_leaders(timeout_s):

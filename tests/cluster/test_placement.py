@@ -2,11 +2,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from test_memory import gpu, shape
 
-from cluster.memory import Sharing, ways_to_fit
-from cluster.placement import first_that_fits, place, plan_memory
-from config import Config
+from asyncrl.cluster.placement import first_that_fits, place, plan_memory
+from asyncrl.config import Config
+from extras.planning.memory import Sharing, ways_to_fit
+from extras.planning.tests.test_memory import gpu, shape
 
 
 def devices(placement):

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.processes import kill_session, without_torchrun
+from asyncrl.cluster.processes import kill_session, without_torchrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def test_torchruns_variables_are_taken_out_and_nothing_else():
 @pytest.mark.parametrize("steps", ["{watch}; {say}", "{say}; time.sleep(1); {watch}"], ids=["up", "still importing"])
 def test_a_process_ends_with_its_parent(steps):
     steps = steps.format(watch="exit_with_parent(0.05)", say="print(os.getpid(), flush=True)")
-    child = f"import os, time; from cluster.processes import exit_with_parent\n{steps}; time.sleep(60)"
+    child = f"import os, time; from asyncrl.cluster.processes import exit_with_parent\n{steps}; time.sleep(60)"
     parent = start(f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)")
     pid = int(parent.stdout.readline())
     parent.kill()
@@ -61,7 +61,7 @@ def test_nobody_waits_for_a_process_that_has_ended_and_is_not_missed_yet():
 
 def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
     code = (
-        "import gc, weakref; from cluster.processes import freeze_garbage\n"
+        "import gc, weakref; from asyncrl.cluster.processes import freeze_garbage\n"
         "class Ring:\n"
         "    def __init__(self): self.itself = self\n"
         "old, before = Ring(), len(gc.get_objects()); freeze_garbage()\n"
@@ -75,7 +75,7 @@ def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
 def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_path):
     (tmp_path / "ranks.py").write_text(
         f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from cluster.processes import has_lost_a_rank\n"
+        "from asyncrl.cluster.processes import has_lost_a_rank\n"
         "def say(what): os.write(1, f'{what} {has_lost_a_rank(2)}\\n'.encode())\n"
         "def end(number, frame): say('lost'); time.sleep(1); sys.exit(1)  # the other looks, too\n"
         "signal.signal(signal.SIGTERM, end)\n"
@@ -96,7 +96,7 @@ def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_
 
 def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
     faults = (
-        "import resource; from cluster.processes import keep_freed_memory\n"
+        "import resource; from asyncrl.cluster.processes import keep_freed_memory\n"
         "def faults():\n"
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    for _ in range(5): [bytearray(24 << 20) for _ in range(4)]\n"

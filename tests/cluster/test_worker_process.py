@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-from cluster.worker_process import WorkerProcess
+from asyncrl.cluster.worker_process import WorkerProcess
 
 
 def end_at_once(spec, connection):

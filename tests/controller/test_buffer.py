@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import make_trajectory
 
-from config import Config
-from controller.buffer import SampleBuffer
-from controller.ledger import COUNTS, DROP_REASONS
-from controller.state import BufferState
-from data.messages import SampledTokens
-from data.plain import decode, encode
-from records.metrics import RolloutReport, rollout_metrics
+from asyncrl.config import Config
+from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.ledger import COUNTS, DROP_REASONS
+from asyncrl.controller.state import BufferState
+from asyncrl.messages import SampledTokens
+from asyncrl.runlog.metrics import RolloutReport, rollout_metrics
+from asyncrl.runlog.plain import decode, encode
 
 
 def make_buffer(

@@ -10,15 +10,15 @@ import torch
 from fake_link import SocketLink
 from fake_worker import run_fake_worker
 
-from cluster.placement import Placement, WorkerPlacement
-from config import Config
-from controller.controller import Controller
-from controller.tickets import PromptSource, TicketSource
-from controller.workers import WorkerDied, Workers
+from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.workers import WorkerDied, Workers
+from asyncrl.weights.nccl import NcclTransport
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import Announcement, ParameterSpec
 from data.tasks import Problem
-from weights.nccl import NcclTransport
-from weights.shm import ShmTransport
-from weights.transport import Announcement, ParameterSpec
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
 

@@ -16,16 +16,16 @@ import pytest
 from walk_oracle import Oracle, WatchedTickets
 from walk_worker import WalkProcess, WalkWorkers
 
-from cluster.placement import Placement, WorkerPlacement
-from config import Config
-from controller.controller import Controller
-from controller.state import ControllerState
-from controller.tickets import PromptSource
-from controller.workers import MAX_RESTARTS, Disbelieved
-from data import plain
-from data.messages import Finished, InFlight, Updated
+from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.state import ControllerState
+from asyncrl.controller.tickets import PromptSource
+from asyncrl.controller.workers import MAX_RESTARTS, Disbelieved
+from asyncrl.messages import Finished, InFlight, Updated
+from asyncrl.runlog import plain
+from asyncrl.weights.transport import Announcement, Buffers, Staged
 from data.tasks import Problem
-from weights.transport import Announcement, Buffers, Staged
 
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10

@@ -6,9 +6,9 @@ import time
 import pytest
 from test_controller import session, wait_until
 
-import controller.workers
-from controller.state import ControllerState
-from data.plain import decode, encode
+import asyncrl.controller.workers
+from asyncrl.controller.state import ControllerState
+from asyncrl.runlog.plain import decode, encode
 
 
 def finished(events):
@@ -95,7 +95,7 @@ def test_a_worker_that_dies_while_the_cut_waits_for_it_is_waited_for_no_longer(t
 def test_a_worker_that_does_not_say_how_far_it_is_holds_the_cut_up_for_a_while_and_is_named(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(controller.workers, "CUT_S", 0.5)
+    monkeypatch.setattr(asyncrl.controller.workers, "CUT_S", 0.5)
     with session(tmp_path, one_hangs, async_ratio=1.0, model="does not say") as s:
         s.publish(0)
         wait_until(lambda: len(finished(s.events)) == 6)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from fake_job import response_to
 
-from cluster.placement import Placement, WorkerPlacement
-from config import Config
-from controller.controller import Controller
-from controller.tickets import PromptSource, TicketSource
-from controller.workers import Worker, Workers
-from data.messages import Fetch, Fetched, Finished, Ready, SampledTokens, Tickets, Update, Updated
+from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.workers import Worker, Workers
+from asyncrl.messages import Fetch, Fetched, Finished, Ready, SampledTokens, Tickets, Update, Updated
+from asyncrl.weights.transport import Announcement, Buffers, Staged
 from data.tasks import Problem
-from weights.transport import Announcement, Buffers, Staged
 
 NUM_GROUPS = 150
 """Groups whose lengths are compared: the first that were issued."""

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 import pytest
 from test_tickets import make_source
 
-from config import Config
-from controller.buffer import SampleBuffer
-from controller.dispatcher import Dispatcher
-from controller.tickets import TicketQueue
-from controller.workers import Worker
-from data.records import Ticket
+from asyncrl.config import Config
+from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.dispatcher import Dispatcher
+from asyncrl.controller.tickets import TicketQueue
+from asyncrl.controller.workers import Worker
+from asyncrl.records import Ticket
 
 
 @dataclass

@@ -7,14 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from config import Config
-from controller.buffer import SampleBuffer
-from controller.evaluation import Evaluation
-from controller.ledger import DROP_REASONS
-from controller.state import IDS_PER_NODE, ControllerState, redistribute
-from controller.tickets import PromptSource, TicketSource
-from data.plain import decode, encode
-from data.records import Partial, Trajectory
+from asyncrl.config import Config
+from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.evaluation import Evaluation
+from asyncrl.controller.ledger import DROP_REASONS
+from asyncrl.controller.state import IDS_PER_NODE, ControllerState, redistribute
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.records import Partial, Trajectory
+from asyncrl.runlog.plain import decode, encode
 from data.tasks import Problem
 
 PROMPTS = PromptSource(lambda index: Problem("", str(index)), [], lambda problem: [2])

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from config import Config
-from controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
-from data.records import EVALUATION_GROUP, GREEDY_GROUP, Group
+from asyncrl.config import Config
+from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
+from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
 from data.tasks import Problem
 
 

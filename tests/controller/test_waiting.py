@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from controller.announcements import Announcements
-from controller.waiting import Changes
+from asyncrl.controller.announcements import Announcements
+from asyncrl.controller.waiting import Changes
 
 TIMEOUT_S = 1.5
 """A little more than the second after which a wait looks again."""

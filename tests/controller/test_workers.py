@@ -5,10 +5,10 @@ from pathlib import Path
 
 from own_files import LOSS, write_own
 
-from cluster.placement import Placement, WorkerPlacement
-from config import Config
-from controller.workers import Workers
-from data import own
+from asyncrl import user_code as own
+from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.controller.workers import Workers
 
 
 def say_where_the_loss_is(spec, connection):

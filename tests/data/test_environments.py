@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from config import MULTI_TURN_TASKS
+from asyncrl.config import MULTI_TURN_TASKS
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber, make_environment
 
 CLEAR_LAKE = ["right"] * 3 + ["down"] * 3

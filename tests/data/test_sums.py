@@ -5,9 +5,9 @@ import re
 import pytest
 from tiny_policy import save_byte_llama
 
-from config import Config
+from asyncrl.config import Config
+from asyncrl.weights.models import load_tokenizer
 from data.tasks import Sums, load_task
-from weights.models import load_tokenizer
 
 LEVELS = tuple(Sums.LEVELS)
 

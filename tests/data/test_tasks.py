@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config import MULTI_TURN_TASKS
+from asyncrl.config import MULTI_TURN_TASKS
 from data import tiny_agent
 from data.conversation import Conversation
 from data.environments import make_environment

@@ -41,7 +41,7 @@ def test_tokenizer_maps_prompts_and_answers_onto_tokens_and_back(path):
 
 
 def test_model_is_small_and_fits_the_default_lengths(model):
-    from config import Config
+    from asyncrl.config import Config
 
     assert model.num_parameters() <= 1_000_000
     assert model.config.max_position_embeddings >= Config().max_sequence_tokens

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from engine_pair import Pair
 from tiny_policy import save_tiny_model
 
-from cluster.placement import WorkerPlacement
-from config import Config
-from engine.vllm_setup import worker_environment
+from asyncrl.cluster.placement import WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.engine.vllm_setup import worker_environment
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from engine_pair import PROMPT
 
-from config import Config
-from job.verify import allowed_distance, distance
+from asyncrl.config import Config
+from extras.swarm.verify import allowed_distance, distance
 
 
 @pytest.fixture(scope="module")

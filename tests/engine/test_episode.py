@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from config import Config
+from asyncrl.config import Config
+from asyncrl.engine.completion import Completion
+from asyncrl.engine.environments import CallThreads, EnvironmentPool, MultiTurn, SingleTurn, Step
+from asyncrl.engine.episode import Episode
+from asyncrl.engine.score import Failed
+from asyncrl.records import EVALUATION_GROUP, Partial, Ticket
 from data.environments import TextEnvironment, make_environment
-from data.records import EVALUATION_GROUP, Partial, Ticket
 from data.tiny_agent import build_tokenizer
-from engine.completion import Completion
-from engine.environments import CallThreads, EnvironmentPool, MultiTurn, SingleTurn, Step
-from engine.episode import Episode
-from engine.score import Failed
 from scripts.latency import Delayed, LatencyLaw
 
 TOKENIZER = build_tokenizer()

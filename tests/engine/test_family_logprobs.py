@@ -1,7 +1,7 @@
 """Every family that is trained: vLLM computes the log-probs that the trainer computes, before and after an update.
 
-To try another family, add it to COMPARED in trainer/families.py, give tests/tiny_families.py what it needs, and run
-`.venv/bin/python -m pytest -m "" tests/engine/test_family_logprobs.py tests/trainer/test_families.py -k FAMILY`.
+To try another family, add it to COMPARED in asyncrl/trainer/families.py, give tests/tiny_families.py what it needs, and
+run `.venv/bin/python -m pytest -m "" tests/engine/test_family_logprobs.py tests/trainer/test_families.py -k FAMILY`.
 """
 
 import multiprocessing
@@ -19,10 +19,10 @@ from safetensors import safe_open
 from tiny_families import save_tiny_family
 from tiny_policy import VOCAB
 
-from cluster.placement import WorkerPlacement
-from config import Config
-from engine.vllm_setup import worker_environment
-from trainer.families import COMPARED
+from asyncrl.cluster.placement import WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.trainer.families import COMPARED
 
 ALWAYS = (
     "gemma3_text", "gemma4_text", "glm4", "gpt2", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2",

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from setproctitle import setproctitle
 
-from engine.reward_pool import RewardPool, _Item, _Scorer
-from engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
-from engine.score import MAX_FAILURE, Failed, load_score
+from asyncrl.engine.reward_pool import RewardPool, _Item, _Scorer
+from asyncrl.engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
+from asyncrl.engine.score import MAX_FAILURE, Failed, load_score
 
 needs_namespaces = pytest.mark.skipif(bool(_why_no_namespaces()), reason="the kernel gives no namespaces here")
 

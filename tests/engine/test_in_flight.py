@@ -9,12 +9,12 @@ import pytest
 from engine_pair import PROMPT
 from tiny_policy import VOCAB
 
-from controller.tickets import TicketSource
-from data.records import Ticket
-from engine.completion import Completion
-from engine.episode import Episode
-from engine.in_flight import read_in_flight, settle
-from engine.proxy import LLMProxy
+from asyncrl.controller.tickets import TicketSource
+from asyncrl.engine.completion import Completion
+from asyncrl.engine.episode import Episode
+from asyncrl.engine.in_flight import read_in_flight, settle
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.records import Ticket
 
 NUM, MOST = 24, 280
 

@@ -14,11 +14,11 @@ from engine_pair import Pair
 from tiny_policy import save_tiny_model
 from torch.multiprocessing import reductions
 
-import weights.ipc
-from cluster.placement import WorkerPlacement
-from config import Config
-from engine.vllm_setup import worker_environment
-from weights.ipc import IpcTransport
+import asyncrl.weights.ipc
+from asyncrl.cluster.placement import WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.weights.ipc import IpcTransport
 
 CHUNK_BYTES = 1 << 16
 DEVICE_INDEX = 6
@@ -44,7 +44,7 @@ def pair(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in worker_environment(WorkerPlacement(0, None, None, 1, 0.0)).items():
             patch.setenv(name, value)
-        patch.setattr(weights.ipc, "CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(asyncrl.weights.ipc, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(reductions, "reduce_tensor", share)
         patch.setattr(reductions, "rebuild_cuda_tensor", map_shared)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
@@ -77,4 +77,4 @@ def test_expandable_segments_which_no_other_process_may_open_are_refused(monkeyp
     with pytest.raises(ValueError, match=f"{name}=.*--weight-sync shm"):
         IpcTransport([], device="cpu")
     monkeypatch.setenv(name, "expandable_segments:False")
-    weights.ipc.check_allocator()
+    asyncrl.weights.ipc.check_allocator()

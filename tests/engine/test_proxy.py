@@ -13,12 +13,12 @@ from engine_pair import PROMPT
 from fake_link import SocketLink
 from tiny_policy import VOCAB
 
-from config import Config
-from engine.proxy import LLMProxy
-from engine.vllm_setup import num_sampled
-from weights.ipc import CHUNK_BYTES
-from weights.nccl import NcclTransport
-from weights.transport import ParameterSpec
+from asyncrl.config import Config
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.vllm_setup import num_sampled
+from asyncrl.weights.ipc import CHUNK_BYTES
+from asyncrl.weights.nccl import NcclTransport
+from asyncrl.weights.transport import ParameterSpec
 
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
 

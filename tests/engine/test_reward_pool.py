@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine import reward_pool
-from engine.reward_pool import RewardPool
-from engine.score import Failed
+from asyncrl.engine import reward_pool
+from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.engine.score import Failed
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.5
@@ -214,7 +214,7 @@ def test_close_ends_the_processes_whatever_they_are_doing():
 
 PARENT = """
 import asyncio, multiprocessing, sys, turtledemo
-from engine.reward_pool import RewardPool
+from asyncrl.engine.reward_pool import RewardPool
 
 async def ask(end):
     pool = RewardPool("addition", [{misbehave!r}], 60.0)
@@ -222,7 +222,7 @@ async def ask(end):
     if end == "raise":
         raise ValueError("no close")
     if end == "modules":
-        for name in ("turtledemo", "torch", "engine.score"):
+        for name in ("turtledemo", "torch", "asyncrl.engine.score"):
             assert "turtledemo" in sys.modules
             print(int((await pool.score("", f"modules {{name}}"))[0]), flush=True)
         pool.close()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from algos.sampling import Sampling, sampling_logits
-from config import Config
-from engine.vllm_setup import sampling_params
+from asyncrl.config import Config
+from asyncrl.engine.vllm_setup import sampling_params
 
 ROWS, VOCAB = 64, 300
 CUTS = [(1.0, 0, 0.0), (0.9, 0, 0.0), (1.0, 7, 0.0), (1.0, 0, 0.05), (0.8, 7, 0.0), (0.8, 0, 0.1), (0.7, 20, 0.02)]

@@ -10,9 +10,9 @@ from pathlib import Path
 import own_rewards
 import pytest
 
-from engine.reward_pool import Rewards
-from engine.reward_process import _why_no_namespaces
-from engine.score import MAX_FAILURE, Failed, load_score
+from asyncrl.engine.reward_pool import Rewards
+from asyncrl.engine.reward_process import _why_no_namespaces
+from asyncrl.engine.score import MAX_FAILURE, Failed, load_score
 
 FILE = str(Path(__file__).with_name("own_rewards.py"))
 

@@ -6,8 +6,8 @@ import gc
 import pytest
 import torch
 
-from cluster.memory import GIB, kv_bytes_per_token
-from cluster.shape import read_shape
+from extras.planning.memory import GIB, kv_bytes_per_token
+from extras.planning.shape import read_shape
 from scripts.bench.gpu_parts import Pair
 from scripts.bench.trainer_alone import Setup
 

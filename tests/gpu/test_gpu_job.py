@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.ledger import DROP_REASONS
+from asyncrl.controller.ledger import DROP_REASONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_policy import grouped_sequences
 
-from config import Config
-from trainer.batch import distribute
-from trainer.policy import load_policy
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.policy import load_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -14,10 +14,10 @@ from dense_varlen import backward, forward
 from tiny_policy import random_sequences
 from torch.nn.attention.varlen import varlen_attn
 
-import trainer.model
-from config import Config
-from trainer.batch import distribute
-from trainer.policy import load_policy
+import asyncrl.trainer.model
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.policy import load_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -53,7 +53,7 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if name == "sdpa":
-        trainer.model.choose_attention = lambda *_: "sdpa"
+        asyncrl.trainer.model.choose_attention = lambda *_: "sdpa"
     config = Config(model=path, algo="tis", lr=1e-5, optim_args=("warmup=0",), **OPTIONS[name])
     policy = load_policy(config, path, torch.device(device))
     policy.module.chunk_rows = 4 * CHUNK_ROWS if name == "large_chunks" else CHUNK_ROWS

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from own_files import ENVIRONMENT, LOSS, TASK, write_own
 
-from config import Config
-from data import own
-from job.command_line import parse_config, read_options
-from records.fingerprint import check_same, fingerprint
-from records.run_directory import RunDirectory
+from asyncrl import user_code as own
+from asyncrl.config import Config
+from asyncrl.job.command_line import parse_config, read_options
+from asyncrl.runlog.fingerprint import check_same, fingerprint
+from asyncrl.runlog.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,23 +17,23 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import load, random_sequences, save_tiny_model
 
-from cluster.cluster import Cluster, Peer, form_cluster
-from cluster.node_watch import NodeWatch
-from cluster.processes import Interrupted
-from config import Config
-from controller.buffer import SampleBuffer
-from controller.evaluation import Evaluation
-from controller.state import ControllerState, TicketState
-from job import checkpoints as module
-from job.checkpoints import Checkpoints
-from job.node import NobodySamples, _open_records
-from job.publisher import Publisher
-from job.resume import controller_of
-from records.manifest import PART, Checkpoint, checkpoints_in, id_of, newest_checkpoint
-from records.run_directory import RunDirectory
-from records.time_ledger import TrainerClock
+from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
+from asyncrl.cluster.node_watch import NodeWatch
+from asyncrl.cluster.processes import Interrupted
+from asyncrl.config import Config
+from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.evaluation import Evaluation
+from asyncrl.controller.state import ControllerState, TicketState
+from asyncrl.job import checkpoints as module
+from asyncrl.job.checkpoints import Checkpoints
+from asyncrl.job.node import NobodySamples, _open_records
+from asyncrl.job.publisher import Publisher
+from asyncrl.job.resume import controller_of
+from asyncrl.runlog.manifest import PART, Checkpoint, checkpoints_in, id_of, newest_checkpoint
+from asyncrl.runlog.run_directory import RunDirectory
+from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.batch import distribute
 from scripts.lines import read_events
-from trainer.batch import distribute
 
 CPU, BUDGET = torch.device("cpu"), 60
 PUBLISHER = SimpleNamespace(delayed={})

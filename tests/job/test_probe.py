@@ -10,10 +10,10 @@ from corruptions import CORRUPTIONS
 from engine_pair import Pair
 from tiny_policy import save_tiny_model
 
-from cluster.placement import WorkerPlacement
-from config import Config
-from engine.vllm_setup import worker_environment
-from job.probe import Probe
+from asyncrl.cluster.placement import WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.job.probe import Probe
 
 LARGEST_GAP = 1e-5
 """Nats per token between the two sides, where they have the same weights."""

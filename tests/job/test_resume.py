@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cluster import Cluster
-from config import Config
-from job.command_line import read_options
-from job.resume import MAY_CHANGE, find_checkpoint
-from records.manifest import (
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.config import Config
+from asyncrl.job.command_line import read_options
+from asyncrl.job.resume import MAY_CHANGE, find_checkpoint
+from asyncrl.runlog.manifest import (
     MANIFEST,
     PART,
     checkpoints_in,
@@ -26,8 +26,8 @@ from records.manifest import (
     set_aside,
     write_manifest,
 )
-from records.run_directory import RunDirectory
-from trainer.optimizer import OptimOptions
+from asyncrl.runlog.run_directory import RunDirectory
+from asyncrl.trainer.optimizer import OptimOptions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROOT = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def test_where_no_checkpoint_is_whole_one_line_says_what_is_wrong_with_each(tmp_
 
 def test_a_checkpoint_of_another_format_is_not_read(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    monkeypatch.setattr("records.manifest.FORMAT", 99)
+    monkeypatch.setattr("asyncrl.runlog.manifest.FORMAT", 99)
     make_checkpoint(run, 3)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="its format is 99, and this code reads 1"):
@@ -424,8 +424,8 @@ STOPPED = """
 import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from config import Config
-from job.node import start_node
+from asyncrl.config import Config
+from asyncrl.job.node import start_node
 from train_async import run_job
 
 def job():

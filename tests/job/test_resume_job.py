@@ -14,15 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_machine import FakeMachine
 from own_files import write_own
 from real_job import ROOT, Job, assert_ledger_balances, without_times
 
-from data.messages import Update
-from records.batches import weights_sha256
-from records.manifest import id_of, newest_checkpoint
+from asyncrl.messages import Update
+from asyncrl.runlog.batches import weights_sha256
+from asyncrl.runlog.manifest import id_of, newest_checkpoint
+from extras.swarm.tests.fake_machine import FakeMachine
+from extras.swarm.wire import Leave
 from scripts.lines import read_events
-from weights.wire import Leave
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 OPTIONS = {

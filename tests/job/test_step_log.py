@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from trajectories import make_trajectory
 
-from cluster.cluster import Cluster
-from config import Config
-from data.messages import SampledTokens
-from data.records import Group
-from job.step_log import StepLog
-from records.metrics import RolloutReport
-from records.time_ledger import TrainerClock
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.config import Config
+from asyncrl.job.step_log import StepLog
+from asyncrl.messages import SampledTokens
+from asyncrl.records import Group
+from asyncrl.runlog.metrics import RolloutReport
+from asyncrl.runlog.time_ledger import TrainerClock
 
 
 def said(shares, steps, capsys, advantage="grpo", std=0.0):

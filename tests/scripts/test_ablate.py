@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from config import ALGOS
+from asyncrl.config import ALGOS
 from scripts import ablate
 from scripts.ablate import cell_name, grid, options, read_value, run_cell, run_missing
 from scripts.grids import key, read_records, record_of, replay_table
@@ -177,7 +177,7 @@ def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
     script = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-from config import ALGOS
+from asyncrl.config import ALGOS
 from scripts import ablate
 
 def run(cell, command, keep_in):

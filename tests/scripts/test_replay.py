@@ -11,24 +11,24 @@ import torch
 from fake_worker import run_fake_worker
 from tiny_policy import load, random_sequences, save_tiny_model
 
-from cluster.cluster import Cluster
-from cluster.placement import Placement, WorkerPlacement
-from config import Config
-from controller.controller import Controller
-from controller.tickets import PromptSource, TicketSource
-from controller.workers import Workers
-from data.records import Group, Trajectory
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.workers import Workers
+from asyncrl.job.node import Start
+from asyncrl.records import Group, Trajectory
+from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
+from asyncrl.runlog.run_directory import Progress, RunDirectory
+from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer import batch
+from asyncrl.trainer.guards import keep_what_fails
+from asyncrl.trainer.policy import NotFinite
 from data.tasks import Problem
-from job.node import Start
-from records.batches import batch_path, weights_sha256, write_batch
-from records.run_directory import Progress, RunDirectory
-from records.time_ledger import TrainerClock
 from scripts import runs
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import write_report
-from trainer import batch
-from trainer.guards import keep_what_fails
-from trainer.policy import NotFinite
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from records.trajectory_lines import legend, shorten
+from asyncrl.runlog.trajectory_lines import legend, shorten
 from scripts import report
 from scripts.runs import load
 from scripts.timeline import STATE_COLORS, build_timeline, pack, trace
@@ -258,7 +258,7 @@ def test_the_header_says_what_was_run_on_what_and_how_it_differs_from_the_defaul
 
 
 def test_no_option_of_a_run_with_all_defaults_is_listed_as_changed():
-    from config import Config
+    from asyncrl.config import Config
 
     as_written = json.loads(json.dumps(Config().as_dict()))
     assert report.changed_options(as_written) == ""

@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from records.trajectory_lines import legend, shorten
+from asyncrl.runlog.trajectory_lines import legend, shorten
 from scripts.runs import evaluations, frame, load, names, progress, rows, summarise
 
 INFO = {"config": {"algo": "grpo"}}

@@ -53,7 +53,8 @@ run.mkdir(parents=True)
 def copy(tmp_path):
     """A repository of the scripts alone; its pip would fail the test by not being there to install anything."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    shutil.copy(ROOT / "config.py", tmp_path)
+    (tmp_path / "asyncrl").mkdir()
+    shutil.copy(ROOT / "asyncrl/config.py", tmp_path / "asyncrl")
     for name in ("requirements-common", "requirements", "requirements-cpu"):
         (tmp_path / f"{name}.txt").write_text(f"{HAVE}  # it is there\n")
     write_groups(tmp_path, flash_attn=HAVE)

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from algos import LOSSES
-from config import ALGOS
+from asyncrl.config import ALGOS
 from scripts import blocks, grids, staleness
 
 

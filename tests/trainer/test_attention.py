@@ -32,12 +32,12 @@ from transformers import (
 
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
 from algos.sampling import Sampling
-from trainer.attention import _block_mask_maker, attention_inputs, check_layers, dense_mask, mask_function
-from trainer.batch import distribute
-from trainer.logprobs import TokenLogprobs
-from trainer.lora import named_adapters
-from trainer.optimizer import OptimOptions
-from trainer.packing import bundle, pack
+from asyncrl.trainer.attention import _block_mask_maker, attention_inputs, check_layers, dense_mask, mask_function
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.lora import named_adapters
+from asyncrl.trainer.optimizer import OptimOptions
+from asyncrl.trainer.packing import bundle, pack
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 from trajectories import make_group, make_trajectory
 
-from cluster.cluster import Cluster
-from config import Config
-from data.records import Group
-from trainer.batch import make_updates
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.config import Config
+from asyncrl.records import Group
+from asyncrl.trainer.batch import make_updates
 
 
 def ids_of(updates):

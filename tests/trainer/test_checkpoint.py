@@ -11,9 +11,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import error_of, load, random_sequences, save_tiny_model
 
-from config import Config
-from trainer.batch import distribute
-from trainer.checkpoint import (
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.checkpoint import (
     VALUES,
     WeightWriter,
     check_finite,
@@ -22,7 +22,7 @@ from trainer.checkpoint import (
     read_full_weights,
     write_shards,
 )
-from trainer.lora import named_base_parameters
+from asyncrl.trainer.lora import named_base_parameters
 
 BUDGET, STEPS = 60, 5
 VARIANTS = {

@@ -19,11 +19,11 @@ from tiny_policy import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
-import trainer.model
-from cluster.placement import place
-from config import ALGOS, Config
-from trainer.batch import distribute
-from trainer.model import _read_model
+import asyncrl.trainer.model
+from asyncrl.cluster.placement import place
+from asyncrl.config import ALGOS, Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.model import _read_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -75,7 +75,7 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, name,
     """As a GPU computes; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
     options, sequences = OPTIONS[name], grouped_sequences(6, 4)
     monkeypatch.setattr(
-        trainer.model, "choose_attention", lambda *_: "sdpa" if "share_prefix" in options else attention
+        asyncrl.trainer.model, "choose_attention", lambda *_: "sdpa" if "share_prefix" in options else attention
     )
     found = {}
     for dtype in ("float32", "bfloat16"):

@@ -7,10 +7,10 @@ from tiny_policy import random_sequences
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from algos.sampling import Sampling
-from trainer.attention import check_layers
-from trainer.families import COMPARED, check_family
-from trainer.logprobs import TokenLogprobs
-from trainer.packing import bundle, pack
+from asyncrl.trainer.attention import check_layers
+from asyncrl.trainer.families import COMPARED, check_family
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.packing import bundle, pack
 
 REFUSED = {
     **dict.fromkeys(("biogpt", "falcon", "opt"), "whose mask sees no bounds"),

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trainer.lag_stats import TokenStats
+from asyncrl.trainer.lag_stats import TokenStats
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from algos.sampling import Sampling, sampling_logits
-from trainer.logprobs import TokenLogprobs
-from trainer.packing import MicroBatch, bundle, pack
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.packing import MicroBatch, bundle, pack
 
 ALL_ROWS, RAW = 1_000_000, Sampling()
 

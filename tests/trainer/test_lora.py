@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from algos.sampling import Sampling
-from trainer.batch import distribute
-from trainer.logprobs import TokenLogprobs
-from trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
-from trainer.model import shard
-from trainer.packing import bundle, pack
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
+from asyncrl.trainer.model import shard
+from asyncrl.trainer.packing import bundle, pack
 
 RANK = 3
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

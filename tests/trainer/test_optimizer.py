@@ -9,11 +9,11 @@ import torch
 from test_policy import load, make_config, random_sequences, share_of
 from tiny_policy import save_tiny_model
 
-from config import Config
-from trainer.lag_stats import TokenStats
-from trainer.optimizer import OptimOptions, make_optimizer, try_optimizer
-from trainer.packing import bundle, pack
-from trainer.policy import Policy, StepPosition
+from asyncrl.config import Config
+from asyncrl.trainer.lag_stats import TokenStats
+from asyncrl.trainer.optimizer import OptimOptions, make_optimizer, try_optimizer
+from asyncrl.trainer.packing import bundle, pack
+from asyncrl.trainer.policy import Policy, StepPosition
 
 
 def rates(*items: str, ess: float = 1.0) -> list[float]:

@@ -8,16 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import grouped_sequences, random_sequences, random_tree
 
-from trainer.attention import dense_mask
-from trainer.batch import choose_bundles, distribute, split_into_microbatches
-from trainer.packing import (
-    TrainSequence,
-    bundle,
-    common_prefix,
-    first_fit_decreasing,
-    pack,
-    token_weights,
-)
+from asyncrl.trainer.attention import dense_mask
+from asyncrl.trainer.batch import choose_bundles, distribute, split_into_microbatches
+from asyncrl.trainer.packing import TrainSequence, bundle, common_prefix, first_fit_decreasing, pack, token_weights
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 

@@ -36,10 +36,10 @@ from transformers import (
 from transformers import LlamaForCausalLM as Llama
 
 from algos import KL_ESTIMATORS, LOSSES
-from config import Config
-from trainer.batch import distribute
-from trainer.checkpoint import write_folder
-from trainer.packing import bundle, pack
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.checkpoint import write_folder
+from asyncrl.trainer.packing import bundle, pack
 
 CPU = torch.device("cpu")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
@@ -535,7 +535,7 @@ def test_an_option_that_the_loss_does_not_take_is_refused_before_the_model_is_lo
 
 
 def test_an_argument_that_the_loss_does_not_take_ends_the_job_before_it_makes_anything(tmp_path):
-    from job.node import start_node
+    from asyncrl.job.node import start_node
 
     with (
         pytest.raises(ValueError, match=r"^--algo-args cap=2: --algo grpo takes clip_low, clip_high, dual_clip$"),

@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import trainer.model
+import asyncrl.trainer.model
 from algos.sampling import Sampling
-from config import Config
-from trainer.batch import distribute
-from trainer.logprobs import TokenLogprobs
-from trainer.model import compiles, shard
-from trainer.packing import bundle, pack
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.model import compiles, shard
+from asyncrl.trainer.packing import bundle, pack
 
 CHUNK_ROWS = 7
 OPTIONS = {
@@ -252,7 +252,7 @@ def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
     Both backends run the graphs that dynamo makes; inductor, which a run has, makes C++ of them and compiles that.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(trainer.model, "choose_attention", lambda *_: attention)
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: attention)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     options = {"save_memory": ("activations",), "kl_coef": 0.0, "lora_rank": lora_rank}
@@ -278,7 +278,7 @@ def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
 def test_on_a_gpu_micro_batches_of_all_sizes_are_of_few_kinds(five_layers, options, most, monkeypatch):
     """One sequence, many, none; with gradient and without: below the eight past which torch compiles no more."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(trainer.model, "choose_attention", lambda *_: "varlen")
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     policy = load(make_config(five_layers, **{"kl_coef": 0.0, "minibatches": 2, "compile": True} | options))

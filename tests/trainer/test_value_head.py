@@ -15,8 +15,8 @@ from tiny_policy import assert_same_gradient, first_gradient, load, random_seque
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from trainer.batch import distribute
-from trainer.model import ValueHead
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.model import ValueHead
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ARGS = ("gamma=0.99", "lam=0.9", "value_lam=0.8", "value_coef=0.3")

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-import trainer.attention
-from trainer.attention import attention_inputs, choose_attention, unfit_for_varlen
-from trainer.batch import distribute
-from trainer.packing import bundle, pack
+import asyncrl.trainer.attention
+from asyncrl.trainer.attention import attention_inputs, choose_attention, unfit_for_varlen
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.packing import bundle, pack
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HOPPER = (9, 0)
@@ -49,14 +49,14 @@ def model(tmp_path_factory):
 @pytest.fixture
 def by_varlen(monkeypatch):
     """The trainer of this process computes with varlen_attn; gives the dtypes and windows that its kernel is given."""
-    given, plain = [], trainer.attention.varlen_attn
-    monkeypatch.setattr(trainer.model, "choose_attention", lambda *_: "varlen")
+    given, plain = [], asyncrl.trainer.attention.varlen_attn
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
 
     def recorded(query, key, value, *rest, **options):
         given.append(({x.dtype for x in (query, key, value)}, options["window_size"]))
         return plain(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(trainer.attention, "varlen_attn", recorded)
+    monkeypatch.setattr(asyncrl.trainer.attention, "varlen_attn", recorded)
     return given
 
 
@@ -158,7 +158,7 @@ def test_a_gpu_takes_varlen_unless_prompts_are_shared_or_flash_attn_is_there(mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     assert choose_attention(torch.device("cuda"), config, shares_prefix=True) == "flex_attention"
     assert choose_attention(torch.device("cuda"), config, shares_prefix=False) == "varlen"
-    monkeypatch.setattr(trainer.attention, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(asyncrl.trainer.attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", torch)
     assert choose_attention(torch.device("cuda"), config, shares_prefix=False) == "flash_attention_2"
     assert {choose_attention(torch.device("cpu"), config, share) for share in (True, False)} == {"sdpa"}
@@ -166,7 +166,7 @@ def test_a_gpu_takes_varlen_unless_prompts_are_shared_or_flash_attn_is_there(mon
 
 def test_a_flash_attn_of_another_torch_is_told_in_a_line_and_left_alone(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    monkeypatch.setattr(trainer.attention, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(asyncrl.trainer.attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import fails
     assert choose_attention(torch.device("cuda"), Qwen3Config(), shares_prefix=False) == "varlen"
     said = capsys.readouterr().out
@@ -193,7 +193,7 @@ def test_what_it_cannot_compute_takes_a_mask_and_a_line_says_why(config, capabil
 def test_scores_that_it_would_change_silently_are_refused(model):
     heads = torch.zeros(1, 2, 3, 8)
     bounds = {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32), "max_length_q": 3}
-    attend = trainer.attention.varlen_attention
+    attend = asyncrl.trainer.attention.varlen_attention
     assert attend(None, heads, heads, heads, None, **bounds, softcap=None)[0].shape == (1, 3, 2, 8)
     with pytest.raises(ValueError, match="does not know the model's softcap"):
         attend(None, heads, heads, heads, None, **bounds, softcap=50.0)

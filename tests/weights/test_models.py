@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_policy import save_tiny_model
 
-from config import MULTI_TURN_TASKS
-from weights.models import resolve_model
+from asyncrl.config import MULTI_TURN_TASKS
+from asyncrl.weights.models import resolve_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path):
     change(folder / "config.json", auto_map={"AutoConfig": "own.Config"})
     assert resolve_model(str(folder), "addition") == str(folder), "transformers has this kind of model itself"
     change(folder / "config.json", model_type="its_own")
-    code = f"import torch; from trainer.families import read_config; read_config({str(folder)!r}, False)"
+    code = f"import torch; from asyncrl.trainer.families import read_config; read_config({str(folder)!r}, False)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input="y\n", capture_output=True, text=True, timeout=60
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from fake_link import FakeEngine, SocketLink
 
-from weights.nccl import NcclTransport
-from weights.transport import ParameterSpec
+from asyncrl.weights.nccl import NcclTransport
+from asyncrl.weights.transport import ParameterSpec
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import weights.ipc
-from weights.nccl import NcclTransport
-from weights.transport import ParameterSpec
+import asyncrl.weights.ipc
+from asyncrl.weights.nccl import NcclTransport
+from asyncrl.weights.transport import ParameterSpec
 
 CHUNK_BYTES = 1 << 24  # more than the buffers of a socket, so that a sender waits for who does not receive
 SIZES = (3 << 22, 5, 1 << 22, 1, 1 << 23, 7)
@@ -89,8 +89,8 @@ def on_gloo(monkeypatch):
     from vllm.distributed.weight_transfer import packed_tensor
 
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", Communicator)
-    monkeypatch.setattr(weights.ipc, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr("weights.nccl.CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(asyncrl.weights.ipc, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("asyncrl.weights.nccl.CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", current_stream)

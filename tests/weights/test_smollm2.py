@@ -6,8 +6,8 @@ import zipfile
 
 import pytest
 
-from weights import models
-from weights.models import SMOLLM2, resolve_model
+from asyncrl.weights import models
+from asyncrl.weights.models import SMOLLM2, resolve_model
 
 
 @pytest.fixture

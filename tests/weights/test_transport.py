@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weights.ipc import chunks_of
-from weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport, parameter_views, payload_bytes
-from weights.transport import Buffers, ParameterSpec, Staged
+from asyncrl.weights.ipc import chunks_of
+from asyncrl.weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport, parameter_views, payload_bytes
+from asyncrl.weights.transport import Buffers, ParameterSpec, Staged
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
@@ -98,7 +98,7 @@ class Cuda:
 
 def test_beside_a_gpu_both_ends_lock_whole_buffers_and_only_the_first_version_in_each_has_a_checksum(monkeypatch):
     cuda = Cuda(monkeypatch)
-    monkeypatch.setattr("weights.shm.CHECKSUM_EVERY_VERSION_BELOW", 0)
+    monkeypatch.setattr("asyncrl.weights.shm.CHECKSUM_EVERY_VERSION_BELOW", 0)
     transport = ShmTransport(SPECS)
     theirs = [SharedBuffer(path, SPECS, on_gpu=True) for path in transport.init_info()["paths"]]
     buffers = [*transport._buffers, *theirs]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cluster.shape import ModelShape, read_shape
+from extras.planning.shape import ModelShape, read_shape
 from scripts.bench import gpu
 from scripts.bench.gpu_parts import FUNCTIONS, job_numbers
 from scripts.bench.trainer_alone import FUNCTIONS as ALONE

@@ -5,11 +5,11 @@ import pytest
 import torch
 from tiny_policy import load, random_sequences, save_tiny_model
 
-from config import Config
+from asyncrl.config import Config
+from asyncrl.trainer.packing import bundle, pack
 from scripts.bench import harness, parts
 from scripts.bench.work import LONG, SHORT, WORKS, work_of
 from scripts.lines import read
-from trainer.packing import bundle, pack
 
 
 @pytest.fixture

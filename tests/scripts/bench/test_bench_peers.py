@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train_async
+from asyncrl.job.checkpoints import Checkpoints
+from asyncrl.weights.models import resolve_model
 from data.tasks import load_task
 from data.tiny import TinyAdder, build_tokenizer
 from data.tiny_model import untrained_model
-from job.checkpoints import Checkpoints
 from scripts.bench import harness, peers, peers_ours, peers_trl
 from scripts.bench.work import LONG, NATURAL, SHORT, SMOLLM2
 from scripts.lines import read
-from weights.models import resolve_model
 
 
 def run_of(arm, work="long", **measured):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from config import Config
-from controller.tickets import PromptSource, TicketSource
-from data.records import Trajectory
+from asyncrl.config import Config
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.records import Trajectory
 from data.tasks import Problem
 from scripts.bench import harness, work
 from scripts.bench import rollout as bench

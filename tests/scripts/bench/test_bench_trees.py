@@ -5,11 +5,11 @@ import json
 import pytest
 from tiny_policy import grouped_sequences, save_tiny_model
 
-from config import Config
-from data.records import Group, Trajectory
+from asyncrl.config import Config
+from asyncrl.records import Group, Trajectory
+from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
+from asyncrl.runlog.run_directory import RunDirectory
 from data.tasks import load_task
-from records.batches import batch_path, weights_sha256, write_batch
-from records.run_directory import RunDirectory
 from scripts.bench import harness, trees
 from scripts.lines import read
 

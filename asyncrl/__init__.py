@@ -1,0 +1,1 @@
+"""The system: options, records and messages, and seven rooms."""

@@ -1,0 +1,206 @@
+"""The nodes of a run: which trainer ranks are on which, and what joins them.
+
+Every node has trainer ranks, and trains on its share of a step's groups. Local rank 0 leads it: it has the rollout
+workers, their samples and a copy of the weights for them. Across nodes go only the trainer's own collectives and, per
+step, rewards, counts and metrics.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from asyncrl.cluster.leaders import Leaders
+from asyncrl.config import Config
+
+JOIN_TIMEOUT_S = 180.0
+"""Longest wait for the ranks of all nodes. torchrun starts them together, so this is for their imports only."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where this rank stands among those of all nodes. By default it is alone, and needs no process group."""
+
+    node: int = 0
+    local_rank: int = 0
+    ranks_of_nodes: tuple[tuple[int, ...], ...] = ((0,),)
+    """Ranks of each node, ascending."""
+    hosts: tuple[str, ...] = ("localhost",)
+    """Host name of each node."""
+    store: dist.Store | None = None
+    """Where process groups are formed; None in a cluster of one that was not formed by `join`."""
+    node_group: dist.ProcessGroup | None = None
+    """This node's ranks; None for all ranks, where one node has them all."""
+    leaders: Leaders | None = None
+    """Of all nodes; None where there is one, and on ranks that lead none."""
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.ranks_of_nodes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return sum(map(len, self.ranks_of_nodes))
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks of this node; the first is its leader."""
+        return self.ranks_of_nodes[self.node]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is its node's local rank 0."""
+        return self.local_rank == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, who writes the records of the run and samples the held-out problems."""
+        return self.is_leader and self.node == 0
+
+    def name(self, node: int) -> str:
+        """A node as messages call it."""
+        return f"node {node} ({self.hosts[node]})"
+
+    def scatter_on_node(self, values: list | None) -> Any:
+        """Give each rank of this node its own of the leader's `values`; collective on the node."""
+        if len(self.local_ranks) == 1:  # the leader is alone
+            return values[0]
+        mine = [None]
+        dist.scatter_object_list(mine, values, src=self.local_ranks[0], group=self.node_group)
+        return mine[0]
+
+    def broadcast_on_node(self, value: Any) -> Any:
+        """The leader's value, on all ranks of its node; collective on the node."""
+        return self.scatter_on_node([value] * len(self.local_ranks))
+
+    def gather_on_node(self, value: Any) -> list | None:
+        """The values of this node's ranks, on its leader; None on the others. Collective on the node."""
+        if len(self.local_ranks) < 2:  # the leader is alone
+            return [value]
+        values = [None] * len(self.local_ranks) if self.is_leader else None
+        dist.gather_object(value, values, dst=self.local_ranks[0], group=self.node_group)
+        return values
+
+    def gather(self, value: Any) -> list:
+        """The values of all leaders, in the order of nodes; collective over leaders. For small things only."""
+        return self.leaders.gather(value) if self.leaders else [value]
+
+    def max_over_ranks(self, counts: list[int]) -> list[int]:
+        """The largest of each count on any rank of any node; collective over ranks."""
+        largest = torch.tensor(counts)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What the ranks of a run must know of each other."""
+
+    node: int
+    host: str
+    fingerprint: dict[str, str] | None = None
+    """What its node runs, of leaders only."""
+
+
+def form_cluster(peers: list[Peer], rank: int, store: dist.Store, backend: str, timeout: datetime.timedelta) -> Cluster:
+    """Form the process groups of a run whose ranks are `peers`, for this `rank`; collective."""
+    nodes: dict[int, list[int]] = {}
+    for other, peer in enumerate(peers):
+        nodes.setdefault(peer.node, []).append(other)
+    ranks_of_nodes, node = tuple(map(tuple, nodes.values())), list(nodes).index(peers[rank].node)
+    hosts = tuple(peers[ranks[0]].host for ranks in ranks_of_nodes)
+    cluster = Cluster(node, ranks_of_nodes[node].index(rank), ranks_of_nodes, hosts, store)
+    group_store = dist.PrefixStore("trainer", store)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=len(peers), timeout=timeout)
+    if cluster.num_nodes == 1:
+        return cluster
+    node_groups = [dist.new_group(list(ranks), timeout, "gloo") for ranks in ranks_of_nodes]
+    leaders = Leaders(store, node, cluster.num_nodes, timeout) if cluster.is_leader else None
+    return dataclasses.replace(cluster, node_group=node_groups[node], leaders=leaders)
+
+
+def join(
+    config: Config, device_type: str, fingerprint: Callable[[Config], dict], check_same: Callable[[dict], None]
+) -> Cluster:
+    """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
+
+    Without torchrun this is the only one. `check_same` raises ValueError, on every one, if the fingerprints of nodes,
+    or their kinds of device, differ. Raises RuntimeError if ranks are missing.
+    """
+    timeout = datetime.timedelta(seconds=2 * config.timeout_s)
+    backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":  # as Megatron wants it; weights that are sent would wait
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # for the trainer's kernels, here and in workers
+    if "RANK" not in os.environ:
+        return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
+    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+    mine = _describe(lambda: fingerprint(config) | {"device": device_type})
+    peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, mine)
+    check_same({f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint})
+    return form_cluster(peers, rank, store, backend, timeout)
+
+
+def _describe(fingerprint: Callable[[], dict]) -> Peer:
+    """What the others must know of this rank."""
+    rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return Peer(
+        int(os.environ.get("GROUP_RANK", rank // num_local)),
+        socket.gethostname(),
+        fingerprint() if leads else None,
+    )
+
+
+def _meet(store: dist.Store, rank: int, num_ranks: int, mine: Peer) -> list[Peer]:
+    """All peers, through the store: before there is a process group, nothing else has a short timeout."""
+    keys = [str(other) for other in range(num_ranks)]
+    store.set(keys[rank], json.dumps(dataclasses.asdict(mine)))
+    try:
+        store.wait(keys, datetime.timedelta(seconds=JOIN_TIMEOUT_S))
+    except dist.DistStoreError:
+        missing = ", ".join(key for key in keys if not store.check([key]))
+        raise RuntimeError(
+            f"of {num_ranks} ranks that torchrun starts {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: look at "
+            "what their nodes printed"
+        ) from None
+    return [Peer(**json.loads(store.get(key))) for key in keys]
+
+
+def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
+    """Raise ValueError, with the arithmetic, for what nodes or ranks cannot share."""
+    if num_ranks % config.replicas:
+        raise ValueError(
+            f"--replicas {config.replicas} does not divide {num_ranks} trainer ranks: {num_ranks} / {config.replicas} "
+            f"= {num_ranks / config.replicas:.2f} ranks per replica; change one of the two"
+        )
+    if config.record and num_nodes > 1:
+        raise ValueError(f"--record keeps the batches of one node, and {num_nodes} train; leave it out")
+    shares, num_groups = num_nodes * config.minibatches, config.groups_per_step
+    if num_groups % shares:
+        times = f" × --minibatches {config.minibatches} = {shares}" if config.minibatches > 1 else ""
+        raise ValueError(
+            f"--groups-per-step {num_groups} is not a multiple of {num_nodes} nodes{times}: {num_groups} / {shares} = "
+            f"{num_groups / shares:.2f} groups; use {-(-num_groups // shares) * shares}"
+        )
+    if config.extra_groups % num_nodes:
+        raise ValueError(
+            f"--extra-groups {config.extra_groups} is not a multiple of {num_nodes} nodes: {config.extra_groups} / "
+            f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; change one of the two"
+        )
+    part = config.of_node(num_nodes)
+    if part.max_outstanding_groups * num_nodes != config.max_outstanding_groups:
+        raise ValueError(
+            f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
+            f"{config.max_outstanding_groups} outstanding groups, {num_nodes} nodes with {part.groups_per_step} groups "
+            f"per step each round that down to {num_nodes} × {part.max_outstanding_groups} = "
+            f"{part.max_outstanding_groups * num_nodes}; choose a ratio that leaves whole groups per node"
+        )

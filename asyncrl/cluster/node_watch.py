@@ -1,0 +1,119 @@
+"""Ends a node within seconds of another's end, whatever it is doing then.
+
+Between each two leaders lies a connection on which nothing is said until the end: an empty message for a good one, or
+the reason of a bad one. If a node is killed, its kernel closes the connection. Without this, the others would find out
+at their next collective; and in one of NCCL's, when its timeout ends.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.cluster.cluster import Cluster
+
+CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
+LONGEST_RUN = datetime.timedelta(days=365)
+MESSAGE_BYTES = 1024
+FINISH_TIMEOUT_S = 60.0
+TELL_TIMEOUT = datetime.timedelta(seconds=5)
+NOTICE_S = 2.0
+"""Time in which a leader whose collective failed learns that a node has ended, which then is the reason."""
+GRACE_S = 30.0
+"""Time for an orderly end, before the process ends at once; its workers and their engines then end by themselves."""
+
+
+class NodeWatch:
+    """One thread per other node, on the leaders; nothing on the other ranks, and nothing on a single node."""
+
+    def __init__(self, cluster: Cluster, dump_stacks: Callable[[], str], name: str = "watch"):
+        """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store.
+
+        `dump_stacks()`, for when a node is lost or a wait takes too long, says where the stacks are.
+        """
+        self.cluster, self.dump_stacks = cluster, dump_stacks
+        self.reason: str | None = None
+        """Why the first node to end did so, where it was no good end."""
+        self._lock = threading.Lock()
+        self._told = self._is_ending = False
+        self._threads: list[threading.Thread] = []
+        if cluster.num_nodes == 1 or not cluster.is_leader:
+            return
+        store = dist.PrefixStore(name, cluster.store)
+        self._group = dist.ProcessGroupGloo(store, cluster.node, cluster.num_nodes, CONNECT_TIMEOUT)
+        self._others = [node for node in range(cluster.num_nodes) if node != cluster.node]
+        for node in self._others:
+            thread = threading.Thread(target=self._watch, args=(node,), name=cluster.name(node), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def finish(self) -> None:
+        """After a good end here, wait for that of the others. Raises RuntimeError if it takes too long."""
+        self._tell("")
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise RuntimeError(f"this node has finished, and {thread.name} has not {FINISH_TIMEOUT_S:.0f} s later")
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What this node's end is due to: the end of another node before it, or `error`, of which the others are told.
+
+        No signal comes from here any more.
+        """
+        if isinstance(error, RuntimeError) and "timed out" in str(error).lower():
+            error = RuntimeError(f"{error}; {self.dump_stacks()}")
+        deadline = time.monotonic() + NOTICE_S
+        while isinstance(error, RuntimeError) and self._threads and not self.reason and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with self._lock:  # waits for a dump of stacks that goes on
+            self._is_ending = True
+        if self.reason is None:
+            self._tell(str(error) or type(error).__name__)
+            return error
+        self._tell(f"after {self.reason}")
+        return RuntimeError(self.reason)
+
+    def _tell(self, reason: str) -> None:
+        if self._told or not self._threads:
+            return
+        self._told = True
+        line = " ".join(reason.split()).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+        message = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+        for node in self._others:
+            with contextlib.suppress(RuntimeError):  # it may be gone already
+                self._group.send([message], node, 0).wait(TELL_TIMEOUT)
+
+    def _watch(self, node: int) -> None:
+        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        try:
+            self._group.recv([message], node, 0).wait(LONGEST_RUN)
+        except RuntimeError as error:
+            how = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]  # gloo begins with its source file
+            self._end(f"{self.cluster.name(node)} is gone without a word, killed or cut off: {how}", lost=True)
+            return
+        reason = bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")
+        if reason:
+            self._end(f"{self.cluster.name(node)} ended: {reason}", lost=False)
+
+    def _end(self, reason: str, lost: bool) -> None:
+        """End this process: its main thread by a signal, or all of it where that one is deep in a collective."""
+        with self._lock:
+            if self.reason is not None:
+                return
+            self.reason = reason
+            if lost:
+                self.reason = f"{reason}; {self.dump_stacks()}"
+            if not self._is_ending:
+                os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        print(f"error: {reason}; no orderly end within {GRACE_S:.0f} s", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,290 @@
+"""SampleBuffer: which groups may start, and which may be trained on.
+
+The obvious design is a queue of finished groups that drops what is older than max_staleness:
+
+    while trainer_version - (group := queue.get()).min_version > max_staleness:
+        continue
+
+It drops long responses more often than short ones, which biases what is learnt, and bounds nothing that still runs. So
+a group is given a place before it starts, and a batch waits for groups that would come too late for the next.
+
+Pure: no clock, no process, no I/O; the same calls give the same answers. B is groups_per_step, t the trainer's policy
+version. Freshness as in ROLL Flash (arXiv 2510.11345): a bound on every sample.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from asyncrl.config import Config
+from asyncrl.controller.ledger import DropReason, Ledger
+from asyncrl.controller.state import BufferState, Resident
+from asyncrl.records import Group, Trajectory
+
+
+class SampleBuffer:
+    """Admits groups, makes them whole, and gives batches in which no token is too old.
+
+    At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet published. Every group
+    consumed at version t has min_version ≥ t − max_staleness; `stale_policy` says what is done about those that would
+    come too late: `wait` holds batches back until they are in, `drop` reports them as expired, and `gate` consumes
+    groups as they finish, however old, so that places are all there is (AReaL, arXiv 2505.24298). A group whose
+    responses an update started over counts as old as its first start: that may cost tokens, never the bound.
+    `extra_groups` of them are there to be given up when a batch is full; `extra_members` of a group run so that the
+    first group_size to finish make it.
+    """
+
+    def __init__(self, config: Config):
+        """`config` is that of the node: see Config.of_node."""
+        self.config = config
+        self.trainer_version = self.published_version = 0
+        self._residents: dict[int, Resident] = {}
+        self._held: dict[int, Resident] = {}  # the batch that `hold` gave, which may still be put back
+        self._unpublished: list[int] = []  # trainer version that each consumed, unpublished group is to make
+        # Groups whose other members are only counted, and as what; kept for good, as members may return late.
+        self._closed: dict[int, DropReason] = {}
+        self._num_finished = 0
+        self._may_have_batch = False  # whether anything has happened since `take` had none that could give it one
+        self._ledger = Ledger()
+
+    def state(self) -> BufferState:
+        """All that a resumed run needs of it, in which every batch was published, and a held one put back; see
+        `restore`."""
+        version, residents = self.trainer_version - bool(self._held), self._residents | self._held
+        published = max(self.published_version, version - self.config.publish_delay)
+        residents = {i: replace(r, members=dict(r.members), group=None) for i, r in residents.items()}
+        return BufferState(version, published, residents, dict(self._ledger.counts))
+
+    def restore(self, state: BufferState) -> None:
+        """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
+        self.trainer_version, self.published_version = state.trainer_version, state.published_version
+        self._ledger.counts |= state.ledger
+        for group_id, resident in state.residents.items():
+            members = dict(resident.members)
+            self._residents[group_id] = replace(resident, members=members, group=self._whole(group_id, members))
+        self._num_finished = 1 + max((resident.rank for resident in state.residents.values()), default=0)
+        self._may_have_batch = True
+
+    @property
+    def _is_bounded(self) -> bool:
+        return self.config.stale_policy != "gate"
+
+    @property
+    def _oldest_to_start(self) -> int:
+        """Oldest version with which a new group may start."""
+        return max(0, self.published_version - self.config.swarm.refresh_lag)
+
+    # Admission
+
+    def num_free_places(self) -> int:
+        """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
+        if self._is_bounded and self._oldest_to_start + self.config.max_staleness < self.trainer_version:
+            return 0
+        return self.config.max_outstanding_groups - len(self._residents) - len(self._unpublished)
+
+    def admit(self, group_id: int) -> int:
+        """Give a place to a new group, whose id is new. Returns the version that its tokens must have at least."""
+        if self.num_free_places() < 1:
+            most = self.config.max_outstanding_groups
+            raise RuntimeError(f"group {group_id} has no place: all {most} are taken, {self.ledger()}")
+        if group_id in self._residents or group_id in self._closed:
+            raise RuntimeError(f"group {group_id} was admitted before")
+        self._residents[group_id] = Resident(self._oldest_to_start)
+        self._ledger.issue()
+        return self._oldest_to_start
+
+    def start(self, group_id: int, version: int) -> None:
+        """Note that a worker with `version` takes a member; the first to be taken makes the group that much fresher."""
+        resident = self._residents[group_id]
+        if not resident.started:
+            resident.started, resident.version = True, max(resident.version, version)
+            self._may_have_batch = True
+
+    def min_version(self, group_id: int) -> int:
+        """Version that further members of a running group need at least, as that of the first is counted on; else 0."""
+        resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
+        return 0 if resident is None or resident.group is not None else resident.version
+
+    def add(self, trajectory: Trajectory) -> Group | None:
+        """Take in a trajectory that finished. Returns its group if this is the last member it needs.
+
+        A trajectory of a group that is finished or dropped is only counted. Raises RuntimeError for one that was never
+        admitted, a member that is there already, an aborted trajectory, or a version older than the group's start.
+        """
+        self._ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id))
+        if trajectory.group_id in self._closed:
+            return None
+        resident = self._residents.get(trajectory.group_id)
+        self._check_belongs(trajectory, resident)
+        resident.members[trajectory.member] = trajectory
+        resident.group = self._whole(trajectory.group_id, resident.members)
+        if resident.group is None:
+            return None
+        resident.version, resident.rank = resident.group.min_version, self._num_finished
+        self._num_finished += 1
+        self._may_have_batch = True
+        if self.config.extra_members:
+            self._closed[trajectory.group_id] = "aborted"
+        return resident.group
+
+    def _whole(self, group_id: int, members: dict[int, Trajectory]) -> Group | None:
+        if len(members) < self.config.group_size:
+            return None
+        return Group(group_id, tuple(members[i] for i in sorted(members)))
+
+    def _check_belongs(self, trajectory: Trajectory, resident: Resident | None) -> None:
+        who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
+        if resident is None:
+            raise RuntimeError(f"{who}, which is not resident")
+        if trajectory.member in resident.members:
+            raise RuntimeError(f"{who}: member {trajectory.member} arrived twice")
+        if trajectory.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"{who} is {trajectory.finish_reason}, and its group waits for it")
+        if (oldest := trajectory.min_version) < (start := resident.version):
+            raise RuntimeError(f"{who} has a token of version {oldest}, but its group was started at version {start}")
+
+    def add_failed(self, trajectory: Trajectory) -> bool:
+        """Count a trajectory that failed. Returns whether its group can still get all the members it needs."""
+        self._ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id, "failed"))
+        resident = self._residents.get(trajectory.group_id)
+        if resident is None or resident.group is not None:
+            return True
+        resident.num_failed += 1
+        return resident.num_failed <= self.config.extra_members
+
+    def count_discarded(self, num_tokens: int, reason: DropReason = "aborted") -> None:
+        """Count tokens of responses that were started over, or came when nobody waited for them any more."""
+        self._ledger.generate(num_tokens, reason)
+
+    def groups_of(self, workers: Collection[int]) -> list[int]:
+        """Resident groups, without those that are held, that have a trajectory of one of these workers."""
+        return [group_id for group_id, resident in self._residents.items() if resident.has_any_of(workers)]
+
+    def holds_any_of(self, workers: Collection[int]) -> bool:
+        """Whether the batch that is held has a trajectory of one of these workers."""
+        return any(resident.has_any_of(workers) for resident in self._held.values())
+
+    def holding_back(self) -> set[int]:
+        """Groups that run, and without which there is no next batch, now or in time for the groups after it."""
+        batch = self._next_batch()
+        if batch is not None:
+            return {group_id for group_id in self._left_too_late(batch) if self.is_running(group_id)}
+        return {group_id for group_id in self._residents if self.is_running(group_id)}
+
+    # Consumption
+
+    def take(self) -> list[Group] | None:
+        """Take the next batch of B groups, or return None while it must be waited for; see `hold` and `consume`."""
+        return self.consume() if self.hold() else None
+
+    def hold(self) -> list[Group] | None:
+        """Take out the next batch of B groups, oldest version first, or return None while it must be waited for.
+
+        The batch is then consumed or put back. Its groups leave the buffer and keep their places until `publish`. Under
+        `wait` those left behind must still come in time. Taking the oldest finished groups leaves the most room for
+        them: if this batch does not do, none does, and a running group must be waited for. Raises RuntimeError if a
+        group would break the bound.
+        """
+        if self._held:
+            raise RuntimeError(f"groups {[*self._held]} are held: they are to be consumed or put back first")
+        batch = self._next_batch() if self._may_have_batch else None
+        self._may_have_batch = batch is not None and next(self._left_too_late(batch), None) is None
+        if not self._may_have_batch:
+            return None
+        for group_id in batch:
+            self._check_fresh(self._residents[group_id].group)
+        self._held = {group_id: self._residents.pop(group_id) for group_id in batch}
+        self.trainer_version += 1
+        self._unpublished += [self.trainer_version] * len(batch)
+        return self.held
+
+    @property
+    def held(self) -> list[Group]:
+        """The groups of the batch that is held; none if no batch is."""
+        return [resident.group for resident in self._held.values()]
+
+    def consume(self) -> list[Group]:
+        """Count the batch that is held as trained on. Returns its groups."""
+        groups, self._held = self.held, {}
+        for group in groups:
+            self._ledger.consume(group.trajectories)
+        return groups
+
+    def put_back(self) -> None:
+        """Make the groups of the batch that is held resident again, as if they had never been taken out."""
+        self._unpublished = [version for version in self._unpublished if version < self.trainer_version]
+        self.trainer_version -= 1
+        self._residents |= self._held
+        self._held = {}
+        self._may_have_batch = True
+
+    def surplus(self) -> list[int]:
+        """Groups to give up so that `take` need not wait: at most extra_groups of them, or none if that does not do."""
+        batch = self._next_batch() if self.config.extra_groups else None
+        too_late = [] if batch is None else list(self._left_too_late(batch))
+        return too_late if len(too_late) <= self.config.extra_groups else []
+
+    def _next_batch(self) -> list[int] | None:
+        finished = sorted(
+            (resident.version if self._is_bounded else resident.rank, group_id)
+            for group_id, resident in self._residents.items()
+            if resident.group is not None
+        )
+        if len(finished) < self.config.groups_per_step:
+            return None
+        return [group_id for _, group_id in finished[: self.config.groups_per_step]]
+
+    def _left_too_late(self, batch: list[int]) -> Iterator[int]:
+        """Groups, as few as possible and running ones first, without which the others outside `batch` can all be
+        consumed in time: B a step, earliest deadline first."""
+        if self.config.stale_policy != "wait":
+            return
+        kept: list[int] = []
+        left = self._residents.keys() - batch
+        for version, group_id in sorted((self._residents[group_id].version, group_id) for group_id in left):
+            kept.append(group_id)
+            steps_left = version + self.config.max_staleness - self.trainer_version
+            if len(kept) > self.config.groups_per_step * steps_left:
+                running = [i for i in kept if self._residents[i].group is None]
+                too_late = (running or kept)[-1]
+                kept.remove(too_late)
+                yield too_late
+
+    def _check_fresh(self, group: Group) -> None:
+        staleness = self.trainer_version - group.min_version
+        if staleness < 0 or (self._is_bounded and staleness > self.config.max_staleness):
+            raise RuntimeError(
+                f"group {group.group_id} has tokens of version {group.min_version} at trainer version "
+                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.config.max_staleness}"
+            )
+
+    def publish(self, trainer_version: int) -> None:
+        """Give back the places of all groups consumed up to the step that made `trainer_version`, as that is published
+        now, publish_delay steps late."""
+        self.published_version = max(self.published_version, trainer_version - self.config.publish_delay)
+        self._unpublished = [version for version in self._unpublished if version > trainer_version]
+
+    # Dropping
+
+    def expired(self) -> list[int]:
+        """Groups under `drop` that no later batch can hold: their oldest token would be beyond the bound."""
+        if self.config.stale_policy != "drop" or self._held:  # if that is put back, they are in time for its version
+            return []
+        oldest = self.trainer_version - self.config.max_staleness
+        return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]
+
+    def drop(self, group_id: int, reason: DropReason) -> None:
+        """Take a resident group out, whole, and give its place back."""
+        resident = self._residents.pop(group_id)
+        self._may_have_batch = True
+        self._closed[group_id] = reason
+        self._ledger.drop(reason, resident.members.values())
+
+    def is_running(self, group_id: int) -> bool:
+        """Whether the group holds a place and waits for members."""
+        resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
+        return resident is not None and resident.group is None
+
+    def ledger(self) -> dict[str, int | float]:
+        """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
+        residents = [*self._residents.values(), *self._held.values()]
+        return self._ledger.balance(len(residents), sum(resident.num_generated for resident in residents))

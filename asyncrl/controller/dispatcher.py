@@ -1,0 +1,197 @@
+"""Which groups start and which are given up, and which rollout worker gets each ticket, and when.
+
+`queue` hands each ticket to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345,
+queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, in rounds.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.ledger import DropReason
+from asyncrl.controller.tickets import TicketQueue, TicketSource
+from asyncrl.controller.workers import Worker, Workers
+from asyncrl.messages import Abort, Hold, HoldReason, Proceed, Tickets
+from asyncrl.records import Group, Ticket, Trajectory
+from extras.swarm.leases import Leases
+
+MIN_FAILED_IN_A_ROW = 20
+"""Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
+
+
+class Dispatcher:
+    """Admits groups while there are places for them, sends their tickets out, takes their trajectories in, and drops
+    groups: failed, without variance, stale or not needed."""
+
+    def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
+        self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
+        self.leases = Leases(config, workers, buffer, self.min_version)
+        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.leases.may_start)
+        self.at_barrier: set[int] = set()
+        """Tickets that wait for all others."""
+        self._failed_in_a_row = 0
+
+    # Groups
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Take in a trajectory of a training group. Raises RuntimeError if nothing succeeds any more."""
+        if trajectory.finish_reason == "failed":
+            if not self.buffer.add_failed(trajectory):
+                self._on_failed_group(trajectory)
+        elif group := self.buffer.add(trajectory):
+            self._failed_in_a_row = 0
+            if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
+                self._drop(group.group_id, "filtered")
+            elif self.config.extra_members:
+                self._abort(group.group_id)
+
+    def _on_failed_group(self, trajectory: Trajectory) -> None:
+        if not self.workers[trajectory.worker].is_remote:  # a machine that fails and fails is shut out
+            self._failed_in_a_row += 1
+        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups):
+            raise RuntimeError(
+                f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
+                "mend the environment or reward, or raise --env-timeout-s if it is only slow"
+            )
+        self._drop(trajectory.group_id, "failed")
+
+    def drop_expired(self) -> None:
+        """Drop, under `drop`, the groups that are too old for every later batch."""
+        for group_id in self.buffer.expired():
+            self._drop(group_id, "stale")
+
+    def hold_batch(self) -> list[Group] | None:
+        """Hold the next batch, having dropped what it need not wait for; or return None while it must be waited for."""
+        for group_id in self.buffer.surplus():
+            self._drop(group_id, "aborted")
+        return self.buffer.hold()
+
+    def consume_batch(self) -> list[Group]:
+        """Consume the batch that is held. Returns its groups, each with its problem."""
+        batch = self.buffer.consume()
+        return [replace(group, problem=self.tickets.forget(group.group_id)) for group in batch]
+
+    def refuse_batch(self, workers: Collection[int]) -> bool:
+        """Drop all groups that have a trajectory of one of these workers, which are not believed. If one of them is
+        held, put the batch back before. Returns whether it was."""
+        is_refused = self.buffer.holds_any_of(workers)
+        if is_refused:
+            self.buffer.put_back()
+        self.shut_out(workers)
+        return is_refused
+
+    def _drop(self, group_id: int, reason: DropReason) -> None:
+        """Drop a group; a problem that is not to blame is issued again, so that slow problems are not starved."""
+        self.buffer.drop(group_id, reason)
+        self._abort(group_id)
+        if reason in ("stale", "aborted", "shut_out"):
+            self.tickets.put_back(group_id)
+        else:
+            self.tickets.forget(group_id)
+
+    def _abort(self, group_id: int) -> None:
+        """End what still runs or waits for a group."""
+        self.queue.remove_group(group_id)
+        for worker in self.workers:
+            running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
+            if running:
+                worker.process.send(Abort(running))
+
+    def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
+        in_time = {i: worker.take_back(i) for i in {trajectory.ticket_id for trajectory in trajectories}}
+        for trajectory in trajectories:
+            if in_time[trajectory.ticket_id]:
+                self.leases.note(worker, trajectory)
+            elif not trajectory.is_evaluation:
+                self.buffer.count_discarded(trajectory.num_generated, "late")
+        return [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
+
+    def shut_out(self, workers: Collection[int]) -> None:
+        """Drop the groups, but for those that are held, that have a trajectory of one of these workers, which are not
+        believed."""
+        for group_id in self.buffer.groups_of(workers):
+            self._drop(group_id, "shut_out")
+
+    def describe(self) -> str:
+        """One line on what every worker does and where the groups are."""
+        workers = ", ".join(worker.describe() for worker in self.workers)
+        return f"{workers}; {len(self.queue)} tickets queued; {self.buffer.ledger()}"
+
+    # Tickets
+
+    def can_go_on(self) -> bool:
+        """Whether a training ticket runs or may start before the next weights, which alone wake a worker that
+        stands."""
+        if self.workers.are_coming or self.buffer.num_free_places() > 0:
+            return True
+        active = [worker for worker in self.workers if worker.loading is not None or not worker.stands]
+        if active and self.queue.has_training_tickets:
+            return True
+        return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
+
+    def unfinished(self) -> list[Ticket]:
+        """Tickets of training groups whose trajectories are waited for: those that workers have, then the others."""
+        given = sorted((t for worker in self.workers for t in worker.awaited), key=lambda t: t.ticket_id)
+        return [t for t in (*given, *self.queue) if self.buffer.is_running(t.group_id)]
+
+    def fill(self) -> None:
+        """Admit groups, unless the round of a batch is still running, and send out what can start."""
+        while self.buffer.num_free_places() > 0 and not self._round_is_running():
+            for _ in range(self.buffer.num_free_places()):
+                group_id = self.tickets.next_group_id()
+                self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
+        self._send_out()
+        self._open_barrier()
+
+    def min_version(self, ticket: Ticket) -> int:
+        """Version a worker needs before it may start this ticket: with several workers one has newer weights before
+        another, and the first to start a member of a group sets the version for the other members."""
+        if ticket.is_evaluation:
+            return ticket.min_version
+        return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
+
+    def _round_is_running(self) -> bool:
+        return self.config.scheduling == "batch" and bool(self.queue.has_training_tickets or self._running_tickets())
+
+    def _running_tickets(self) -> set[int]:
+        """Ids of the tickets of training groups that workers have."""
+        running = (ticket for worker in self.workers for ticket in worker.running.values())
+        return {ticket.ticket_id for ticket in running if not ticket.is_evaluation}
+
+    def _send_out(self) -> None:
+        outgoing: dict[int, list[Ticket]] = defaultdict(list)
+        for worker, ticket in self.queue.assign(list(self.workers)):
+            worker.give(ticket)
+            if not ticket.is_evaluation:
+                self.buffer.start(ticket.group_id, worker.sent_version)
+            outgoing[worker.index].append(ticket)
+        for index, tickets in outgoing.items():
+            self.workers[index].process.send(Tickets(tickets))
+
+    def hold_idle(self, why_full: HoldReason) -> None:
+        """Tell workers without a ticket why, once for each reason; `why_full` says why no group may be admitted."""
+        idle = [worker for worker in self.workers if worker.is_up and not worker.running]
+        reason = why_full
+        if idle and why_full != "weights" and self._round_is_running():
+            reason = "round"
+        elif len(self.queue):
+            reason = "version"
+        for worker in idle:
+            if worker.held != reason:
+                worker.held = reason
+                worker.process.send(Hold(reason))
+
+    def _open_barrier(self) -> None:
+        """Let all go on if every running trajectory, on whichever worker, waits at the barrier."""
+        if not self.at_barrier:
+            return
+        still_to_come = self.config.scheduling == "batch" and self.queue.has_training_tickets
+        if self._running_tickets() <= self.at_barrier and not still_to_come:
+            self.at_barrier.clear()
+            for worker in self.workers:
+                worker.process.send(Proceed())

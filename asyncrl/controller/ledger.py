@@ -1,0 +1,72 @@
+"""Where every group and every generated token went. Pure counting."""
+
+from collections.abc import Collection
+from typing import Literal, get_args
+
+import numpy as np
+
+from asyncrl.records import Trajectory
+
+DropReason = Literal["stale", "filtered", "failed", "aborted", "late", "shut_out"]
+"""`late`: tokens of a ticket that was issued again meanwhile; `shut_out`: of a machine that is not believed."""
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+COUNTS = (
+    "groups_issued", "groups_consumed", "groups_resident", "tokens_generated", "tokens_consumed", "tokens_resident",
+    *(f"{unit}_dropped_{reason}" for reason in DROP_REASONS for unit in ("groups", "tokens")),
+)  # fmt: skip
+
+
+class Ledger:
+    """Counts groups that are issued and tokens that are generated, until they are consumed or, for a reason, dropped.
+
+    What is neither must be resident: in the buffer, which alone knows how much that is. Of groups with any finished
+    member there are sums, too: `measured_FATE` counts them, `length_FATE` and `reward_FATE` add up their means over
+    those members, where FATE is `consumed` or `dropped_REASON`. A member that still ran has no length and no reward.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int | float] = dict.fromkeys(COUNTS, 0)
+        """All that was counted, which a resumed run counts on from."""
+
+    def issue(self) -> None:
+        """Count a group that was admitted."""
+        self.counts["groups_issued"] += 1
+
+    def generate(self, num_tokens: int, dropped: DropReason | None = None) -> None:
+        """Count tokens that a worker returned; given a reason, they are dropped as they come."""
+        self.counts["tokens_generated"] += num_tokens
+        if dropped is not None:
+            self.counts[f"tokens_dropped_{dropped}"] += num_tokens
+
+    def consume(self, members: Collection[Trajectory]) -> None:
+        """Count a group that went to the trainer, with its tokens."""
+        self._end("consumed", members)
+
+    def drop(self, reason: DropReason, members: Collection[Trajectory]) -> None:
+        """Count a resident group that was dropped, with the tokens of the members it had."""
+        self._end(f"dropped_{reason}", members)
+
+    def _end(self, fate: str, members: Collection[Trajectory]) -> None:
+        lengths, rewards = [t.num_generated for t in members], [t.reward for t in members]
+        self.counts[f"groups_{fate}"] += 1
+        self.counts[f"tokens_{fate}"] += sum(lengths)
+        if members:
+            sums = {"measured": 1, "length": float(np.mean(lengths)), "reward": float(np.mean(rewards))}
+            for name, value in sums.items():
+                self.counts[f"{name}_{fate}"] = self.counts.get(f"{name}_{fate}", 0) + value
+
+    def balance(self, groups_resident: int, tokens_resident: int) -> dict[str, int | float]:
+        """All COUNTS since the start of the run, issued or generated = consumed + dropped + resident, and the sums.
+
+        Raises RuntimeError if the two sides differ.
+        """
+        counts = {**self.counts, "groups_resident": groups_resident, "tokens_resident": tokens_resident}
+        for unit, source in (("groups", "issued"), ("tokens", "generated")):
+            dropped = sum(counts[f"{unit}_dropped_{reason}"] for reason in DROP_REASONS)
+            total, consumed, resident = (counts[f"{unit}_{name}"] for name in (source, "consumed", "resident"))
+            if total != consumed + dropped + resident:
+                raise RuntimeError(
+                    f"the ledger of {unit} does not balance: {source} {total} ≠ "
+                    f"consumed {consumed} + dropped {dropped} + resident {resident}"
+                )
+        return counts

@@ -1,0 +1,245 @@
+"""Tickets: which problem comes next, as tokens, with which sampling seed; and the queue in which tickets wait."""
+
+import copy
+import functools
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncrl import user_code as own
+from asyncrl.config import Config
+from asyncrl.controller.state import IDS_PER_NODE, TicketState
+from asyncrl.controller.workers import Worker
+from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
+from data.tasks import Problem
+
+NUM_CHECKED_PROMPTS = 512
+"""Training prompts whose length is checked before anything starts; the others are when their turn comes."""
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts of one task as token ids."""
+
+    train_problem: Callable[[int], Problem]
+    eval_problems: list[Problem]
+    encode: Callable[[Problem], list[int]]
+
+    def within_limits(self, config: Config) -> "PromptSource":
+        """The same prompts, but that of a task of the user's own a problem must come within `env_timeout_s`. What hangs
+        would keep the controller's lock, and nobody could end the run."""
+        if not own.is_own(config.task):
+            return self
+        calls = own.LimitedCalls(config)
+
+        def train_problem(index: int) -> Problem:
+            draw = functools.partial(self.train_problem, index)
+            return calls.call(draw, "env_timeout_s", what=f"problem {index}")
+
+        def encode(problem: Problem) -> list[int]:
+            is_text = problem.environment_seed is None
+            what = repr(problem.prompt)[:60] if is_text else f"seed {problem.environment_seed}"
+            return calls.call(functools.partial(self.encode, problem), "env_timeout_s", what=f"the prompt of {what}")
+
+        return replace(self, train_problem=train_problem, encode=encode)
+
+
+class TicketSource:
+    """Makes tickets; ids and seeds depend on the run's seed and the order of calls, never on time.
+
+    Of `num_nodes` nodes each has a source, which takes every num_nodes-th problem and ids that no other has.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSource, node: int = 0, num_nodes: int = 1):
+        self.config, self.prompts, self._num_nodes = config, prompts, num_nodes
+        self._at = TicketState(node, node * IDS_PER_NODE, node * IDS_PER_NODE, problems={}, put_back=[])
+
+    def state(self) -> TicketState:
+        """All that a resumed run needs of it."""
+        return copy.deepcopy(self._at)
+
+    def restore(self, state: TicketState) -> None:
+        """Go on from a `state`."""
+        self._at = copy.deepcopy(state)
+
+    def check_prompts(self) -> None:
+        """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
+        checked = [*self.prompts.eval_problems, *map(self.prompts.train_problem, range(NUM_CHECKED_PROMPTS))]
+        self._encode(max(checked, key=lambda problem: len(self.prompts.encode(problem))))
+
+    def answer(self, group: Group) -> str:
+        """The right answer to the problem of a consumed group; empty where an environment asks."""
+        return self.prompts.train_problem(group.problem).answer
+
+    def next_group_id(self) -> int:
+        """Give out an id for a new group."""
+        self._at.next_group += 1
+        return self._at.next_group - 1
+
+    def for_group(self, group_id: int, min_version: int) -> list[Ticket]:
+        """Make the tickets of a new group, one per member or one for all: of a problem put back, or of the next."""
+        if not self._at.put_back:
+            self._at.put_back.append(self._at.next_problem)
+            self._at.next_problem += self._num_nodes
+        self._at.problems[group_id] = index = self._at.put_back.pop(0)
+        try:
+            problem = self.prompts.train_problem(index)
+            tokens = self._prompt_tokens(problem)
+        except ValueError as error:  # of the run, and not of the machine whose message made room for the group
+            raise RuntimeError(str(error)) from error
+        size, extra = self.config.group_size, self.config.extra_members
+        num_members, members = (1, range(size + extra)) if self.config.replicate_prompts else (size, [0])
+        return [self._ticket(group_id, member, num_members, problem, tokens, min_version) for member in members]
+
+    def put_back(self, group_id: int) -> None:
+        """Issue the group's problem again: it was not the problem's fault that the group is gone."""
+        self._at.put_back.append(self._at.problems.pop(group_id))
+
+    def forget(self, group_id: int) -> int:
+        """Note that the group's problem need not be issued again. Returns its index."""
+        return self._at.problems.pop(group_id)
+
+    def for_evaluation(self, version: int) -> list[Ticket]:
+        """Make one ticket for each held-out problem, or two with --eval-greedy, to be sampled at `version`."""
+        return [
+            self._ticket(group_id, member, 1, problem, self._prompt_tokens(problem), version)
+            for group_id in (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
+            for member, problem in enumerate(self.prompts.eval_problems)
+        ]
+
+    def again(self, ticket: Ticket) -> Ticket:
+        """Make the same ticket for another attempt, after a worker of this node has died with it.
+
+        The first new attempt is by the same seed, as in `elsewhere`. Later ones have seeds of their own: the response
+        may be what kills its engine.
+        """
+        again = replace(self.elsewhere(ticket), attempt=ticket.attempt + 1)
+        if again.attempt == 1:
+            return again
+        return replace(again, seed=self._seed(ticket.group_id, ticket.member, ticket.min_version, again.attempt))
+
+    def elsewhere(self, ticket: Ticket) -> Ticket:
+        """Make the same ticket for another worker, with an id of its own.
+
+        By the same seed a long response stays long. It is the likeliest to be lost, and by another seed what is trained
+        on would be too short.
+        """
+        self._at.next_ticket += 1
+        return replace(ticket, ticket_id=self._at.next_ticket)
+
+    def going_on(self, ticket: Ticket, partial: Partial) -> Ticket:
+        """Make the ticket of a response that goes on from what there is of it: by a seed that sampled none of that, and
+        with weights that are as new at least."""
+        seed = self._seed_of(2, ticket.seed, len(partial.tokens))
+        min_version = max(ticket.min_version, int(partial.policy_versions[-1]))
+        return replace(ticket, prefix=partial, seed=seed, min_version=min_version)
+
+    def _ticket(
+        self, group_id: int, member: int, num_members: int, problem: Problem, tokens: tuple[int, ...], min_version: int
+    ) -> Ticket:
+        self._at.next_ticket += 1
+        return Ticket(
+            ticket_id=self._at.next_ticket,
+            group_id=group_id,
+            member=member,
+            num_members=num_members,
+            attempt=0,
+            prompt_tokens=tokens,
+            answer=problem.answer,
+            environment_seed=problem.environment_seed,
+            seed=self._seed(group_id, member, min_version, 0),
+            min_version=min_version,
+        )
+
+    def _prompt_tokens(self, problem: Problem) -> tuple[int, ...]:
+        """Encode the prompt, unless an environment makes its own where it runs."""
+        return self._encode(problem) if problem.environment_seed is None else ()
+
+    def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
+        # Evaluation problems have no group of their own; their version takes its place.
+        stream = [1, min_version, member, attempt] if group_id < 0 else [0, group_id, member, attempt]
+        return self._seed_of(*stream)
+
+    def _seed_of(self, *stream: int) -> int:
+        return int(np.random.SeedSequence([self.config.seed, *stream]).generate_state(1)[0]) >> 1
+
+    def _encode(self, problem: Problem) -> tuple[int, ...]:
+        tokens = tuple(self.prompts.encode(problem))
+        if len(tokens) > self.config.max_prompt_tokens:
+            raise ValueError(
+                f"a prompt of {self.config.task} has {len(tokens)} tokens, --max-prompt-tokens is "
+                f"{self.config.max_prompt_tokens}; raise it to at least {len(tokens)}. "
+                f"The prompt begins {problem.prompt[:60]!r}"
+            )
+        return tokens
+
+
+class TicketQueue:
+    """Tickets that no worker has yet, in order."""
+
+    def __init__(self, scheduling: str, max_running_requests: int, may_start: Callable[[Worker, Ticket], bool]):
+        """`may_start(worker, ticket)` says whether a worker with a free slot may be given a ticket."""
+        self.scheduling, self.max_running_requests, self.may_start = scheduling, max_running_requests, may_start
+        self._tickets: deque[Ticket] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets)
+
+    @property
+    def has_training_tickets(self) -> bool:
+        """Whether a ticket of a training group waits."""
+        return any(not ticket.is_evaluation for ticket in self._tickets)
+
+    def append(self, tickets: list[Ticket]) -> None:
+        """Put tickets at the end."""
+        self._tickets.extend(tickets)
+
+    def put_first(self, tickets: list[Ticket]) -> None:
+        """Put tickets before all others, in their order."""
+        self._tickets.extendleft(reversed(tickets))
+
+    def remove_group(self, group_id: int) -> None:
+        """Take out the tickets of a group."""
+        self._tickets = deque(ticket for ticket in self._tickets if ticket.group_id != group_id)
+
+    def assign(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load."""
+        return self._assign_in_advance(workers) if self.scheduling == "batch" else self._assign_to_free(workers)
+
+    def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Give each ticket to the least loaded worker that may start it, of those to one of this node, then to the
+        fastest; a heap, as there can be thousands of both."""
+        if not self._tickets:
+            return
+        most = self.max_running_requests
+        speeds = ((w.is_remote and w.token_s, w) for w in workers)
+        loads = [(w.num_running, token_s, place) for place, (token_s, w) in enumerate(speeds) if w.num_running < most]
+        heapq.heapify(loads)
+        while self._tickets:
+            ticket, passed_over = self._tickets[0], []
+            while loads and not self.may_start(workers[loads[0][2]], ticket):
+                passed_over.append(heapq.heappop(loads))
+            if not loads or loads[0][0] + ticket.num_members > most:
+                return
+            worker = workers[loads[0][2]]
+            yield worker, self._tickets.popleft()
+            heapq.heapreplace(loads, (worker.num_running, *loads[0][1:]))
+            for load in passed_over:
+                heapq.heappush(loads, load)
+
+    def _assign_in_advance(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Split tickets evenly whatever slots are free: the engine keeps what it cannot run yet."""
+        waiting, self._tickets = self._tickets, deque()
+        for ticket in waiting:
+            index = ticket.member if ticket.is_evaluation else ticket.group_id
+            worker = workers[index % len(workers)]
+            if self.may_start(worker, ticket):
+                yield worker, ticket
+            else:
+                self._tickets.append(ticket)

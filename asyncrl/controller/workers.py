@@ -1,0 +1,316 @@
+"""The rollout workers of a node: start them, know what each of them does, replace those that died, end them."""
+
+import functools
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.cluster.placement import Placement, WorkerSpec
+from asyncrl.cluster.processes import kill_session
+from asyncrl.cluster.worker_process import WorkerProcess
+from asyncrl.config import Config
+from asyncrl.messages import Cut, Fetch, HoldReason, InFlight, Sleep, Stop, Suspend, Update
+from asyncrl.records import Ticket
+from asyncrl.user_code import digest, found_again, texts_of
+from asyncrl.weights.transport import Announcement
+from extras.watchdog import dump_stacks
+
+MAX_RESTARTS = 3
+"""Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
+CUT_S = 30.0
+"""Time that workers have to say how far their responses are; those of one that does not are sampled again."""
+STOP_TIMEOUT_S = 10.0
+"""Time that all workers together have to end by themselves."""
+
+
+class WorkerDied(RuntimeError):
+    """A rollout worker could not be started, died more often than MAX_RESTARTS allows, or there is none at all."""
+
+
+class Disbelieved:
+    """In place of a message of a machine that has joined: what it sent is not believed, and it is shut out."""
+
+
+@dataclass
+class Worker:
+    """One rollout worker as the controller sees it.
+
+    Messages are acted on in order, so `state` and `sent_version` are what it will be once it has acted on all that it
+    was sent: one that was told to suspend while it is `loading` is suspended, and loads these weights before.
+    """
+
+    index: int
+    process: WorkerProcess | None = None
+    """Set as soon as it has been started; for an engine of a machine that joined, its connection (swarm.py)."""
+    is_remote: bool = False
+    """Whether it is on a machine that joined: it fetches weights before it loads them, and is not started again."""
+    scores_probe: bool = False
+    """Whether it scores the probe after an update: all workers of this node, and one of each joined host."""
+    state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
+    """What it was told last, and of sleep what it has said; only new weights end `suspended` and `asleep`."""
+    sent_version: int = -1
+    """Newest version sent."""
+    loading: Announcement | None = None
+    """Weights that this worker was told to load, or to fetch and load, and has not loaded yet."""
+    owed: bool = False
+    """Whether the announced weights are to be sent when those that are `loading` are loaded."""
+    running: dict[int, Ticket] = field(default_factory=dict)
+    """Tickets that it has, by id."""
+    given_at: dict[int, float] = field(default_factory=dict)
+    """When it was given each of them, monotonic seconds."""
+    lapsed: set[int] = field(default_factory=set)
+    """Those of them that have been issued again: it keeps their slots, and what comes of them is late."""
+    num_running: int = 0
+    """Trajectories that its tickets ask for."""
+    token_s: float = 0.0
+    """Time that a token takes here, of late, seconds; 0 before the first."""
+    num_restarts: int = 0
+    """Restarts since a ticket came back from it."""
+    is_asked: bool = False
+    """Whether it was asked how far its responses are, and has not said it yet."""
+    in_flight: InFlight | None = None
+    """What it said of that last."""
+    held: HoldReason | None = None
+    """Reason that the worker was told for having no ticket."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine has started."""
+        return self.state != "starting"
+
+    @property
+    def stands(self) -> bool:
+        """Whether the worker was told to stand still until the next update."""
+        return self.state in ("suspended", "falling_asleep", "asleep")
+
+    def is_behind(self, newest: Announcement, refresh_lag: int) -> bool:
+        """Whether it has to have the newest weights. One on a machine that has joined may be `refresh_lag` versions
+        behind, unless it waits for newer ones; an evaluation is of the newest alone, and nobody may miss it."""
+        is_patient = self.is_remote and self.sent_version >= 0 and self.held != "version" and not newest.evaluate
+        return newest.version - self.sent_version >= max(1, refresh_lag if is_patient else 1)
+
+    def fetch(self, announcement: Announcement, infos: list[dict]) -> None:
+        """Have the weights come to the worker's machine, while it samples on; then it is to `load` them."""
+        self.loading = announcement
+        self.process.send(Fetch(announcement.version, infos))
+
+    def load(self, announcement: Announcement, infos: list[dict]) -> None:
+        """Have the worker load staged weights, score the probe if that is its part, and sample."""
+        self.state, self.sent_version, self.loading = "sampling", announcement.version, announcement
+        self.process.send(Update(announcement.version, infos, announcement.probe if self.scores_probe else ()))
+
+    def loaded(self) -> Announcement:
+        """Note that the worker reads no weights any more. Returns those that it read."""
+        announcement, self.loading = self.loading, None
+        return announcement
+
+    def suspend(self) -> None:
+        """Have the worker stop sampling until the next update."""
+        self.state = "suspended"
+        self.process.send(Suspend())
+
+    def fall_asleep(self) -> None:
+        """Have the worker stop sampling, and give up its memory, until the next update."""
+        self.state = "falling_asleep"
+        self.process.send(Sleep())
+
+    def ask(self) -> None:
+        """Have the worker say how far its responses are."""
+        self.is_asked, self.in_flight = True, None
+        self.process.send(Cut())
+
+    def gives_up(self, deadline: float) -> bool:
+        """Whether the time is over that it had to say so; said once."""
+        if time.monotonic() < deadline:
+            return False
+        self.is_asked = False
+        print(f"warning: {self.describe()} does not say how far it is; if resumed, that is sampled again", flush=True)
+        return True
+
+    def answer(self, in_flight: InFlight) -> None:
+        """Note what the worker has said."""
+        self.is_asked, self.in_flight = False, in_flight
+
+    def can_start(self, min_version: int) -> bool:
+        """Whether the engine is up and has been sent weights that are new enough."""
+        return self.is_up and self.sent_version >= min_version
+
+    def give(self, ticket: Ticket) -> None:
+        """Note that the worker has a ticket."""
+        self.held = None
+        self.running[ticket.ticket_id], self.given_at[ticket.ticket_id] = ticket, time.monotonic()
+        self.num_running += ticket.num_members
+
+    @property
+    def awaited(self) -> list[Ticket]:
+        """Tickets that it has, and that nobody else has."""
+        return [ticket for ticket in self.running.values() if ticket.ticket_id not in self.lapsed]
+
+    def take_back(self, ticket_id: int) -> bool:
+        """Note that the worker has ended a ticket. Returns whether it came in time, and was not issued again."""
+        self.num_running -= self.running.pop(ticket_id).num_members
+        del self.given_at[ticket_id]
+        self.num_restarts = 0
+        is_late = ticket_id in self.lapsed
+        self.lapsed.discard(ticket_id)
+        return not is_late
+
+    def describe(self) -> str:
+        """State of the worker in a few words."""
+        state = (
+            "updating" if self.loading and self.sent_version == self.loading.version else self.state.replace("_", " ")
+        )
+        return f"worker {self.index} {state} v{self.sent_version} running {self.num_running}"
+
+
+class Workers:
+    """The rollout workers of this node, replaced when they die, a bounded number of times."""
+
+    def __init__(self, config: Config, placement: Placement, model_path: str, run_path: Path, main: Callable):
+        """`main(spec, connection)` is what each process runs."""
+        self.config, self.placement = config, placement
+        self.model_path, self.run_path = model_path, run_path
+        self._brought = digest(texts_of(config))
+        self.num_restarts = 0
+        self.have_worked = False
+        """Whether any trajectory has come back."""
+        self._main = main
+        self._workers: dict[int, Worker] = {}
+        self._num_joined = 0
+        self._alone_since = time.monotonic()
+        self._readings: list[Future] = []  # of all processes that there were: handling a death may fail too
+        # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
+        sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
+        self._threads = ThreadPoolExecutor(4 * len(placement.workers) or 1)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __getitem__(self, index: int) -> Worker:
+        return self._workers[index]
+
+    @property
+    def num_workers(self) -> int:
+        """Number of this node's own workers that there are, or will be."""
+        return len(self.placement.workers)
+
+    @property
+    def starting(self) -> list[Worker]:
+        """Workers whose engines are not up yet."""
+        return [worker for worker in self if not worker.is_up]
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether a worker is starting, or none is there and a machine may join: each has a timeout of its own."""
+        return not self._workers or bool(self.starting)
+
+    def launch(self, on_message: Callable, on_ended: Callable) -> None:
+        """Start all workers; returns at once.
+
+        `on_message(worker, message or None)` and `on_ended(future)` are called by reading threads.
+        """
+        self._on_message, self._on_ended = on_message, on_ended
+        for index in range(self.num_workers):
+            self._workers[index] = self._start(index)  # one by one, so that stop() knows of each at once
+
+    def watch(self, thread: Future) -> None:
+        """Have `check` raise the error that ends a thread."""
+        self._readings.append(thread)
+        thread.add_done_callback(self._on_ended)
+
+    def join(self, process, scores_probe: bool) -> Worker:
+        """Take in a worker of another machine; `process` is its connection, with the calls of WorkerProcess."""
+        worker = Worker(self.num_workers + self._num_joined, process, is_remote=True, scores_probe=scores_probe)
+        self._num_joined += 1
+        self._workers[worker.index] = worker
+        return worker
+
+    def _start(self, index: int, num_restarts: int = 0) -> Worker:
+        log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
+        of_worker = placement.workers[index], self.model_path, placement.transport
+        # One that is started again must not take up what the user has edited meanwhile.
+        code = next(filter(Path.is_dir, (folder / "code" for folder in (self.run_path, self.run_path.parent))), Path())
+        config = replace(self.config, **found_again(self.config, self._brought, code))
+        spec = WorkerSpec(config, *of_worker, log, self._temporary.name)
+        worker = Worker(index, scores_probe=True, num_restarts=num_restarts)
+        worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
+        self.watch(worker.process.reading)
+        return worker
+
+    def replace(self, worker: Worker) -> None:
+        """Start a dead worker anew; one of another machine is left out.
+
+        Raises WorkerDied, with its exit code, first error and last log lines, if it never worked or died too often.
+        """
+        if worker.is_remote:
+            del self._workers[worker.index]
+            self._alone_since = time.monotonic()
+            return
+        worker.process.stop()
+        report = worker.process.death_report()
+        if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
+            what = "was up, and died before any response came back" if worker.is_up else "could not start"
+            raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
+        if worker.num_restarts == MAX_RESTARTS:
+            raise WorkerDied(f"{report}\nall {MAX_RESTARTS} restarts are used, and nothing came back between them")
+        self.num_restarts += 1
+        print(f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
+        self._workers[worker.index] = self._start(worker.index, worker.num_restarts + 1)
+
+    def suspend(self) -> None:
+        """Have all workers stop sampling until the next update."""
+        for worker in self:
+            if worker.is_up:
+                worker.suspend()
+
+    def fall_asleep(self) -> bool:
+        """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
+        for worker in self:  # one that was started again in between is told when it is up
+            if worker.state in ("sampling", "suspended") and not worker.owed:  # it would wake it again
+                worker.fall_asleep()
+        return all(worker.state == "asleep" for worker in self)
+
+    def ask(self) -> Callable[[], bool]:
+        """Have this node's workers say how far their responses are. Returns what tells whether none is waited for."""
+        deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)  # else the wait ends the run
+        for worker in self:
+            if worker.is_up and not worker.is_remote:
+                worker.ask()
+        return lambda: not any(worker.is_asked and not worker.gives_up(deadline) for worker in self)
+
+    def check(self) -> None:
+        """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start, or to
+        join."""
+        for reading in self._readings:
+            if reading.done():
+                reading.result()
+        if not self._workers and time.monotonic() > self._alone_since + self.config.join_timeout_s:
+            raise WorkerDied(
+                f"no machine has sampled for this run for {self.config.join_timeout_s:.0f} s, and it has no rollout "
+                "worker of its own; join one sooner, or raise --join-timeout-s"
+            )
+        for worker in self.starting:
+            if time.monotonic() > worker.process.started_at + self.config.timeout_s:
+                raise WorkerDied(
+                    f"rollout worker {worker.index} was not ready {self.config.timeout_s:.0f} s after its "
+                    f"start (--timeout-s); {dump_stacks()}: {worker.process.death_report()}"
+                )
+
+    def stop(self) -> None:
+        """End all workers and their engines; none is left when this returns."""
+        for worker in self:
+            worker.process.send(Stop())
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for worker in self:
+            worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.is_up else 0.0)
+        for child in multiprocessing.active_children():  # one whose start was interrupted
+            kill_session(child.pid)
+        self._threads.shutdown()
+        self._temporary.cleanup()

@@ -1,0 +1,78 @@
+"""Responses: what the engine has sampled of one, and how a vLLM output becomes one."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.engine.vllm_setup import token_versions
+from asyncrl.records import FinishReason, Partial
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    """[R] float32, nats, under the exact sampling transform."""
+    versions: np.ndarray
+    """[R] int32."""
+    finish_reason: FinishReason
+
+    @classmethod
+    def of(cls, partial: Partial) -> "Completion":
+        """What there is of a response from before a resume."""
+        tokens, reason = partial.tokens.tolist(), partial.finish_reason or "aborted"
+        return cls(tokens, partial.behavior_logprobs, partial.policy_versions, reason)
+
+    def partial(self, ticket_id: int) -> Partial:
+        """The response, for another worker to go on from; one that is aborted has not ended."""
+        reason = None if self.finish_reason == "aborted" else self.finish_reason
+        return Partial(ticket_id, np.array(self.tokens, np.int64), self.logprobs, self.versions, reason)
+
+
+@dataclass
+class Request:
+    """A response on its way; one engine request, or one after the other."""
+
+    engine_id: str | None = None
+    """The engine request that samples it now."""
+    aborted: bool = False
+    """Whether its caller gave it up, and not an update."""
+    segments: list[Completion] = field(default_factory=list)
+    """What was sampled before each update that interrupted it."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens sampled so far, which the next engine request goes on from."""
+        return [token for segment in self.segments for token in segment.tokens]
+
+    def keep_only(self, version: int) -> int:
+        """Give up what was sampled unless all of it is of one version. Returns the tokens given up."""
+        if all((segment.versions == version).all() for segment in self.segments):
+            return 0
+        num_tokens = len(self.tokens)
+        self.segments.clear()
+        return num_tokens
+
+    def end(self, finish_reason: FinishReason) -> Completion:
+        """The whole response: what was sampled between updates, joined."""
+        return Completion(
+            self.tokens,
+            np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for segment in self.segments)]),
+            np.concatenate([np.zeros(0, np.int32), *(segment.versions for segment in self.segments)]),
+            finish_reason,
+        )
+
+
+def read_completion(output) -> Completion:
+    """The Completion in a vLLM CompletionOutput.
+
+    Raises RuntimeError if the engine ended it for a reason of its own.
+    """
+    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+    if output.finish_reason not in reasons:
+        raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
+    tokens = list(output.token_ids)
+    logprobs = np.array(output.logprobs.logprobs if tokens else [], dtype=np.float32)
+    return Completion(tokens, logprobs, token_versions(output), reasons[output.finish_reason])

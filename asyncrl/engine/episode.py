@@ -1,0 +1,149 @@
+"""One trajectory from start to end: `Episode` resets an environment, lets the policy act and steps it until it ends.
+
+Every environment is on its own: none waits for another unless a barrier is asked for. Tokens go in and come out: what
+the policy wrote is never tokenised again, and the environment's tokens are off the loss mask. Single-turn tasks are
+environments of one step.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.engine.completion import Completion
+from asyncrl.engine.environments import Environment
+from asyncrl.engine.score import Failed, bounded
+from asyncrl.records import GREEDY_GROUP, FinishReason, Ticket, Trajectory, check_trajectory
+
+_SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
+
+
+class Episode:
+    """Runs the trajectory of one ticket and member."""
+
+    def __init__(
+        self,
+        config: Config,
+        ticket: Ticket,
+        member: int,
+        *,
+        environment: Environment,
+        generate: Callable,
+        wait_at_barrier: Callable | None = None,
+    ):
+        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn: greedy without a seed, and
+        with a prefix where the ticket has one. `wait_at_barrier()` is awaited where --scheduling has a barrier."""
+        self.config, self.ticket, self.member, self.environment = config, ticket, member, environment
+        self.request_id: str | None = None
+        """The request that is being sampled now."""
+        self._generate, self._wait_at_barrier = generate, wait_at_barrier
+        self._task: asyncio.Task | None = None
+        self._aborted = False
+        self._tokens: list[int] = []
+        self.turns: list[tuple[int, Completion]] = []
+        """Position of the first token, and what was sampled."""
+        self._times: list[tuple[float, float, float]] = []
+        self._reward, self._reward_parts = 0.0, Counter()
+
+    def abort(self) -> None:
+        """End the trajectory where it stands. While it samples, the engine's abort of `request_id` does that."""
+        self._aborted = True
+        if self.request_id is None and self._task is not None:
+            self._task.cancel()
+
+    async def run(self, worker: int) -> Trajectory:
+        """Run to the end, whichever it is, and return the whole trajectory."""
+        self._task = asyncio.current_task()
+        started_at, failure = time.time(), ""
+        try:
+            finish_reason: FinishReason = "aborted" if self._aborted else await self._play()
+        except Failed as error:
+            finish_reason, failure = "failed", str(error)
+        except asyncio.CancelledError:
+            if not self._aborted:
+                raise
+            finish_reason = "aborted"
+        trajectory = self._trajectory(finish_reason, failure, started_at, worker)
+        check_trajectory(trajectory)
+        return trajectory
+
+    async def _play(self) -> FinishReason:
+        """Reset, then act and step until the environment ends or the tokens are used up."""
+        self._tokens += await self.environment.reset()
+        self._check_prompt()
+        max_tokens = len(self._tokens) + self.config.max_response_tokens
+        while True:
+            await self._wait_for_others("lockstep")
+            started_at = time.time()
+            completion = await self._act(max_tokens - len(self._tokens))
+            sampled_at = time.time()
+            if completion.finish_reason == "aborted" or self._aborted:
+                return "aborted"
+            await self._wait_for_others("batch")
+            step = await self.environment.step(completion.tokens)
+            self._times.append((started_at, sampled_at, time.time()))
+            self._reward = bounded(self._reward + step.reward, "the reward")
+            self._reward_parts.update(step.reward_parts)
+            if step.ended:
+                return completion.finish_reason
+            if len(self._tokens) + len(step.tokens) >= max_tokens:
+                return "length"
+            self._tokens += step.tokens
+
+    async def _wait_for_others(self, scheduling: str) -> None:
+        """Wait where this scheduling has its barrier, if it is the run's; evaluation waits for nobody."""
+        if self.config.scheduling == scheduling and not self.ticket.is_evaluation:
+            await self._wait_at_barrier()
+
+    def _check_prompt(self) -> None:
+        if len(self._tokens) > self.config.max_prompt_tokens:
+            raise ValueError(
+                f"the first observation of {self.config.task} with seed {self.ticket.environment_seed} has "
+                f"{len(self._tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
+            )
+
+    async def _act(self, max_tokens: int) -> Completion:
+        """One turn of the policy."""
+        turn = len(self.turns)
+        self.request_id = f"{self.ticket.ticket_id}.{turn}"
+        seed = None if self.ticket.group_id == GREEDY_GROUP else self.ticket.seed + turn * _SEEDS_PER_TURN
+        prefix = [] if self.ticket.prefix is None else [Completion.of(self.ticket.prefix)]  # of its only turn
+        try:
+            completion = await self._generate(self.request_id, tuple(self._tokens), seed, max_tokens, *prefix)
+        finally:
+            self.request_id = None
+        self.turns.append((len(self._tokens), completion))
+        self._tokens += completion.tokens
+        return completion
+
+    def _trajectory(self, finish_reason: FinishReason, failure: str, started_at: float, worker: int) -> Trajectory:
+        length, has_ended = len(self._tokens), finish_reason in ("stop", "length")
+        loss_mask = np.zeros(length, dtype=bool)
+        behavior_logprobs = np.zeros(length, dtype=np.float32)
+        policy_versions = np.full(length, -1, dtype=np.int32)
+        for start, completion in self.turns:
+            turn = slice(start, start + len(completion.tokens))
+            loss_mask[turn] = True
+            behavior_logprobs[turn] = completion.logprobs
+            policy_versions[turn] = completion.versions
+        return Trajectory(
+            ticket_id=self.ticket.ticket_id,
+            group_id=self.ticket.group_id,
+            member=self.member,
+            tokens=np.array(self._tokens, dtype=np.int64),
+            loss_mask=loss_mask,
+            behavior_logprobs=behavior_logprobs,
+            policy_versions=policy_versions,
+            reward=self._reward if has_ended else float("nan"),
+            reward_parts=dict(self._reward_parts) if has_ended else {},
+            finish_reason=finish_reason,
+            failure=failure,
+            num_turns=len(self.turns),
+            started_at=started_at,
+            ended_at=time.time(),
+            worker=worker,
+            turns=tuple(self._times),
+        )

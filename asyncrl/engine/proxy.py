@@ -1,0 +1,298 @@
+"""One vLLM engine as a rollout worker sees it: generate, abort, suspend, resume, update, score.
+
+What becomes of running requests at a weight update (`on_update`) is decided here and nowhere else: whoever waits for a
+response gets one response, whatever happened on the way. Imports vllm inside functions; importing this costs nothing.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+
+from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.config import Config
+from asyncrl.engine import vllm_setup
+from asyncrl.engine.completion import Completion, Request, read_completion
+from asyncrl.messages import SampledTokens
+from asyncrl.runlog.time_ledger import Activity
+from extras.watchdog import dump_stacks
+
+ABORT_AGAIN_S = 0.02
+WATCH_S = 0.2
+"""Between two looks at whether the engine is alive."""
+ASK_S = 1.0
+"""Between an answer of the engine and the next question whether it still answers."""
+DUMP_S = 1.0
+"""Time that the engine's processes have to write their stacks."""
+
+
+class LLMProxy:
+    """One vLLM engine. Requests may be added and aborted at any time; they never wait for each other."""
+
+    def __init__(self, config: Config, engine, stop_token_ids: list[int]):
+        self.config = config
+        self.engine = engine
+        self.stop_token_ids = stop_token_ids
+        self.version = -1
+        self.sampled = SampledTokens()
+        self.activity = Activity()
+        """What this worker does; the proxy notes requests and updates in it, its owner the rest."""
+        self._num_scores = 0
+        self.requests: dict[str, Request] = {}
+        """Responses on their way, by the ids that they were asked for with."""
+        self._returned = asyncio.Event()  # an engine request ended
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._asleep = False
+
+    @classmethod
+    async def start(cls, spec: WorkerSpec, stop_token_ids: list[int]) -> "LLMProxy":
+        """Start the engine, with weights that mean nothing until the first update."""
+        return cls(spec.config, vllm_setup.start_engine(spec), stop_token_ids)
+
+    @property
+    def death(self) -> RuntimeError | None:
+        """The error to end with once the engine is dead; vLLM has logged what it knows of it."""
+        why = "the engine is dead; if nothing above says why, it was killed, most likely for want of memory"
+        return RuntimeError(why) if self.engine.errored else None
+
+    async def watch(self) -> None:
+        """Raise when the engine is dead, or gives no sign of life for --timeout-s."""
+        await asyncio.gather(self._watch_death(), self._watch_answers())
+
+    async def _watch_death(self) -> None:
+        """Raise when the engine is dead: vLLM fails its requests then, but leaves an update or a suspend waiting."""
+        while self.death is None:
+            await asyncio.sleep(WATCH_S)
+        raise self.death
+
+    async def _watch_answers(self) -> None:
+        """Raise TimeoutError when the engine does not answer: a stopped process looks alive, also while it samples."""
+        while True:
+            async with _limited(self.config.timeout_s, "an answer of the engine"):
+                await self.engine.is_sleeping()  # which it answers between two steps
+            await asyncio.sleep(ASK_S)
+
+    async def connect(self, init_info: dict) -> None:
+        """Connect the engine to the trainer's weight transport.
+
+        Raises TimeoutError if it takes longer than --timeout-s.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        async with _limited(self.config.timeout_s, "connecting the engine to the trainer"):
+            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    # Sampling
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_tokens: tuple[int, ...],
+        seed: int | None,
+        max_tokens: int | None = None,
+        prefix: Completion | None = None,
+    ) -> Completion:
+        """Sample one response, or what follows a `prefix` of it, through any updates: at most `max_tokens` tokens
+        (max_response_tokens) in all. Without a seed each is the likeliest."""
+        if prefix is not None and prefix.finish_reason != "aborted":
+            return prefix
+        max_tokens = max_tokens or self.config.max_response_tokens
+        request = self.requests[request_id] = Request(segments=[] if prefix is None else [prefix])
+        try:
+            while True:
+                await self._until_resumed()
+                if request.aborted:
+                    return request.end("aborted")
+                if self.config.on_update == "restart":  # in which every response is of one version
+                    self.sampled.discarded += request.keep_only(self.version)
+                segment = await self._sample_segment(request, request_id, prompt_tokens, seed, max_tokens)
+                request.segments.append(segment)
+                if segment.finish_reason != "aborted" or request.aborted:
+                    return request.end(segment.finish_reason)
+                if self.config.on_update == "restart":
+                    self.sampled.discarded += len(segment.tokens)
+                    request.segments.clear()
+                elif len(request.tokens) == max_tokens:
+                    return request.end("length")
+        finally:
+            del self.requests[request_id]
+
+    async def _until_resumed(self) -> None:
+        """Wait while sampling stands; else a request would be stamped and salted with the version that is going."""
+        while not self._resumed.is_set():  # an update that wakes it may be followed at once by a suspend
+            await self._resumed.wait()
+
+    async def _sample_segment(
+        self, request: Request, request_id: str, prompt_tokens: tuple[int, ...], seed: int | None, max_tokens: int
+    ) -> Completion:
+        """Sample the rest of a response, to its end or the next update."""
+        prefix, attempt = request.tokens, len(request.segments)
+        request.engine_id, seed = f"{request_id}-{attempt}-{self.version}", None if seed is None else seed + attempt
+        try:
+            (segment,) = await self._sample(
+                request.engine_id, [*prompt_tokens, *prefix], seed, max_tokens - len(prefix), 1
+            )
+            self.sampled.resumed += len(segment.tokens) if prefix else 0
+            return segment
+        finally:
+            request.engine_id = None
+            self._returned.set()
+
+    async def generate_group(
+        self, request_id: str, prompt_tokens: tuple[int, ...], seed: int, num_responses: int
+    ) -> list[Completion]:
+        """Sample several responses by one request; all are returned when the last has ended."""
+        request = self.requests[request_id] = Request()
+        try:
+            await self._until_resumed()
+            request.engine_id = request_id
+            max_tokens = self.config.max_response_tokens
+            return await self._sample(request_id, list(prompt_tokens), seed, max_tokens, num_responses)
+        finally:
+            del self.requests[request_id]
+
+    async def _sample(
+        self, engine_id: str, prompt_tokens: list[int], seed: int | None, max_tokens: int, num_responses: int
+    ) -> list[Completion]:
+        from vllm.inputs import tokens_input
+
+        params = self.sampling_params(seed, max_tokens, num_responses)
+        # As an engine input: tokens in vLLM's other form are handed to a thread, which may have text to tokenise.
+        # The salt keeps a prefix that was computed under other weights out of reach, without emptying the cache.
+        prompt = tokens_input(prompt_tokens, cache_salt=str(self.version))
+        self.activity.add(requests=1)
+        try:
+            final = [output async for output in self.engine.generate(prompt, params, engine_id) if output.finished]
+        finally:
+            self.activity.add(requests=-1)
+        if not final:
+            raise RuntimeError(f"request {engine_id} ended without an output")
+        self.sampled.new += sum(len(output.token_ids) for output in final[0].outputs)
+        return [read_completion(one) for one in sorted(final[0].outputs, key=lambda one: one.index)]
+
+    def sampling_params(self, seed: int | None, max_tokens: int, num_responses: int):
+        """vLLM's parameters of one request."""
+        return vllm_setup.sampling_params(self.config, self.stop_token_ids, seed, max_tokens, num_responses)
+
+    async def score(self, tokens: tuple[int, ...]) -> np.ndarray:
+        """Log-probs of tokens 1 … T − 1 given those before, at temperature 1. Returns [T − 1] float32, nats."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._num_scores += 1
+        async for output in self.engine.generate(tokens_input(list(tokens)), params, f"score-{self._num_scores}"):
+            if output.finished:
+                pairs = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+                return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
+        raise RuntimeError("a score request ended without an output")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests; each returns what it has, with finish reason `aborted`. Unknown ids are passed over."""
+        requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        for request in requests:
+            request.aborted = True
+        await self.engine.abort([request.engine_id for request in requests if request.engine_id is not None])
+
+    def take_sampled(self) -> SampledTokens:
+        """Tokens returned by the engine since the last call."""
+        sampled, self.sampled = self.sampled, SampledTokens()
+        return sampled
+
+    # Weights
+
+    async def suspend(self) -> None:
+        """Stop sampling, as `on_update` says: requests freeze, are aborted, or run to their end; new ones wait."""
+        if not self._resumed.is_set():
+            return
+        self._resumed.clear()
+        if self.config.on_update in ("resume", "restart"):
+            await self._interrupt()
+        # The engine core is asked directly: AsyncLLM.pause_generation sleeps another 20 ms while all stand still.
+        mode = "wait" if self.config.on_update == "wait" else "keep"
+        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=self.config.on_update != "keep")
+
+    async def _interrupt(self) -> None:
+        """Abort every engine request and wait until all have returned; their responses go on after `resume`."""
+        while engine_ids := [r.engine_id for r in self.requests.values() if r.engine_id is not None]:
+            self._returned.clear()
+            await self.engine.abort(engine_ids)
+            with contextlib.suppress(TimeoutError):  # the engine does not know yet one that has just been sent to it
+                await asyncio.wait_for(self._returned.wait(), ABORT_AGAIN_S)
+
+    async def sleep(self) -> None:
+        """Stop sampling and give up the GPU's memory, weights included: the next update wakes the engine.
+
+        No request may be running in the engine, as its keys and values would be lost. Raises TimeoutError if it takes
+        longer than --timeout-s.
+        """
+        async with _limited(self.config.timeout_s, "falling asleep"):
+            await self.suspend()
+            await self.engine.sleep(level=2, mode="keep")
+        self._asleep = True
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self.engine.resume_generation()
+        self.activity.go_on()
+        self._resumed.set()
+
+    async def update(
+        self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None = None
+    ) -> float:
+        """Load new weights and go on sampling. Returns the pause seen by generation, seconds; 0 if it stood before.
+
+        `receiving` is called when the engine is ready for the weights. Raises TimeoutError as `sleep` does.
+        """
+        was_running = self._resumed.is_set()
+        async with _limited(self.config.timeout_s, f"loading version {version}"):
+            if self.config.on_update == "wait":
+                await self.suspend()
+            start = time.monotonic()
+            self.activity.stand("update")
+            await self.suspend()
+            await self._wake_up()
+            await self._load(version, update_infos, receiving)
+            await self.resume()
+        return time.monotonic() - start if was_running else 0.0
+
+    async def _wake_up(self) -> None:
+        if self._asleep:
+            await self.engine.wake_up()  # its scheduler goes on as well, but has no request: see sleep
+            self._asleep = False
+
+    async def _load(self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None) -> None:
+        """The phases of vLLM's weight update. The engine core takes calls in order, so they are sent all together: each
+        answer waited for is a round trip in which generation stands still. After one that fails the others are made
+        all the same, but then the error ends this worker, and nothing is sampled before."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        calls = [self.engine.start_weight_update()]
+        if receiving is not None:
+            await calls.pop()
+            receiving()
+        for update_info in update_infos:
+            calls.append(self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+        calls += [self.engine.finish_weight_update(), self.engine.update_weight_version(str(version))]
+        await asyncio.gather(*calls)
+        self.version = version
+
+    def shutdown(self) -> None:
+        """End the engine process, at once: it has nothing to hand over, and a clean end takes it seconds."""
+        self.engine.shutdown(timeout=0)
+
+
+@contextlib.asynccontextmanager
+async def _limited(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Raise TimeoutError after a time, with the stacks of this process and its engine in the log."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        dump_stacks(os.getpid())
+        await asyncio.sleep(DUMP_S)
+        raise TimeoutError(f"{what} took more than {timeout_s:.0f} s") from None

@@ -1,0 +1,194 @@
+"""What runs in the processes that score: a template that has imported what is slow, and the scorers forked from it.
+
+A scorer reads text that a model wrote, so it runs under limits, which hold for whatever it starts as well:
+
+memory      address space: MEMORY_BYTES beyond what the template has
+files       no byte is written to any (RLIMIT_FSIZE), 64 are open at most, and where namespaces are allowed all file
+            systems are read-only
+processes   none can be started (RLIMIT_NPROC, which does not bind root); root's end with the response, whatever they
+            do, where namespaces are allowed, and elsewhere with the run
+network     none, where namespaces are allowed
+privileges  none to be had by exec (no_new_privs); where namespaces are allowed no capability either, and no other
+            process can be seen or signalled
+time        the pool kills one that takes too long; RLIMIT_CPU ends what is left of it soon after
+
+Async functions of the user's own keep the network, may open more files and start threads, which look up names, and so
+processes; the pool alone keeps their time. RLIMIT_NOFILE and RLIMIT_CPU are not set for them.
+
+Not contained: reading files and environment variables, sockets in the file system of the same user (an engine's are
+some), the time of a core up to the limit, and as root a burst of forks until then. Namespaces (user, mount, network,
+process, IPC) want Linux 5.12, and many containers forbid them; the log says so then.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import struct
+import time
+
+import psutil
+from setproctitle import setproctitle
+
+from asyncrl.cluster.processes import freeze_garbage
+from asyncrl.engine.score import Score, Scored, load_score, one_line
+
+MEMORY_BYTES = 2 << 30
+READY = b"ready"
+_LIMITS_OF_ASYNC = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+_LIMITS = {**_LIMITS_OF_ASYNC, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}
+_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, pid, ipc: sched.h
+_NEW_NETWORK = 0x40000000
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the same number on all machines
+_READ_ONLY_AND_PRIVATE = struct.pack("4Q", 1, 0, 1 << 18, 0)  # struct mount_attr: MOUNT_ATTR_RDONLY, MS_PRIVATE
+_NO_CAPABILITIES = struct.pack("2I", 0x20080522, 0), bytes(24)  # capset's header (version 3) and sets
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool, title: str) -> None:
+    """Import what scoring needs, by plain functions or by async ones, then fork a scorer for each socket that comes
+    over the socket of that descriptor, until that closes.
+
+    With each comes the pid of a scorer that was killed, to be reaped, or 0; its own goes back.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle(title)
+    control = socket.socket(fileno=descriptor)
+    if slow := {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}.get(task.partition(":")[0]):
+        importlib.import_module(slow)  # it must not eat the time of the first response
+    score = load_score(task, rewards).of(is_async)
+    freeze_garbage()
+    if reason := _why_no_namespaces(is_async):
+        print(f"warning: {title}: no namespaces ({reason}): network and files are not contained", flush=True)
+    control.sendall(READY)
+    while True:
+        message, sockets, _, _ = socket.recv_fds(control, 64, 1)
+        if not message:
+            os._exit(0)  # whoever asks is gone, and scorers go with this process
+        if dead := int(message):
+            with contextlib.suppress(ChildProcessError):  # a template before this one had it
+                os.waitpid(dead, 0)
+        if (pid := os.fork()) == 0:
+            _run_scorer(sockets[0], score, not reason)
+        os.close(sockets[0])
+        control.sendall(b"%d" % pid)
+
+
+def _why_no_namespaces(keeps_network: bool = False) -> str:
+    """What the kernel says when a process asks for namespaces; empty if it gives them."""
+    if (pid := os.fork()) == 0:
+        status = 0
+        try:
+            _enter_namespaces(keeps_network)
+        except OSError as error:
+            status = error.errno
+        finally:
+            os._exit(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return os.strerror(code) if code else ""
+
+
+def _enter_namespaces(keeps_network: bool) -> None:
+    """Have all file systems read-only, no network unless it is kept, and what is forked from here on in a process space
+    of its own."""
+    _call(_libc.unshare, _NEW_NAMESPACES if keeps_network else _NEW_NAMESPACES | _NEW_NETWORK)
+    of_mount = _AT_FDCWD, b"/", _AT_RECURSIVE, _READ_ONLY_AND_PRIVATE, len(_READ_ONLY_AND_PRIVATE)
+    _call(_libc.syscall, _SYS_MOUNT_SETATTR, *of_mount)
+
+
+def _call(function, *arguments) -> None:
+    if function(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
+    """Serve one socket under all limits, or answer with what forbids them; never returns."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        memory = psutil.Process().memory_info().vms + MEMORY_BYTES
+        os.setpgid(0, 0)
+        _keep_only(descriptor)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as badness:
+            badness.write("1000")  # the first to go when memory runs out
+        if in_namespaces:
+            _enter_namespaces(score.is_async)
+            if scorer := os.fork():  # the first process of its space: all others there end with it
+                _die_with_parent()
+                os._exit(bool(os.waitpid(scorer, 0)))
+            _call(_libc.capset, *_NO_CAPABILITIES)
+        _die_with_parent()
+        _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        limits = _LIMITS_OF_ASYNC if score.is_async else _LIMITS
+        for limit, most in {**limits, resource.RLIMIT_AS: memory}.items():
+            resource.setrlimit(limit, (most, most))
+        asyncio.run(_serve_together(connection, score)) if score.is_async else _serve(connection, score)
+    except (OSError, MemoryError) as error:  # it cannot be set up, or whoever asks is gone
+        connection.sendall(json.dumps([0, one_line(error)]).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _keep_only(descriptor: int) -> None:
+    """Close all files but one; what a scorer prints would fill a log."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != descriptor:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process with the one that forked it, which has one thread."""
+    _call(_libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _serve(connection: socket.socket, score: Score) -> None:
+    """Read lines of JSON, [limit in seconds, [[number, answer, response], …]], and answer each item with a line of its
+    own: its number, and its reward and parts or why there are none."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody else would bury what a response has started
+    for line in connection.makefile("rb"):
+        timeout_s, items = json.loads(line)
+        cpu_s = math.ceil(time.process_time() + timeout_s * len(items)) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+        for number, answer, response in items:
+            try:
+                outcome = score(answer, response)
+            except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
+                outcome = (one_line(error),)
+            if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+            connection.sendall(json.dumps([number, *outcome]).encode() + b"\n")
+            if "MemoryError" in str(outcome[0]):
+                return  # the next one is to have all its memory; the pool starts another
+
+
+async def _serve_together(connection: socket.socket, score: Score) -> None:
+    """As _serve by async functions: all items at once, each with its own limit."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
+    scoring = set()
+
+    async def serve(timeout_s: float, number: int, *item: str) -> None:
+        task = asyncio.ensure_future(score.together(*item))
+        await asyncio.wait({task}, timeout=timeout_s)
+        outcome: Scored | tuple[str] = (f"{score}timed out after {timeout_s:g} s",)
+        if not task.cancel():  # it has ended
+            outcome = (str(task.exception()),) if task.exception() else task.result()
+        writer.write(json.dumps([number, *outcome]).encode() + b"\n")
+        if "MemoryError" in str(outcome[0]):
+            os._exit(0)
+
+    while line := await reader.readline():
+        timeout_s, items = json.loads(line)
+        for item in items:
+            scoring.add(task := asyncio.ensure_future(serve(timeout_s, *item)))
+            task.add_done_callback(scoring.discard)

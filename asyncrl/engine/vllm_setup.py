@@ -1,0 +1,170 @@
+"""How vLLM is set up for a worker: its environment, its options, its start, and what is read from inside it.
+
+Imports vllm inside functions; importing this costs nothing.
+"""
+
+import os
+import tempfile
+
+import numpy as np
+
+from asyncrl.cluster.gpus import ask_nvidia_smi, choose_visible
+from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
+from asyncrl.config import Config
+from extras.cores import bind
+from extras.planning.memory import ENGINE_STEP_TOKENS
+
+CPU_KV_CACHE_BYTES = 1 << 30
+UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")
+
+
+def worker_environment(placement: WorkerPlacement, sockets_path: str | None = None) -> dict[str, str]:
+    """Environment variables that vLLM reads at import: device, threads, no telemetry."""
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles, from our own trainer over a local pipe
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
+    }
+    if sockets_path is not None:  # a folder that goes with the run, and with it what vLLM leaves there
+        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")  # temporary, and worth keeping
+        environment |= {
+            "VLLM_RPC_BASE_PATH": sockets_path,
+            "TMPDIR": sockets_path,
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+        }
+    if placement.gpu is None:
+        # No binding: with the default, every engine of a machine binds to the same cores.
+        return environment | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(placement.cpu_threads),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled here, and one small function of vLLM's takes 0.8 s
+        }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    end = placement.gpu + placement.num_gpus
+    devices = full_names(visible) if visible else [str(i) for i in range(end)]
+    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
+
+
+def full_names(visible: str) -> list[str]:
+    """The entries of CUDA_VISIBLE_DEVICES; UUIDs in full, as vLLM does not know them by their beginning."""
+    names = [name.strip() for name in visible.split(",")]
+    if any(name.startswith("GPU-") and len(name) < UUID_CHARACTERS for name in names):
+        return [one["uuid"] for one in choose_visible(ask_nvidia_smi(), visible) or []] or names
+    return names
+
+
+def start_engine(spec: WorkerSpec):
+    """Start vLLM's AsyncLLM, in a running event loop, with weights that mean nothing until the first update."""
+    import torch
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options = engine_options(spec)
+    engine_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if spec.placement.gpu is None:
+        # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It
+        # inherits torch's threads, which the environment decides only if torch was not imported before.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        torch.set_num_threads(spec.placement.cpu_threads)
+    elif torch.distributed.is_initialized():  # which has called CUDA, and vLLM does not see it: a fork could use no GPU
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
+    if cores := spec.placement.cores:
+        bind(engine.engine_core.resources.engine_manager.processes[0].pid, cores)
+        bind(os.getpid(), os.sched_getaffinity(0).difference(cores))
+    return engine
+
+
+def engine_options(spec: WorkerSpec) -> dict:
+    """vLLM's engine arguments for a worker."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    config, on_cpu = spec.config, spec.placement.gpu is None
+    options = {
+        "model": spec.model_path,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "load_format": "dummy",  # all weights come by the transport, so one that it misses is seen at once
+        "dtype": config.dtype_on("cpu" if on_cpu else "cuda"),
+        "max_model_len": config.max_sequence_tokens,
+        "max_num_seqs": config.max_running_requests,
+        "seed": config.seed,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": spec.transport},
+        "worker_extension_cls": "asyncrl.engine.extension.EngineExtension",
+    }
+    if on_cpu:
+        return options | {
+            "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+            "enforce_eager": True,
+            # A seeded request whose prompt is computed in parts ends the engine: it rewinds a generator's offset,
+            # which generators on the CPU do not have.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_sequence_tokens),
+            # The class, because vLLM turns the name "uni" into "mp" on the CPU, for the sake of OpenMP's environment,
+            # which worker_environment sets; a process less is a third faster.
+            "distributed_executor_backend": UniProcExecutor,
+        }
+    return options | {
+        "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
+        "kv_cache_memory_bytes": spec.placement.kv_cache_bytes,
+        "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_running_requests),  # vLLM's own would be 2,048
+        "tensor_parallel_size": spec.placement.num_gpus,
+        "enable_sleep_mode": config.colocate == "sleep",
+    }
+
+
+def sampling_params(config: Config, stop_token_ids: list[int], seed: int | None, max_tokens: int, num_responses: int):
+    """vLLM's parameters of a request for one or more responses; without a seed it is greedy."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        n=num_responses,
+        temperature=0.0 if seed is None else config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        stop_token_ids=stop_token_ids,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # nobody else has them
+    )
+
+
+def request_states(engine, request_id: str) -> list:
+    """vLLM's own records of a request that runs, one for each response; none of one that has ended."""
+    processor = engine.output_processor
+    return [processor.request_states[internal_id] for internal_id in processor.external_req_ids.get(request_id, ())]
+
+
+def num_sampled(engine, request_id: str) -> int:
+    """Tokens of all responses of a request that runs, those included that have ended and wait for the others."""
+    states = request_states(engine, request_id)
+    ended = states[0].parent_req.output_aggregator if states and states[0].parent_req is not None else []
+    num_ended = sum(len(output.token_ids) for output in ended if output is not None)
+    return num_ended + sum(state.detokenizer.num_output_tokens() for state in states)
+
+
+def output_so_far(state):
+    """The CompletionOutput of a request for one response, as if it were aborted now; it is not touched."""
+    from vllm.v1.engine import FinishReason
+
+    return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
+
+
+def token_versions(output) -> np.ndarray:
+    """Version that sampled each token of a CompletionOutput, [R] int32."""
+    versions = np.full(len(output.token_ids), -1, dtype=np.int32)
+    for span in output.weight_versions:  # they cover all tokens; check_trajectory would find one that is left out
+        versions[span.start : span.end] = int(span.version)
+    return versions

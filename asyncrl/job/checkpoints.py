@@ -1,0 +1,149 @@
+"""When a run is saved, what is saved, and how a signal or a limit of time ends it.
+
+The cut is at the end of a step, when its weights are published, or while the next batch is waited for. There every rank
+copies its part of the trainer's state to host memory, and every leader what its controller knows.
+asyncrl/trainer/checkpoint_writer.py writes it while training goes on, and asyncrl/job/resume.py goes on from it.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch.distributed as dist
+
+from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
+from asyncrl.job.node import NobodySamples, Node, is_due
+from asyncrl.job.publisher import Publisher
+from asyncrl.runlog.manifest import set_aside
+from asyncrl.trainer.checkpoint import make_stager
+from asyncrl.trainer.checkpoint_writer import CheckpointWriter, Saving
+from asyncrl.trainer.policy import Policy
+
+GRACE_S = 20.0
+"""Longest wait for a checkpoint that is being written when the run ends by an error, seconds."""
+OUT_OF_TIME = os.EX_TEMPFAIL  # exit status of a run that --stop-after-s has stopped
+
+
+class Checkpoints:
+    """Saves a run at the end of its steps. Every rank has one; as a context, signals then end the run after a step."""
+
+    def __init__(self, node: Node, policy: Policy):
+        """Make what saving needs and, in a run that goes on, have policy and records go on; collective."""
+        self.node, self.policy = node, policy
+        folder, self._is_shared = self._find_folder()
+        self.writer = CheckpointWriter(policy, node.cluster, node.run, folder)
+        self._stager = make_stager(node.device)
+        if node.resumed is not None:
+            policy.restore(str(node.resumed.part), self.writer.group)
+            if node.cluster.is_first:
+                set_aside(node.resumed)
+            dist.barrier(self.writer.group)  # all have read and accepted all that they go on from
+            if node.cluster.is_leader:
+                node.run.cut_back()
+        self._stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
+        self._handlers: dict[int, Any] = {}
+        self._asked_by = 0  # number of the signal that asks the run to stop
+        self._unsaved: tuple[int, Publisher] | None = None  # the last step, if it was not saved
+        self._step_ended, self._longest_step_s = time.monotonic(), 0.0
+
+    def _find_folder(self) -> tuple[Path, bool]:
+        """Where checkpoints go, and whether all nodes have that folder; collective."""
+        cluster = self.node.cluster
+        name = [self.node.run.path.name if cluster.is_first else None]
+        dist.broadcast_object_list(name, src=0, device="cpu")
+        run = Path(self.node.config.runs_dir) / name[0]
+        (is_elsewhere,) = cluster.max_over_ranks([not (run / "run.json").exists()])
+        if is_elsewhere and cluster.is_first:
+            print(
+                f"warning: not all nodes have {run}: checkpoints will have the weights, and nothing to --resume from; "
+                "give a --runs-dir that they share",
+                flush=True,
+            )
+        return run / "checkpoints", not is_elsewhere
+
+    def __enter__(self) -> "Checkpoints":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._ask)
+        self._step_ended = time.monotonic()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if isinstance(error, NobodySamples):
+                self._stop_between_steps()
+            elif error is None:
+                self.writer.wait()  # however long the last takes; a first signal does not end it
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self.writer.finish(GRACE_S)
+
+    def _ask(self, number: int, frame) -> None:
+        """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""
+        cluster, watch = self.node.cluster, self.node.watch
+        if self._asked_by or watch.reason is not None or has_lost_a_rank(len(cluster.local_ranks)):
+            self._handlers[number](number, frame)
+        self._asked_by = number
+        if cluster.is_leader:
+            self.node.controller.is_asked_to_stop = True
+            name = signal.Signals(number).name
+            print(f"{name}: saves and ends after this step; a second signal ends the run at once", flush=True)
+
+    def save_if_due(self, step: int, publisher: Publisher) -> None:
+        """Save every `save_every`-th step and the last, or neither, and the one after which the run stops; collective.
+
+        Raises Interrupted when it stops, and OSError if the checkpoint before this one could not be written.
+        """
+        config, now = self.node.config, time.monotonic()
+        self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
+        wanted = config.save_every is not None and is_due(step, config.save_every, config.steps)
+        mine = [wanted, self._asked_by, self._is_out_of_time()]
+        due, number, is_late = self.node.cluster.max_over_ranks([int(wish) for wish in mine])
+        self._unsaved = (step, publisher)
+        if due or number or is_late:
+            self._save(step, publisher)
+            if step < config.steps and (number or is_late):
+                limit = f"--stop-after-s {config.stop_after_s:g}, which is nearly over,"
+                reason, status = (signal.Signals(number).name, 128 + number) if number else (limit, OUT_OF_TIME)
+                self._stop(f"stopped by {reason} after step {step}, which is saved", status)
+        self._step_ended = time.monotonic()
+
+    def _stop_between_steps(self) -> NoReturn:
+        """Save the last step, if it was not saved, and stop; collective. Raises as `save_if_due`."""
+        (number,) = self.node.cluster.max_over_ranks([self._asked_by])
+        reason = f"stopped by {signal.Signals(number).name}"
+        if self._unsaved is not None:
+            reason = f"{reason} after step {self._unsaved[0]}, which is saved"
+            self._save(*self._unsaved)
+        self._stop(reason, 128 + number)
+
+    def _stop(self, reason: str, status: int) -> NoReturn:
+        """Wait for the checkpoint, and raise Interrupted."""
+        self.writer.wait()
+        self.node.watch.finish()  # all nodes stop here: none is another's cause
+        raise Interrupted(reason, status)
+
+    def _is_out_of_time(self) -> bool:
+        """Whether one more step and its checkpoint may end after `stop_after_s`, if each takes as long as ever."""
+        if not self.node.config.stop_after_s:
+            return False
+        elapsed_s = time.time() - psutil.Process().create_time()
+        save_s = self.writer.longest_s or self._longest_step_s
+        return elapsed_s + self._longest_step_s + save_s > self.node.config.stop_after_s
+
+    def _save(self, step: int, publisher: Publisher) -> None:
+        """Copy what is saved, and have it written in the background."""
+        node = self.node
+        self._unsaved = None
+        node.clock.enter("save")
+        if not self._is_shared:
+            self.policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")
+            return
+        self.writer.wait()
+        rollout = node.controller.cut(node.run.sizes) if node.cluster.is_leader else None
+        facts = {"records": rollout.records, "probe": node.probe.tokens} if node.cluster.is_leader else None
+        state = self._stager.stage(self.policy.state())
+        self.writer.start(Saving(step, state, publisher.delayed, rollout, facts))

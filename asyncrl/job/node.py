@@ -1,0 +1,283 @@
+"""What surrounds the training loop on a node: process groups, device, run directory, rollout workers.
+
+Each of several nodes has all of this for itself: its share of the prompts, and workers that only it talks to.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from setproctitle import setproctitle
+
+from algos import LOSSES, hyperparameters
+from asyncrl import user_code as own
+from asyncrl.cluster.cluster import Cluster, check_shares, join
+from asyncrl.cluster.gpus import visible_gpus
+from asyncrl.cluster.node_watch import NodeWatch
+from asyncrl.cluster.placement import Placement, available_cores, first_that_fits, place, plan_memory
+from asyncrl.cluster.processes import Interrupted, exit_with_parent, ignore_signals, keep_freed_memory
+from asyncrl.config import Config
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.state import ControllerState
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.workers import Workers
+from asyncrl.job.probe import Probe
+from asyncrl.job.resume import controller_of, find_checkpoint
+from asyncrl.records import Group
+from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
+from asyncrl.runlog.fingerprint import check_same, fingerprint
+from asyncrl.runlog.manifest import Checkpoint, how_to_go_on
+from asyncrl.runlog.run_directory import RunDirectory
+from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.weights.ipc import check_allocator
+from asyncrl.weights.models import load_tokenizer, resolve_model
+from data.tasks import Problem, Task, check_rows, encode, load_task
+from extras.cores import claim_cores
+from extras.planning.memory import Sharing, ways_to_fit
+from extras.planning.shape import read_shape
+from extras.watchdog import dump_stacks, end_what_is_stopped, write_stacks_to
+
+if TYPE_CHECKING:
+    from extras.swarm.swarm import Swarm
+
+
+class NobodySamples(Exception):
+    """The run is asked to stop, and a node that waits for a batch has no worker that could finish it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank's node is made from."""
+
+    config: Config
+    cluster: Cluster
+    placement: Placement
+    device: torch.device
+    clock: TrainerClock
+    """What this rank does; every verb of the loop enters its own state."""
+    worker_main: Callable | None = None
+    """What a rollout worker's process runs: `worker_main(spec, connection)`."""
+    on_end: ExitStack = field(default_factory=ExitStack)
+    """Takes down what was started, last first."""
+    watch: NodeWatch | None = None
+    resumed: Checkpoint | None = None
+    """What the run goes on from; None for a new one."""
+
+    def make_node(self, model_path: str, **of_leader) -> "Node":
+        """The node; `of_leader` are the fields that only a leader has."""
+        probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else [])
+        return Node(**vars(self), model_path=model_path, probe=probe, **of_leader)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Start):
+    """This rank's surroundings. Local rank 0 leads: it alone has records and the controller."""
+
+    model_path: str
+    probe: Probe
+    run: RunDirectory | None = None
+    tokenizer: object = None
+    controller: Controller | None = None
+    swarm: "Swarm | None" = None
+    """Where machines join that sample for this node from elsewhere."""
+    restored: ControllerState | None = None
+    """What the controller goes on from."""
+
+    def hold_batch(self) -> None:
+        """Wait until this node holds a batch; collective where hosts may join. Raises NobodySamples, on all ranks."""
+        has_batch = not self.cluster.is_leader or bool(self.controller.hold_batch())
+        if self.config.listen is not None and self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
+            raise NobodySamples
+
+    def take_batch(self, step: int, verify: Callable[[int], bool]) -> list[Group] | None:
+        """Wait for what this node trains on in a step, and with --record keep it; collective.
+
+        `verify(step)` is called once a batch is held on every node. It says whether the batch may be trained on; else
+        another one is waited for. Returns the groups on a leader, None on other ranks.
+        """
+        while True:
+            self.clock.enter("wait")
+            self.hold_batch()
+            if verify(step):
+                break
+        if not self.cluster.is_leader:
+            return None
+        groups = self.controller.consume_batch()
+        if self.config.record:
+            self.clock.enter("save")
+            write_batch(batch_path(self.run.path, step), step, groups)
+        return groups
+
+    @property
+    def first_version(self) -> int:
+        """Policy version that this start of the run begins with: 0, or that of the checkpoint that it goes on from."""
+        return self.resumed.step if self.resumed else 0
+
+    def say_where(self) -> None:
+        """Say, on rank 0, where the records of the finished run are."""
+        if self.cluster.is_first:
+            print(f"finished: {self.run.path}", flush=True)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+@contextmanager
+def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None) -> Iterator[Node]:
+    """Set up this rank, yield its node, and take everything down, whatever happened.
+
+    Rollout workers, which run `worker_main(spec, connection)`, come up while the caller loads the policy; a leader does
+    `lead` instead of `start_rollout`. Raises ValueError for what the user can mend, RuntimeError if another node ends.
+    """
+    config.checked()
+    hyperparameters(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES))
+    write_stacks_to()
+    end_watch = end_what_is_stopped(config.timeout_s / 2)
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        exit_with_parent()  # torchrun killed outright must not leave its ranks behind
+    keep_freed_memory()
+    clock, on_end = TrainerClock(), ExitStack()
+    on_end.callback(end_watch)
+    cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
+    if dist.is_initialized():
+        on_end.callback(dist.destroy_process_group)
+    resumed = find_checkpoint(config, cluster)
+    watch, node = NodeWatch(cluster, dump_stacks), None
+    try:
+        rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
+        start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
+        node = (lead or start_rollout)(start) if cluster.is_leader else None
+        of_node = node and (node.config, node.model_path, node.run.path / "stacks.txt")
+        config, model_path, stacks = cluster.broadcast_on_node(of_node)
+        write_stacks_to(stacks)
+        if start.device.type == "cuda":
+            torch.cuda.set_device(start.device)  # makes a context, which no plan of memory and no engine must find
+        yield node or replace(start, config=config).make_node(model_path)
+        watch.finish()
+    except Exception as error:
+        ignore_signals()
+        explained = watch.explain(error)
+        if isinstance(explained, Interrupted) and cluster.is_first:
+            run = Path(config.resume) if config.resume else node and node.run.path
+            explained.args = (f"{explained}; {how_to_go_on(run)}", *explained.args[1:])
+        raise explained from error.__cause__
+    finally:
+        ignore_signals()
+        on_end.close()
+
+
+def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.device]:
+    """Place the node's processes and say which device is this rank's."""
+    num_gpus, num_ranks, nccl = len(visible_gpus()), len(cluster.local_ranks), dist.is_nccl_available()
+    placement = place(config, num_gpus, available_cores(), num_ranks, nccl)
+    torch.set_num_threads(placement.trainer_threads)
+    check_shares(config, cluster.num_nodes, cluster.num_ranks)
+    gpu = placement.trainer_gpus[cluster.local_rank]
+    return placement, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+
+
+def start_rollout(start: Start) -> Node:
+    """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
+    cluster, model_path = start.cluster, resolve_model(start.config.model, start.config.task)
+    start = _fit_memory(start, model_path)
+    start = replace(start, placement=claim_cores(start.placement, start.on_end))
+    config = start.config
+    where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
+    print(where + start.placement.table(), flush=True)
+    # What is wrong with options and data is said before anything is written or started.
+    _check_model(config, model_path)
+    tickets = _make_tickets(config, cluster, model_path)
+    tickets.check_prompts()
+    restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
+    run = _open_records(start, model_path)
+    start.on_end.callback(lambda: run.close(sys.exception()))
+    write_stacks_to(run.path / "stacks.txt")
+    workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
+    controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes, restored)
+    start.on_end.callback(controller.stop)
+    swarm = None
+    if config.listen is not None:
+        from extras.swarm.swarm import listen
+
+        swarm = listen(start, model_path, run)
+    controller.launch()
+    if any(worker.shared_with_rank is not None for worker in start.placement.workers):
+        # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
+        controller.wait_until_ready()
+    of_leader = {"run": run, "controller": controller, "swarm": swarm, "restored": restored}
+    return start.make_node(model_path, tokenizer=load_tokenizer(model_path), **of_leader)
+
+
+def _fit_memory(start: Start, model_path: str) -> Start:
+    """With what the memory of GPUs needs, an engine's share of one and what `--save-memory auto` saves: the same on all
+    nodes. Prints the arithmetic; collective on leaders."""
+    config, cluster, gpus = start.config, start.cluster, visible_gpus()
+    if not gpus:
+        return start
+    sharing = Sharing(len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas)
+    placed, ways = (start.placement, read_shape(model_path), gpus, sharing), ways_to_fit(config)
+    config = ways[max(cluster.gather(first_that_fits(ways, *placed)))]
+    placement, arithmetic = plan_memory(config, *placed)
+    print(arithmetic, flush=True)
+    if placement.transport == "ipc":
+        check_allocator()
+    return replace(start, config=config, placement=placement)
+
+
+def _open_records(start: Start, model_path: str) -> RunDirectory:
+    """Make the run directory on rank 0, and on the leaders of other nodes a folder of their own, or go on with what is
+    there; collective on them."""
+    config, cluster, run = start.config, start.cluster, None
+    resumed = start.resumed and start.resumed.event(cluster.node)
+    if cluster.is_first:
+        weights = weights_sha256(model_path) if config.record else None
+        run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights, resumed=resumed)
+        print(f"run directory: {run.path}", flush=True)
+    name, run_id = cluster.gather(run and (run.path.name, run.run_id))[0]
+    folder = f"{name}/node_{cluster.node}"
+    return run or RunDirectory(config, cluster.num_ranks, node_folder=folder, run_id=run_id, resumed=resumed)
+
+
+def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
+    """The node's own share of the prompts; on the first also the held-out ones."""
+    task = load_task(config.task, config.seed, config.data_path, config.task_args)
+    check_rows(config, task)
+    held_out = _held_out(config, task) if config.eval_every and cluster.is_first else []
+    if 0 < len(held_out) < config.eval_problems:
+        print(f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}")
+    prompts = PromptSource(
+        train_problem=task.train_problem,
+        eval_problems=held_out,
+        encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
+    )
+    return TicketSource(config, prompts.within_limits(config), cluster.node, cluster.num_nodes)
+
+
+def _held_out(config: Config, task: Task) -> list[Problem]:
+    """The held-out problems; those of a task of the user's own must come within `timeout_s`."""
+    draw = functools.partial(task.eval_problems, config.eval_problems)
+    if not own.is_own(config.task):
+        return draw()
+    return own.LimitedCalls(config).call(draw, "timeout_s", what="eval_problems")
+
+
+def _check_model(config: Config, model_path: str) -> None:
+    """Raise ValueError if the model would be trained wrongly, or a whole sequence does not fit its positions."""
+    from asyncrl.trainer.families import read_config
+
+    window = getattr(read_config(model_path, config.share_prefix != "off"), "max_position_embeddings", None)
+    if window is not None and config.max_sequence_tokens > window:
+        raise ValueError(
+            f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
+            f"{config.max_sequence_tokens} tokens, {config.model} has positions for {window}; lower one of the two"
+        )

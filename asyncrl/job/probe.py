@@ -1,0 +1,150 @@
+"""Whether the engines have the trainer's weights: both score the same probe at every publish, and must agree.
+
+A weight that never arrived shows nowhere else: rewards still come in, and the loss is still finite. So the first
+weights of a run end it if they are wrong, and later ones are warned of once.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.config import Config
+from asyncrl.records import Group
+from asyncrl.trainer.packing import TrainSequence
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.policy import Policy
+
+NUM_SEQUENCES = 4
+MAX_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
+NUM_VERSIONS = 64
+"""Versions, besides those of publish_delay, whose log-probs are kept: a slow worker loads a version late."""
+ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+"""Largest mean difference of an engine that has the trainer's weights, nats per token, by the dtype of computing.
+
+In float32 on a CPU the tiny model has 2e-6 on random tokens. In bfloat16 on a CPU it has 0.03, and SmolLM2-135M has
+0.07, or 0.12 where a sequence has 16 tokens; 0.063 is the largest of 239 versions of its stored runs. One norm of
+the tiny model that is not sent makes 0.4 and more. On a GPU nothing is measured yet."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How far an engine's log-probs of the probe are from the trainer's at one version, over all tokens."""
+
+    worker: int
+    version: int
+    k3: float
+    """KL estimate k3, nats per token."""
+    abs_mean: float
+    """Mean of |difference|, nats."""
+    abs_max: float
+    """Largest |difference|, nats."""
+
+    @classmethod
+    def measure(cls, worker: int, version: int, trainer: np.ndarray, engine: np.ndarray) -> "Mismatch":
+        """Compare log-probs [N] float32 nats of the same tokens."""
+        gap = trainer.astype(np.float64) - engine.astype(np.float64)
+        k3 = float(np.mean(np.expm1(gap) - gap))
+        return cls(worker, version, k3, float(np.abs(gap).mean()), float(np.abs(gap).max()))
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics `mismatch/*`."""
+        return {f"mismatch/{name}": getattr(self, name) for name in ("k3", "abs_mean", "abs_max")}
+
+    def is_allowed(self, dtype: torch.dtype) -> bool:
+        """Whether weights that are the same can differ by this much, where `dtype` is computed in. NaN is not."""
+        return self.abs_mean <= ALLOWED_MISMATCH[dtype]
+
+    def describe(self, dtype: torch.dtype, model_type: str, transport: str) -> str:
+        """What is wrong, and the likely causes, in one line."""
+        allowed = f"{ALLOWED_MISMATCH[dtype]:g} is allowed in {str(dtype).removeprefix('torch.')}"
+        return (
+            f"worker {self.worker} does not have the trainer's weights: at version {self.version} their log-probs of "
+            f"the same tokens differ by {self.abs_mean:.3g} nats on average, {allowed}. Likely causes: weights that "
+            f"did not arrive by --weight-sync {transport}, or a {model_type} model that vLLM computes in another way "
+            "than transformers; try another --weight-sync, or another --model"
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The trainer's log-probs of the probe at one version."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    """Token ids of each sequence."""
+    logprobs: np.ndarray
+    """[N] float32 nats, of all tokens but each sequence's first."""
+
+
+class Probe:
+    """Random tokens, and after the first batch some sequences of it; and the trainer's scores of them by version."""
+
+    def __init__(self, config: Config, tokens: Iterable[Iterable[int]] = ()):
+        """`tokens` are token ids of the sequences of a run that is resumed."""
+        self._config = config
+        self._length = min(MAX_TOKENS, config.max_sequence_tokens - 1)
+        self._sequences = [_sequence(np.array(ids, dtype=np.int64)) for ids in tokens]
+        self._scores: dict[int, Scores] = {}
+        self._newest: dict[int, Mismatch] = {}
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each sequence that is of the first batch; none before it."""
+        return _tokens(self._sequences)
+
+    def tokens_at(self, version: int) -> tuple[tuple[int, ...], ...]:
+        """Token ids of the sequences that the trainer has scored at a version; none if it has not, or long ago."""
+        scores = self._scores.get(version)
+        return () if scores is None else scores.tokens
+
+    def choose(self, groups: list[Group] | None, cluster: Cluster) -> None:
+        """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
+        if self._sequences:
+            return
+        first = [group.trajectories[0].tokens[: self._length] for group in (groups or [])[:NUM_SEQUENCES]]
+        self._sequences = cluster.broadcast_on_node([_sequence(tokens) for tokens in first])
+
+    def score(self, policy: "Policy", version: int) -> None:
+        """Have the trainer score the probe at a version; collective."""
+        sequences = self._sequences or self._random_sequences(policy)
+        (logprobs,) = policy.score([sequences], raw=True)
+        self._scores[version] = Scores(_tokens(sequences), logprobs.numpy())
+        self._scores.pop(version - NUM_VERSIONS - self._config.publish_delay, None)
+
+    def _random_sequences(self, policy: "Policy") -> list[TrainSequence]:
+        """Token ids from the whole vocabulary, the same on all ranks."""
+        vocab_size = policy.module.model.config.get_text_config().vocab_size
+        generator = np.random.default_rng(self._config.seed)
+        return [_sequence(generator.integers(0, vocab_size, self._length)) for _ in range(NUM_SEQUENCES)]
+
+    def compare(self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]) -> list[Mismatch]:
+        """Compare the engines' log-probs, version -> worker -> nats per token of each sequence, with the trainer's.
+
+        Returns the mismatch of each worker at each version that both have scored, oldest version first.
+        """
+        mismatches = [
+            Mismatch.measure(worker, version, self._scores[version].logprobs, np.concatenate(logprobs))
+            for version in sorted(self._scores.keys() & engine_logprobs.keys())
+            for worker, logprobs in engine_logprobs[version].items()
+        ]
+        self._newest |= {mismatch.worker: mismatch for mismatch in mismatches}
+        return mismatches
+
+    def take_newest(self) -> list[Mismatch]:
+        """Take the newest mismatch of each worker that was compared since the last call."""
+        newest, self._newest = self._newest, {}
+        return list(newest.values())
+
+
+def _tokens(sequences: list[TrainSequence]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sequence.tokens.tolist()) for sequence in sequences)
+
+
+def _sequence(tokens: np.ndarray) -> TrainSequence:
+    """A sequence of which every token but the first is scored, and none is trained on."""
+    unused = np.zeros(len(tokens), dtype=np.float32)
+    return TrainSequence(tokens, np.arange(len(tokens)) > 0, unused, np.zeros(len(tokens), np.int32), 0.0, 0.0)

@@ -1,0 +1,149 @@
+"""The trainer's side of publishing: which version, and when."""
+
+import collections
+from collections.abc import Iterable, Iterator
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.job.node import Node, is_due
+from asyncrl.records import Group
+from asyncrl.trainer.model import compute_dtype
+from asyncrl.trainer.policy import Policy
+from asyncrl.weights.ipc import IpcTransport
+from asyncrl.weights.nccl import NcclTransport
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import Announcement, ParameterSpec
+from extras.cores import leave_cores
+
+
+class Publisher:
+    """Publishes policy versions, `publish_delay` steps late. Every rank has one; only a leader's has a controller."""
+
+    def __init__(self, node: Node, policy: Policy):
+        """Join trainer and workers, and wait until all engines of this node are up."""
+        self.node, self.policy, self.config = node, policy, node.config
+        if node.cluster.is_first:
+            print(f"attention of the trainer: {policy.module.attention}", flush=True)
+        if node.controller is not None:
+            connect_workers(node, policy.sent_specs())
+        self._has_warned = False
+        self._verifier = None
+        if self.config.listen is not None and self.config.swarm.verify_share:
+            from extras.swarm.verify import Verifier
+
+            self._verifier = Verifier(self.config, node.cluster, node.tokenizer)
+            node.on_end.callback(self._verifier.close)
+        self._snapshots = collections.deque(self._resumed_snapshots())
+
+    def verify(self, step: int) -> bool:
+        """Check a share of what joined hosts sampled, with the weights that the step begins with; collective.
+
+        Returns whether every node may train on the batch that it holds. A batch with a response of a host that is not
+        believed is put back, and all groups of that host are dropped.
+        """
+        self.check_engines(step)
+        if self.config.listen is None:
+            return True
+        node, swarm = self.node, self.node.swarm
+        if self._verifier is not None:
+            lies = self._verifier.verify(swarm.take_answered() if swarm else [], self.policy, step - 1)
+            for worker, why in lies:
+                swarm.shut_out(worker, f"sent what is not true: {why}")
+        is_refused = False
+        if swarm is not None:
+            swarm.verified = self._verifier.metrics() if self._verifier else {}
+            is_refused = node.controller.refuse_batch(swarm.disbelieved)
+        return node.cluster.max_over_ranks([int(is_refused)]) == [0]
+
+    def publish(self, step: int, groups: list[Group] | None = None) -> None:
+        """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.
+
+        The last step's is due at once, as no sample is trained on any more. After every `eval_every` steps, the first
+        and the last, the held-out problems are sampled at the published version.
+        """
+        node, probe = self.node, self.node.probe
+        node.clock.enter("publish")
+        if step:
+            probe.choose(groups, node.cluster)
+        probe.score(self.policy, step)
+        self.check_engines(step)
+        version, parameters = step, self.policy.sent_parameters()
+        if node.controller is None:
+            for _ in parameters:  # gathering is collective
+                pass
+            return
+        if self.config.publish_delay and step < self.config.steps:
+            version, parameters = self._delayed(step, parameters)
+        self._announce(version, step, parameters)
+
+    def check_engines(self, step: int) -> None:
+        """Compare what engines have scored since the last call with the trainer's scores of the same version.
+
+        A worker of this node that has other weights is warned of, once. A joined host that has them is shut out.
+        Raises RuntimeError if the weights that this start of the run begins with are wrong, on a leader only.
+        """
+        node = self.node
+        if node.controller is None:
+            return
+        dtype, model_type = compute_dtype(self.config, node.device), self.policy.module.model.config.model_type
+        for mismatch in node.probe.compare(node.controller.take_probes()):
+            node.run.record("mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics())
+            if mismatch.is_allowed(dtype):
+                continue
+            problem = mismatch.describe(dtype, model_type, node.placement.transport)
+            if mismatch.worker >= len(node.placement.workers):
+                node.swarm.shut_out(mismatch.worker, problem)
+            elif mismatch.version == node.first_version:
+                raise RuntimeError(problem)
+            elif not self._has_warned:
+                self._has_warned = True
+                node.run.record("warning", text=f"step {step}: {problem}")
+                print(f"warning: step {step}: {problem}", flush=True)
+
+    def _announce(self, version: int, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights to where workers read them, when there is room, and have the workers load them."""
+        controller, is_resumed = self.node.controller, step and step == self.node.first_version
+        is_due_now = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
+        evaluate = controller.withdraw() or (self.node.restored.evaluates if is_resumed else is_due_now)
+        staged = controller.stage(version, parameters)
+        if self.config.colocate == "sleep":
+            torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
+        controller.publish(Announcement(version, step, staged, self.node.probe.tokens_at(version), evaluate))
+
+    @property
+    def delayed(self) -> dict[int, list[tuple[str, Tensor]]]:
+        """Full weights of the versions that are held back, by version, without the newest; copies, none is changed."""
+        return dict(list(self._snapshots)[:-1])
+
+    def _resumed_snapshots(self) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
+        """What was held back, but for what is older than weights that were announced: a last step's are at once."""
+        node, names = self.node, [spec.name for spec in self.policy.sent_specs()]
+        for version in node.resumed.delayed if node.resumed and node.controller else ():
+            if version >= node.restored.announced:
+                weights = load_file(node.resumed.delayed_path(version))
+                yield version, [(name, weights[name]) for name in names]
+
+    def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
+        """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
+        self._snapshots.append((step, [(name, tensor.to("cpu", copy=True)) for name, tensor in parameters]))
+        while self._snapshots[0][0] < step - self.config.publish_delay:
+            self._snapshots.popleft()
+        return self._snapshots[0]
+
+
+def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
+    """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
+    timeout_s, transport = node.config.timeout_s, None
+    match node.placement.transport:
+        case "shm":
+            transport = ShmTransport(specs)
+        case "ipc":
+            transport = IpcTransport(specs)
+        case "nccl":
+            transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s)
+    if node.swarm is not None:
+        transport = node.swarm.start(node.controller, transport, specs)
+    node.controller.connect(transport)
+    leave_cores(node.placement, node.on_end)

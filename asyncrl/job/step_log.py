@@ -1,0 +1,138 @@
+"""What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
+
+from collections import Counter
+
+from asyncrl.cluster.processes import freeze_garbage
+from asyncrl.job.node import Node
+from asyncrl.records import Group
+from asyncrl.runlog.metrics import (
+    RolloutReport,
+    StepOfNode,
+    batch_metrics,
+    over_nodes,
+    rollout_metrics,
+    time_metrics,
+    training_metrics,
+    worst_mismatch,
+)
+from asyncrl.runlog.run_directory import Progress
+from asyncrl.runlog.samples import readable_samples
+from asyncrl.runlog.time_ledger import describe, seconds
+from extras.planning.advice import FIRST_STEPS, MIN_STEPS, StepTold, advice_of
+
+STEPS_WITHOUT_SIGNAL = 3
+"""Steps from the first in which every group's rewards were equal, after which the run says so."""
+
+
+class StepLog:
+    """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
+
+    def __init__(self, node: Node):
+        self.node, self.clock = node, node.clock
+        self.progress: Progress | None = None
+        self.tokens_before = 0
+        """Tokens that were generated until the last step."""
+        self.first_steps: list[StepTold] = []
+        self.has_signal = False
+        """Whether any group so far had unequal rewards, without which no gradient says what is better."""
+
+    def __enter__(self) -> "StepLog":
+        if self.node.cluster.is_first:
+            self.progress = Progress(self.node.config.steps)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.progress is not None:
+            self.progress.close()
+            self.clock.next_step()
+            self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
+
+    def begin(self) -> None:
+        """End the account of the start: the first step begins. The records of a resumed run are cut back by now."""
+        if self.node.cluster.is_first and self.node.first_version:
+            self.tokens_before = self.node.run.last_metrics().get("tokens/generated", 0)
+            self.has_signal = True
+        self.clock.enter("other")
+        freeze_garbage()
+        self.clock.next_step()
+
+    def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
+        """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
+        self.clock.enter("other")
+        account, config = self.clock.next_step(), self.node.config
+        if not self.node.cluster.is_leader:
+            return
+        mine = self._measure(step, groups)
+        if step == config.steps:
+            self.clock.enter("evaluate")  # also where another node's is waited for
+        of_nodes = self.node.cluster.gather(mine)
+        if self.node.swarm is not None:
+            joined = {node: int(of.swarm["swarm/workers"]) for node, of in enumerate(of_nodes)}
+            self.node.swarm.num_joined = Counter(joined)
+        known = over_nodes(of_nodes)
+        self.clock.enter("other")
+        self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
+        if not self.node.cluster.is_first:
+            return
+        times = time_metrics(account.spent, known.rollout.worker_time)
+        metrics = {
+            "step": step,
+            "policy_version": step,
+            "samples": step * config.groups_per_step * config.group_size,
+            **known.batch,
+            **known.evaluation,
+            **rollout_metrics(known.rollout, self.tokens_before, times["time/step_s"]),
+            **training_metrics(stats),
+            **known.mismatch | known.swarm,
+            **times,
+        }
+        self._advise(step, groups, metrics, known.rollout)
+        self.warn_of_equal_rewards(step, metrics)
+        self.tokens_before = metrics["tokens/generated"]
+        self.node.run.log_metrics(metrics)
+        for sample in readable_samples(step, groups, self.node.tokenizer.decode, self.node.controller.tickets.answer):
+            self.node.run.log_sample(**sample)
+        self.progress.show(metrics)
+
+    def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
+        """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
+        batch, controller = batch_metrics(groups, step - 1, self.node.config), self.node.controller
+        report = controller.take_report()
+        mismatches = [mismatch.metrics() for mismatch in self.node.probe.take_newest()]
+        if step == self.node.config.steps:
+            controller.finish_evaluations()
+        mismatch, swarm = worst_mismatch(mismatches), self.node.swarm
+        return StepOfNode(batch, report, controller.take_evaluation(), mismatch, swarm.take_report() if swarm else {})
+
+    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], rollout: RolloutReport) -> None:
+        """Say after the first steps how rollout and training could be balanced, or how many machines that join are
+        enough; only where rollout may run ahead (no partial rollouts, no engine that sleeps), on one node."""
+        config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
+        stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
+        stays_synchronous |= config.listen is not None and config.async_ratio == 0
+        if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
+            return
+        responses = tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories)
+        self.first_steps.append(StepTold(metrics, rollout, responses))
+        if step == last and len(self.first_steps) >= MIN_STEPS:  # fewer where the run goes on from one of them
+            advice = advice_of(self.first_steps, config, self.node.placement)
+            self.node.run.record("advice", text=advice)
+            print(advice, flush=True)
+
+    def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
+        """Say, once, that the run has learnt nothing from its first steps, and where to look."""
+        compares_all = self.node.config.advantage in ("reinforce", "gae")  # and not the members of a group alone
+        self.has_signal |= metrics["reward/zero_variance_groups"] < 1 or (compares_all and metrics["reward/std"] > 0)
+        if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, self.node.config.steps):
+            print(
+                f"warning: in {step} steps no group had unequal rewards (mean {metrics['reward/mean']:g}): nothing is "
+                f"learnt; look at the responses in {self.node.run.path}/samples.jsonl, and at --task and its reward",
+                flush=True,
+            )
+
+    def say_where_time_went(self) -> None:
+        """Print, on each leader, what share of the run trainer and workers spent on what."""
+        if self.node.cluster.is_leader:
+            print(describe("trainer ", self.clock.total))
+            for worker, spent in self.node.controller.journal.worker_time().items():
+                print(describe(f"worker {worker}", spent))

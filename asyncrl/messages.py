@@ -1,0 +1,195 @@
+"""What the controller and a rollout worker say to each other, over one pipe per worker and in order."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from asyncrl.records import Partial, Ticket, Trajectory
+
+HoldReason = Literal["weights", "version", "bound", "evaluation", "round"]
+
+# What they carry
+
+
+@dataclass
+class SampledTokens:
+    """Tokens that the engine has returned since they were last asked for."""
+
+    new: int = 0
+    """All of them, those of aborted requests included."""
+    resumed: int = 0
+    """Those that continued a response which an update had interrupted."""
+    discarded: int = 0
+    """Those that `restart` threw away."""
+
+    def __add__(self, other: "SampledTokens") -> "SampledTokens":
+        return SampledTokens(self.new + other.new, self.resumed + other.resumed, self.discarded + other.discarded)
+
+
+@dataclass(frozen=True)
+class ActivityReport:
+    """What a rollout worker did since its last report."""
+
+    changes: tuple[tuple[int, str, str], ...]
+    """When it entered a state, Unix ns; the state; and why, where there are several reasons."""
+    until: int
+    """Unix ns."""
+
+
+# Messages: controller -> worker
+
+
+@dataclass(frozen=True)
+class Tickets:
+    """Start these trajectories."""
+
+    tickets: list[Ticket]
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect the engine to the trainer's weight transport."""
+
+    init_info: dict
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Have these weights come to where you are, while you sample on, and say so; to a joined machine's engine."""
+
+    version: int
+    infos: list[dict]
+    """What to pull; see extras/swarm/pull.py."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Load new weights, then score the probe under them."""
+
+    version: int
+    update_infos: list[dict]
+    probe: tuple[tuple[int, ...], ...]
+    """Token sequences whose log-probs the trainer computed at the same version; may be empty."""
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Stop these trajectories; each comes back as `aborted` with the tokens it has."""
+
+    ticket_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Suspend:
+    """Stop sampling until the next update; what is running goes on then."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Say at once how far your responses are (`InFlight`), and sample on."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """You have no ticket, and there is none for you now; for the worker's time ledger alone."""
+
+    reason: HoldReason
+    """No weights yet; tickets need weights that this worker has not; the bound is reached; it is, as an evaluation
+    holds newer weights back; or the round of `batch` scheduling is still running."""
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Stop sampling and give up the GPU's memory until the next update."""
+
+
+@dataclass(frozen=True)
+class Proceed:
+    """All tickets wait at the barrier: go on."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Shut down."""
+
+
+# Messages: worker -> controller
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The engine is up and waits for its first weights."""
+
+    startup_s: float
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """The engine stands still and waits for the weights of its update: the trainer is to send them (`nccl`)."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The weights that were to come are there, and can be loaded at once."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """The engine has given up its memory."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The engine samples with `version` now."""
+
+    version: int
+    pause_s: float
+    """Time during which no request could make progress, seconds."""
+    sampled: SampledTokens
+    """Tokens returned by the engine since the update before."""
+    activity: ActivityReport | None
+    """None from a worker that keeps no time ledger."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The engine's log-probs of the probe under `version`."""
+
+    version: int
+    logprobs: tuple[np.ndarray, ...]
+    """[T − 1] float32, nats, of each sequence's tokens from the second on, at temperature 1."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Trajectories that ended since the last message; all those of one ticket come together."""
+
+    trajectories: list[Trajectory]
+    activity: ActivityReport | None
+    """None where there is nothing new to say."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Tickets that have come to the barrier since the last message."""
+
+    ticket_ids: list[int]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """How far the responses are that have not ended."""
+
+    partials: list[Partial]
+    lost: dict[int, int]
+    """Ticket -> tokens of what nobody can go on from: responses of several turns, or of a group by one request."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The last word of a worker that was told to stop."""
+
+    activity: ActivityReport

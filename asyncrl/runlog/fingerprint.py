@@ -1,0 +1,58 @@
+"""Whether all nodes run the same code with the same options; if not, their collectives would not match, or silently
+train two things as one."""
+
+import hashlib
+from pathlib import Path
+
+from asyncrl import user_code as own
+from asyncrl.config import Config
+
+MAY_DIFFER = (
+    "data_path", "runs_dir", "num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization",
+    "max_running_requests",
+)  # fmt: skip
+"""Options that are a node's own: where its files are, and how much its devices can take."""
+FOLDERS = ("algos", "data", "asyncrl", "extras")
+"""Where the source files of a run are, beside those at the top."""
+MAX_SHOWN = 5
+"""Differences that an error names."""
+
+
+def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[str, str]:
+    """All that must be equal on all nodes: each source file of a run with its hash, a user's
+    own too, and each option with its value."""
+    inside = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
+    files = sorted(path for path in [*root.glob("*.py"), *inside] if "tests" not in path.parts)
+    code = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    brought = own.files(own.texts_of(config)).values()
+    code |= {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in brought}
+    options = {name: value for name, value in config.as_dict().items() if name not in MAY_DIFFER}
+    return code | {f"--{name.replace('_', '-')}": str(value) for name, value in options.items()}
+
+
+def code_digest() -> str:
+    """One digest of all source files of a run."""
+    return hashlib.sha256(
+        str([item for item in fingerprint(Config()).items() if item[0].endswith(".py")]).encode()
+    ).hexdigest()
+
+
+def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
+    """Raise ValueError, in one line, if a node's fingerprint differs from the first; keys are the nodes' names."""
+    (first, expected), *others = fingerprints.items()
+    for name, found in others:
+        keys = [key for key in expected | found if expected.get(key) != found.get(key)]
+        if keys:
+            shown = "; ".join(_difference(key, found.get(key), expected.get(key)) for key in keys[:MAX_SHOWN])
+            more = f"; and {len(keys) - MAX_SHOWN} more" if len(keys) > MAX_SHOWN else ""
+            allowed = ", ".join(f"--{option.replace('_', '-')}" for option in MAY_DIFFER)
+            raise ValueError(
+                f"{name} does not run the same as {first}: {shown}{more}; start all nodes from one commit and with "
+                f"the same options, of which only {allowed} may differ"
+            )
+
+
+def _difference(key: str, found: str | None, expected: str | None) -> str:
+    if not key.endswith(".py"):
+        return f"{key} {found} instead of {expected}"
+    return f"{key} {'is missing' if found is None else 'is not on the other' if expected is None else 'differs'}"

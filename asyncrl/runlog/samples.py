@@ -1,0 +1,33 @@
+"""What samples.jsonl keeps of a step for people to read: the best and the worst member of one of its groups."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from asyncrl.records import Group
+
+
+def readable_samples(
+    step: int, groups: list[Group], decode: Callable[[np.ndarray], str], answer_of: Callable[[Group], str]
+) -> Iterator[dict]:
+    """The best and the worst member of the step's first group whose rewards differ, as fields of samples.jsonl; if all
+    are equal in every group, the first member of the first group. `answer_of` gives the right answer, if there is one.
+    """
+    group = next((group for group in groups if np.ptp(group.rewards) > 0), groups[0])
+    answer = {"answer": answer} if (answer := answer_of(group)) else {}
+    for index in dict.fromkeys([int(group.rewards.argmax()), int(group.rewards.argmin())]):
+        member = group.trajectories[index]
+        start = int(member.loss_mask.argmax())
+        yield {
+            "step": step,
+            "group": group.group_id,
+            "member": member.member,
+            "prompt": decode(member.tokens[:start]),
+            "response": decode(member.tokens[start:]),
+            **answer,
+            "turns": member.num_turns,
+            "reward": member.reward,
+            "reward_parts": member.reward_parts,
+            "group_reward": float(group.rewards.mean()),
+            "min_version": member.min_version,
+        }

@@ -1,0 +1,276 @@
+"""Where wall time goes: each process is in exactly one state at any time, counted in whole nanoseconds.
+
+So what was spent sums to the time that passed, exactly, and a state that is unknown or overlaps another is an error.
+The states and their meanings are in TRAINER_STATES and WORKER_STATES and nowhere else. Pure but for `unix_ns`.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from asyncrl.messages import ActivityReport
+
+TRAINER_STATES = {
+    "starting": "before the first step: model, engines, first weights",
+    "wait": "for a batch of groups that is fresh enough",
+    "gather": "the batch becomes each rank's share: advantages, micro-batches, scatter",
+    "forward_backward": "log-probs, loss and gradients with their collectives, to their end on the device; statistics",
+    "optimizer": "gradient clipping and the optimizer's step, to their end on the device",
+    "publish": "the probe is chosen and scored, full parameters are gathered, staged in a free buffer, announced",
+    "evaluate": "waiting that an evaluation causes: while it holds newer weights back, and for the last one to end",
+    "save": "what the run keeps: checkpoints, and batches with --record",
+    "other": "records, and all that has no name",
+}
+"""Of trainer rank 0: its host's time."""
+WORKER_STATES = {
+    "starting": "until the engine is up",
+    "decoding": "at least one request of a trajectory is in the engine",
+    "environment": "no request is in the engine; a trajectory is in its environment or being rewarded",
+    "starved": "nothing to run, nor a reason to hold it back: a ticket is on its way, or others are waited for",
+    "gated": "stands still for freshness: no place in the bound, no weights yet, weights that are still to come, "
+    "an evaluation that holds weights back, suspended by over-sampling, or asleep while the trainer computes",
+    "paused": "weights are being updated",
+    "restarting": "from a death until the next engine is up",
+}
+"""Of a rollout worker."""
+TRAINING = ("gather", "forward_backward", "optimizer")
+"""States in which the trainer computes a step."""
+WAITING = ("wait", "evaluate")
+"""States in which the trainer does nothing."""
+
+REPORT_INTERVAL_NS = 50_000_000
+"""Responses may end every millisecond; that their worker still decodes need not be said with each."""
+
+_OFFSET_NS = time.time_ns() - time.monotonic_ns()
+
+
+def unix_ns() -> int:
+    """Unix time in nanoseconds that never goes back, whatever is done to the system's clock."""
+    return time.monotonic_ns() + _OFFSET_NS
+
+
+@dataclass(frozen=True)
+class Account:
+    """What was spent between two moments."""
+
+    spans: tuple[tuple[str, int, int], ...]
+    """State, start and end, Unix ns; each begins where the one before it ends."""
+
+    @property
+    def spans_s(self) -> list[tuple[str, float, float]]:
+        """The spans in Unix seconds, as they are recorded."""
+        return [(state, start / 1e9, end / 1e9) for state, start, end in self.spans]
+
+    @property
+    def spent(self) -> Counter[str]:
+        """Nanoseconds in each state."""
+        spent: Counter[str] = Counter()
+        for state, start, end in self.spans:
+            spent[state] += end - start
+        return spent
+
+
+class TimeLedger:
+    """The states that one process goes through."""
+
+    def __init__(self, states: Iterable[str], state: str, now: int):
+        """Begin in `state` at `now`, Unix ns."""
+        self._states = frozenset(states)
+        self.total: Counter[str] = Counter()
+        """Nanoseconds in each state until `until`."""
+        self.start = self.until = now
+        self._spans: list[tuple[str, int, int]] = []
+        self.state = self._known(state)
+
+    def enter(self, state: str, now: int) -> None:
+        """Leave the state it is in and enter `state`; the same state again goes on.
+
+        Raises RuntimeError for a state that is not one of its states, or a time before one that is accounted for.
+        """
+        self._known(state)
+        if now < self.until:
+            raise RuntimeError(
+                f"state {state!r} begins at {now} ns, but the time until {self.until} ns is accounted for: "
+                f"they overlap by {self.until - now} ns"
+            )
+        if now > self.until:
+            self._add(now)
+        self.state = state
+
+    def _known(self, state: str) -> str:
+        if state not in self._states:
+            raise RuntimeError(f"unknown state {state!r}; it must be one of {', '.join(sorted(self._states))}")
+        return state
+
+    def _add(self, now: int) -> None:
+        self.total[self.state] += now - self.until
+        goes_on = bool(self._spans) and self._spans[-1][0] == self.state
+        self._spans.append((self.state, self._spans.pop()[1] if goes_on else self.until, now))
+        self.until = now
+
+    def take(self, now: int) -> Account:
+        """The account from where the last one ended to `now`; the state goes on."""
+        self.enter(self.state, now)
+        spans, self._spans = self._spans, []
+        return Account(tuple(spans))
+
+
+class TrainerClock:
+    """The trainer's ledger on the real clock."""
+
+    def __init__(self) -> None:
+        self._ledger = TimeLedger(TRAINER_STATES, "starting", unix_ns())
+
+    @property
+    def total(self) -> Counter[str]:
+        """Nanoseconds in each state since it was made, until the last state was entered."""
+        return self._ledger.total
+
+    def enter(self, state: str) -> None:
+        """The trainer does this from now on."""
+        self._ledger.enter(state, unix_ns())
+
+    def next_step(self) -> Account:
+        """The account of the step that ends here. What follows, records and checkpoint, counts for the next one."""
+        return self._ledger.take(unix_ns())
+
+
+# Rollout workers
+
+
+class Activity:
+    """What a rollout worker is doing, told from what it has to do; kept by the worker itself.
+
+    A state is noted when it changes, and travels with the next message that is sent anyway.
+    """
+
+    def __init__(self, clock: Callable[[], int] = unix_ns):
+        self._clock = clock
+        self._requests = self._trajectories = self._at_barrier = 0
+        self._standing = self._held = ""
+        self._now = ("starved", "")
+        self._changes: list[tuple[int, str, str]] = [(clock(), *self._now)]
+        self._reported_at = 0
+
+    def add(self, requests: int = 0, trajectories: int = 0, at_barrier: int = 0) -> None:
+        """Change how many requests are in the engine, trajectories are here, and trajectories wait at a barrier."""
+        self._requests += requests
+        self._trajectories += trajectories
+        self._at_barrier += at_barrier
+        if trajectories > 0:
+            self._held = ""
+        self._note()
+
+    def stand(self, reason: str) -> None:
+        """Whatever is here stands still from now on: for an `update`, or `suspended` until there is one."""
+        self._standing = reason
+        self._note()
+
+    def go_on(self) -> None:
+        """End what `stand` began."""
+        self._standing = ""
+        self._note()
+
+    def hold(self, reason: str) -> None:
+        """The controller has no ticket for this worker, and says why."""
+        self._held = reason
+        self._note()
+
+    def _note(self) -> None:
+        now = self._state()
+        if now != self._now:
+            self._now = now
+            self._changes.append((self._clock(), *now))
+
+    def _state(self) -> tuple[str, str]:
+        if self._standing:
+            return ("paused" if self._standing == "update" else "gated"), self._standing
+        if self._requests:
+            return "decoding", ""
+        if self._trajectories > self._at_barrier:
+            return "environment", ""
+        if self._trajectories:
+            return "starved", "barrier"
+        return ("starved" if self._held in ("", "round") else "gated"), self._held
+
+    def report(self) -> ActivityReport:
+        """All changes since the last report."""
+        changes, self._changes = self._changes, []
+        self._reported_at = self._clock()
+        return ActivityReport(tuple(changes), self._reported_at)
+
+    def report_if_due(self) -> ActivityReport | None:
+        """A report if anything has changed, or to say after a while that nothing has."""
+        is_due = self._changes or self._clock() - self._reported_at >= REPORT_INTERVAL_NS
+        return self.report() if is_due else None
+
+
+class WorkerLedgers:
+    """A ledger per rollout worker, from the controller's word on its life and the worker's own reports.
+
+    An engine that is starting is followed on the controller's clock, a worker that is up is known until its newest
+    report. Where one follows on the other, the later moment of the two clocks counts.
+    """
+
+    def __init__(self) -> None:
+        self._ledgers: dict[int, TimeLedger] = {}
+        self._reported: dict[int, int] = {}  # worker -> until when, on its own clock
+
+    def start(self, worker: int, now: int) -> None:
+        """A worker's process is started for the first time."""
+        self._ledgers[worker] = TimeLedger(WORKER_STATES, "starting", now)
+
+    def lose(self, worker: int, now: int) -> None:
+        """A worker has died, and another is to take its place; until now it did what it last reported."""
+        self._reported.pop(worker, None)
+        ledger = self._ledgers[worker]
+        ledger.enter("restarting", max(now, ledger.until))
+
+    def add(self, worker: int, report: ActivityReport) -> None:
+        """Take in a report. Raises RuntimeError if it overlaps the one before it."""
+        ledger, before = self._ledgers[worker], self._reported.get(worker, 0)
+        for time_ns, state, _ in report.changes:
+            if time_ns < before:
+                raise RuntimeError(f"worker {worker} reports {state!r} at {time_ns} ns after reporting until {before}")
+            before = time_ns
+            ledger.enter(state, max(time_ns, ledger.until))
+        self._reported[worker] = report.until
+        ledger.enter(ledger.state, max(report.until, ledger.until))
+
+    def take(self, now: int) -> Counter[str]:
+        """Nanoseconds in each state, all workers together, of what has become known since the last call."""
+        spent: Counter[str] = Counter()
+        for worker, ledger in self._ledgers.items():
+            is_up = worker in self._reported
+            spent += ledger.take(ledger.until if is_up else max(now, ledger.until)).spent
+        return spent
+
+    def items(self) -> Iterable[tuple[int, TimeLedger]]:
+        """Each worker's index and ledger."""
+        return self._ledgers.items()
+
+
+# Numbers and text
+
+
+def shares(spent: Counter[str], states: Collection[str]) -> dict[str, float]:
+    """The share of each of `states` in all of `spent`; they sum to 1. Empty if no time has passed.
+
+    Raises RuntimeError if time was spent in a state that is not one of them.
+    """
+    total, of_states = spent.total(), sum(spent[state] for state in states)
+    if of_states != total:
+        raise RuntimeError(f"{total - of_states} of {total} ns were spent in none of {', '.join(states)}: {spent}")
+    return {state: spent[state] / total for state in states} if total else {}
+
+
+def seconds(spent: Counter[str]) -> dict[str, float]:
+    """Nanoseconds as seconds."""
+    return {state: ns / 1e9 for state, ns in spent.items()}
+
+
+def describe(name: str, spent: Counter[str]) -> str:
+    """One line: how long, and the share of each state, the largest first."""
+    parts = [f"{state} {ns / spent.total():.1%}" for state, ns in spent.most_common() if ns]
+    return f"{name}  {spent.total() / 1e9:.1f} s: {', '.join(parts)}"

@@ -1,0 +1,185 @@
+"""Which attention the trainer computes with, and what tells it which tokens of a packed row see which.
+
+Sequences by themselves need no mask of ours: on a GPU torch's `varlen_attn` or flash-attn takes their bounds, and for
+torch's other attention transformers makes a causal mask with a block wherever positions restart. A shared prefix is
+seen by several branches, which bounds cannot say: a GPU then computes with FlexAttention, which skips empty blocks of
+the mask, and the CPU with torch's own attention and a mask [R, 1, L, L].
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig
+from transformers.utils import is_flash_attn_2_available
+
+from asyncrl.trainer.packing import first_fit_decreasing
+
+BY_BOUNDS = ("varlen", "flash_attention_2")
+"""Implementations that take the bounds of sequences; `varlen` is ours, registered below."""
+ONE_ROW = (*BY_BOUNDS, "flex_attention")
+"""Implementations that skip what is masked, so that a micro-batch is best packed into one row."""
+COLUMNS_PER_HIDDEN = 4
+"""Cost of all but attention for a token, in columns of a dense attention mask, over the model's hidden size. On a CPU
+steps with short and long rows gave 3.7, 4.3 and 5.1 for the tiny model, 3.0 and 4.7 for SmolLM2-135M in bfloat16. By
+operations it is 6."""
+_WITHIN_A_SEQUENCE = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The kinds of layers that transformers names which see no other sequence of a packed row."""
+_BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
+"""Models whose mask for torch's attention transformers 5.19 makes without the positions, which restart in a row."""
+_PACKED = "sequences of a packed row would see each other: take a model with attention that keeps them apart"
+_CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
+"""What some models give their attention besides a window; varlen_attn has none of it."""
+
+
+def choose_attention(device: torch.device, config: PreTrainedConfig, shares_prefix: bool) -> str:
+    """Return transformers' name of the attention to use: sdpa (torch's own) on the CPU.
+
+    On a GPU flex_attention where prefixes are shared, else flash_attention_2 where flash-attn is there, else varlen,
+    and sdpa for what that cannot compute.
+    """
+    if device.type != "cuda":
+        return "sdpa"
+    if shares_prefix:
+        return "flex_attention"
+    if flash_attn_works():
+        return "flash_attention_2"
+    if reason := unfit_for_varlen(config, torch.cuda.get_device_capability(device)):
+        _say(f"attention of the trainer takes a mask, which is slow and needs memory: {reason}")
+    return "sdpa" if reason else "varlen"
+
+
+def flash_attn_works() -> bool:
+    """Whether flash-attn is there and was built for this torch; if it is only there, a line says so."""
+    if not is_flash_attn_2_available():
+        return False
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError as error:
+        _say(f"flash-attn is installed but is not used, as its import fails ({error}): pip uninstall flash-attn")
+        return False
+    return True
+
+
+def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> str | None:
+    """Why torch's FlashAttention 2 cannot compute a model on a GPU of this compute capability; None if it can."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if capability < (8, 0):
+        return f"varlen_attn needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    if head_dim % 8 or head_dim > 256 or hasattr(text, "v_head_dim"):
+        return f"varlen_attn needs heads of a multiple of 8, at most 256, as wide for values; they have {head_dim}"
+    if not (model and model._supports_attention_backend and model._supports_sdpa):
+        return f"transformers lets nobody choose the attention of {config.model_type}"
+    return None
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Causal attention of the sequences of one row, [1, heads, L, head_dim] in and [1, L, heads, head_dim] out.
+
+    The function that transformers' models call: a window of w lets a token see itself and the w − 1 before it.
+    Raises ValueError for a score that is changed otherwise.
+    """
+    if changed := [name for name in _CHANGES_SCORES if others.get(name) is not None]:
+        raise ValueError(f"varlen_attn does not know the model's {changed[0]}; this model cannot be trained on a GPU")
+    # A norm may have made float32 of queries and keys; the kernel takes 16 bits.
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scaling, window_size=window, enable_gqa=True)
+    return out[None], None
+
+
+AttentionInterface.register("varlen", varlen_attention)  # without a mask function of that name none is made
+
+
+def check_layers(config: PreTrainedConfig, path: str, shares_prefix: bool) -> None:
+    """Raise ValueError for a model with which a sequence of a packed row would change the next one.
+
+    A recurrent or convolving layer reads the row from left to right. Where a prefix is shared, a window is refused too:
+    it counts columns of the row, which are not the positions of a sequence behind the prefix.
+    """
+    text = config.get_text_config()
+    named = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    kinds, window = set(named) - {"attention"}, getattr(text, "sliding_window", None)
+    if across := sorted(kinds - _WITHIN_A_SEQUENCE):
+        raise ValueError(f"--model {path} has {', '.join(across)} layers; {_PACKED}")
+    if config.model_type in _BLIND_TO_POSITIONS:
+        raise ValueError(f"--model {path} is a {config.model_type}, whose mask sees no bounds; {_PACKED}")
+    windows = sorted(kinds - {"full_attention"}) or [f"sliding_window {window}"] * (not kinds and window is not None)
+    if shares_prefix and windows:
+        raise ValueError(
+            f"--share-prefix needs full attention in every layer, {path} has {', '.join(windows)}; leave the option out"
+        )
+
+
+def mask_function(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return FlexAttention's mask_mod, which says whether a token of a row sees another: itself and those above it in
+    the tree, which stand before it in the row and whose subtrees have not ended; `visible_until` as in MicroBatch."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < visible_until[row, key])
+
+    return sees
+
+
+def dense_mask(visible_until: Tensor) -> Tensor:
+    """The mask function's values as a mask [R, 1, L, L] bool of queries × keys."""
+    num_rows, width = visible_until.shape
+    columns = torch.arange(width, device=visible_until.device)
+    rows = torch.arange(num_rows, device=visible_until.device)[:, None, None, None]
+    return mask_function(visible_until)(rows, rows, columns[:, None], columns)
+
+
+def dense_cost(lengths: list[int], hidden_size: int) -> int:
+    """Cost to compute a rank's bundles of `lengths` tokens in rows, in columns of a dense attention mask."""
+    width = max(lengths, default=0)
+    return len(first_fit_decreasing(lengths, width)) * width * (COLUMNS_PER_HIDDEN * hidden_size + width)
+
+
+def attention_inputs(implementation: str, position_ids: Tensor, visible_until: Tensor | None) -> dict:
+    """Arguments that tell the model, besides positions, which tokens see which; tensors as in MicroBatch."""
+    if visible_until is None:
+        return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
+    if implementation != "flex_attention":
+        return {"attention_mask": dense_mask(visible_until)}
+    (num_rows, width), sees = visible_until.shape, mask_function(visible_until)
+    make = _block_mask_maker(visible_until.device.type)
+    return {"attention_mask": make(sees, num_rows, None, width, width, visible_until.device)}
+
+
+@functools.cache
+def _block_mask_maker(device_type: str) -> Callable:
+    """FlexAttention's create_block_mask; compiled on a GPU, where it then never holds the mask's L² entries itself."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=True) if device_type == "cuda" else create_block_mask
+
+
+def varlen_bounds(position_ids: Tensor) -> dict:
+    """Sequence boundaries of one packed row [1, L], as transformers' models hand them to their attention."""
+    starts = torch.nonzero(position_ids[0] == 0).flatten().int()
+    bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

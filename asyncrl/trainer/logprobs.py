@@ -1,0 +1,85 @@
+"""From a causal LM to the log-probs of the trained tokens, without logits of all tokens: the head runs in chunks.
+
+A chunk is the head, the engine's sampling transform, a float32 log-softmax and the pick of the target; only the hidden
+states are kept, and the backward pass computes the chunk again. The head is called inside `TokenLogprobs.forward`, the
+module that FSDP2 shards last: outside of it the head's weight would be a shard in float32, inside it is whole and in
+the compute dtype, and is the embedding where the two are tied.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from algos.sampling import Sampling, sampling_logits
+from asyncrl.trainer.attention import ONE_ROW, attention_inputs
+
+CHUNK_ROWS = 1024
+"""Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
+
+
+class TokenLogprobs(nn.Module):
+    """A causal LM that returns the log-probs of trained tokens only, and never [tokens, vocabulary] as a whole."""
+
+    def __init__(self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS, trains_entropy: bool = False) -> None:
+        """`trains_entropy` lets the entropy carry gradient, which keeps two more chunks in the backward pass."""
+        super().__init__()
+        self.model = model
+        self.value_head: nn.Module | None = None
+        """What asyncrl/trainer/model.py adds with --advantage gae: from hidden states [N, H] to values [N] float32."""
+        self.chunk_rows = chunk_rows
+        self.attention: str = model.config._attn_implementation
+        """As transformers names it; asyncrl/trainer/attention.py chooses it."""
+        self.trains_entropy = trains_entropy
+        self.one_row = self.attention in ONE_ROW
+        """Whether that wants a micro-batch packed into one row."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        sources: Tensor,
+        targets: Tensor,
+        sampling: Sampling,
+        visible_until: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats, and values
+        of the states before them, [N] float32, 0 without a value head.
+
+        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass, once
+        for all branches that train a token of a shared prefix. Beside the head's weight and its gradient, the most
+        memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in and out of the
+        softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), times 4 where only top_k or
+        min_p cut, or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
+        151 936 that is 1.9 GB, or 3.7 GB, 2.5 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
+        """
+        places = None
+        if visible_until is not None:  # what several branches train is computed once; sources and targets are below 2³¹
+            pairs, places = (sources << 32 | targets).unique(return_inverse=True)
+            sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
+        seen = attention_inputs(self.attention, position_ids, visible_until)
+        outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
+        rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
+        head = functools.partial(self._score_rows, sampling=sampling)
+        parts = [
+            checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
+            for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
+        ]
+        values = torch.zeros(len(rows), device=rows.device) if self.value_head is None else self.value_head(rows)
+        columns = *(torch.cat(column) for column in zip(*parts, strict=True)), values
+        return columns if places is None else tuple(column[places] for column in columns)
+
+    def _score_rows(self, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        # In float32 from the logits on: a bfloat16 log-prob is known to 3 digits, too few for a ratio of probabilities.
+        # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
+        logprobs = sampling_logits(head(hidden).float(), targets, sampling).log_softmax(dim=-1)
+        picked = logprobs.gather(1, targets[:, None]).squeeze(1)
+        if self.trains_entropy and torch.is_grad_enabled():
+            chances = logprobs.exp()
+            return picked, -(chances * logprobs.masked_fill(chances == 0, 0.0)).sum(dim=-1)
+        with torch.no_grad():  # last, as the backward pass computes this again only up to what it needs
+            entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
+        return picked, entropy

@@ -1,0 +1,230 @@
+"""How the trainer's model comes to be: built empty and sharded on every rank (FSDP2), then filled from rank 0.
+
+Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
+CPU in float32, or by --dtype as a GPU does; what is frozen beside adapters is kept in that dtype.
+asyncrl/trainer/attention.py says with which attention.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.config import Config
+from asyncrl.trainer.attention import choose_attention
+from asyncrl.trainer.families import read_config
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.lora import add_adapters, initial_adapters
+from asyncrl.trainer.optimizer import OptimOptions
+
+_LAYER = re.compile(r"(?:.*?\.\d+\.)?")
+"""The part of a weight's name that names its layer; empty outside of layers."""
+transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
+
+
+class ValueHead(nn.Module):
+    """The value of a state from its last hidden state: one linear map, in float32 whatever the model computes in.
+
+    It is zero when a run begins, whatever its model was trained with. It stands on the trained model itself, which so
+    learns from both losses: a value model of its own would take as much memory again. No engine is sent it.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32, device="meta"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return values [N] float32 of hidden states [N, H], whose float32 copy no backward pass keeps."""
+        return checkpoint(_float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False)
+
+
+def _float_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.float() @ weight
+
+
+def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
+    """Mesh of all ranks: one line to shard the model over, or `replicas` lines of neighbours (HSDP); collective.
+
+    torchrun numbers the ranks node by node: with a replica per node, weights are gathered within nodes only.
+    """
+    num_ranks = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(device.type, (num_ranks,))
+    shape = (replicas, num_ranks // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Dtype that the model computes in, and that its weights are sent in."""
+    return getattr(torch, config.dtype_on(device.type))
+
+
+def load_model(
+    config: Config, path: str, mesh: DeviceMesh, device: torch.device, *, is_trained: bool = True
+) -> TokenLogprobs:
+    """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights.
+
+    What is not trained, as a reference or below adapters, is kept in the dtype of computing.
+    """
+    hf_config = read_config(path, config.share_prefix != "off")
+    dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
+    with torch.device("meta"):
+        attention = choose_attention(device, hf_config, config.share_prefix != "off")
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    module = TokenLogprobs(model.eval(), trains_entropy=OptimOptions.of(config).entropy > 0)
+    if is_trained and config.advantage == "gae":
+        module.value_head = ValueHead(model.get_output_embeddings().in_features)
+        shard([module.value_head], mesh, None, "optimizer" in config.save_memory)
+    layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
+    if config.lora_rank:
+        add_adapters(model, layers, config.lora_rank)
+    if "activations" in config.save_memory:
+        recompute_layers(model, layers)
+    if is_trained and compiles(config, device):
+        compile_layers(layers)
+    offload = "optimizer" in config.save_memory
+    shard([*layers, *embedding_apart(model), module], mesh, compute_dtype(config, device), offload)
+    module.to_empty(device="cpu" if offload else device)
+    _move_buffers(model, device)
+    _fill_from_rank_0(model, path, dtype, config.seed)
+    if module.value_head is not None:
+        nn.init.zeros_(module.value_head.weight)
+    return module
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Put buffers where layers compute: FSDP streams offloaded weights there by itself, but not these."""
+    for owner in model.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, buffer.to(device))
+
+
+def named_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, buffer) of each buffer that a checkpoint of the model has; none is ever trained."""
+    for owner_name, owner in model.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{owner_name}.{name}", buffer
+
+
+def as_in_files(model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield full weights with the names and shapes that they have in a checkpoint's files, one layer after the other.
+
+    transformers changes some weights as it reads them: it fuses the experts of a layer, for example. vLLM reads what is
+    in the files.
+    """
+    if not get_model_conversion_mapping(model, add_legacy=False):
+        yield from named
+        return
+    for _, layer in itertools.groupby(named, key=lambda item: _LAYER.match(item[0])[0]):
+        yield from revert_weight_conversion(model, dict(layer)).items()
+
+
+def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, seed: int) -> None:
+    """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole.
+
+    Adapters, which no checkpoint of a base model holds, are made from the seed.
+    """
+    is_reader = dist.get_rank() == 0
+    full = _read_model(path, dtype) if is_reader else None
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state = full.state_dict() | initial_adapters(model, seed) if is_reader else {}
+    set_model_state_dict(model, state, options=options)
+    for name, buffer in model.named_buffers():  # rotary frequencies and the like, which no state dict holds
+        if is_reader:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+
+
+def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Read a model to host memory; its weights stay bfloat16 where all are, and every rank widens its shard."""
+    options = {"use_safetensors": True, "trust_remote_code": False}
+    # Shapes that differ are taken, and refused here: transformers would only point at a table printed before.
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    read_as = torch.bfloat16 if _stored_dtypes(path) == {"BF16"} else dtype
+    full, info = AutoModelForCausalLM.from_pretrained(path, dtype=read_as, **options)
+    if dtype != torch.bfloat16 and torch.bfloat16 in {buffer.dtype for buffer in full.buffers()}:
+        # One that is made in the dtype of the weights would be rounded.
+        full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"--model {path}: {name} is {list(found)} in its safetensors and {list(expected)} by its config.json; "
+            "the two are not of one model"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"--model {path}: its safetensors lack {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which its "
+            "config.json asks for; fetch the model again, or mend the names"
+        )
+    return full
+
+
+def _stored_dtypes(path: str) -> set[str]:
+    """Dtypes of the weights in a folder's safetensors files, as they name them."""
+    found = set()
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            found |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  it is no dict
+    return found
+
+
+def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Keep only each layer's input for the backward pass and compute the rest again: memory for time."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether layers are compiled: as --compile says, or without it on GPUs."""
+    return device.type == "cuda" if config.compile is None else config.compile
+
+
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
+
+    Layers share their code and so their graphs: one per kind of input (with gradient or without, with adapters or
+    without; with torch's masked attention also one row or more, masked or not). Past eight of them torch warns and runs
+    a layer uncompiled; so sizes are symbolic, and a reference model, whose frozen weights make other kinds, is not
+    compiled.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def embedding_apart(model: PreTrainedModel) -> list[nn.Module]:
+    """The embedding, which FSDP then gathers and frees by itself; none where it is also the head.
+
+    The head stays with what is outside of layers. Its recomputation in the backward pass finds whole weights because
+    that group, the root's, is kept gathered, and its gradient is reduced at the very end, when activations are gone.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return [] if embedding.weight is head.weight else [embedding]
+
+
+def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool) -> None:
+    """Shard each module's float32 parameters; it computes in `dtype`, None for theirs, and gradients are reduced in
+    float32.
+
+    `offload` keeps the shards in host memory. Gradients then go there too, and the optimizer steps there, as it
+    makes its state beside the weights.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offloaded = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)

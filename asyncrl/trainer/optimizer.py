@@ -1,0 +1,240 @@
+"""The optimizer: what `--optimizer` and `--optim-args` choose, its learning rate, and its state for checkpoints."""
+
+import copy
+import inspect
+import json
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from algos.arguments import AtLeastOne, Count, NonNegative, Share
+from asyncrl import user_code as own
+from asyncrl.config import Config, read_arguments
+
+
+class Adafactor(torch.optim.Adafactor):
+    """Adafactor of torch on one rank, where a shard is a whole."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError for parameters of several ranks: torch would take the norm of a shard for that of all."""
+        super().add_param_group(param_group)
+        if any(map(_has_parts, param_group["params"])):
+            raise ValueError("it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw")
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """Make an update, of gradients that are no shards in name either: torch squares their norms in place."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter.grad, DTensor):
+                    placements = [Replicate()] * parameter.device_mesh.ndim
+                    parameter.grad = parameter.grad.redistribute(placements=placements)
+        return super().step(closure)
+
+
+def _has_parts(parameter: Tensor) -> bool:
+    """Whether several ranks hold a parameter."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+
+
+# Fused kernels make no temporaries of the weights' size. Those of the other optimizers take no sharded tensors.
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, weight_decay=0.0, fused=True),
+    "adam": partial(torch.optim.Adam, fused=True),
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": Adafactor,
+}
+"""Values of --optimizer that come with this code."""
+_NO_OPTIONS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximize")
+"""Arguments of torch's optimizers that --optim-args may not set: --lr does, or they say how torch computes."""
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """Options of optimization that every optimizer has; their names and defaults are those of `--optim-args`."""
+
+    epochs: AtLeastOne = 1
+    """Times that a step goes over its batch: `minibatches` updates each time."""
+    warmup: Count = 5
+    """Optimizer updates of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From warm-up, which is linear, to the run's last update."""
+    least: Share = 0.0
+    """What linear and cosine end at, of lr."""
+    by_ess: bool = False
+    """Whether lr is multiplied by √(effective sample size / sequences of the update): VCPO, arXiv 2602.17616, where the
+    importance ratios are those of whole sequences; its baseline is not here."""
+    entropy: NonNegative = 0.0
+    """Weight of the policy's entropy, nats, of each trained token, which is subtracted from its loss."""
+
+    @classmethod
+    def of(cls, config: Config) -> "OptimOptions":
+        """The options of a run. Raises ValueError, in one line, for what is none of them."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in _optim_args(config).items() if name in names})
+
+    def learning_rate(self, config: Config, update: int, steps_made: float, sequence_ess: float = 1.0) -> float:
+        """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1.
+
+        `steps_made` are the run's steps before it, with the share of the one under way: a schedule follows them, and so
+        ends with the run when that is resumed with other epochs.
+        """
+        lr = config.lr * min(1.0, (update + 1) / max(1, self.warmup))
+        updates_per_step = config.minibatches * self.epochs
+        if self.schedule != "constant" and update >= self.warmup:
+            after, length = (s * updates_per_step - self.warmup for s in (steps_made, config.steps))
+            done = min(1.0, max(0.0, after + 1) / max(1, length))
+            falls = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+            lr *= self.least + (1 - self.least) * falls
+        return lr * math.sqrt(sequence_ess) if self.by_ess else lr
+
+
+def _optim_args(config: Config) -> dict[str, Any]:
+    """The values of `--optim-args`, some for OptimOptions and the others for the optimizer.
+
+    Raises ValueError, in one line, for a name that neither takes.
+    """
+    for_all = inspect.signature(OptimOptions, eval_str=True).parameters.values()
+    for_one = _parameters(config).values()
+    options = [k for k in for_one if k.name not in _NO_OPTIONS and not isinstance(k.default, tuple)]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    betas = [inspect.Parameter(name, kind, default=default) for name, default in _betas(config).items()]
+    owner = f"--optimizer {config.optimizer}"
+    return read_arguments("optim-args", config.optim_args, owner, [*for_all, *options, *betas])
+
+
+def _parameters(config: Config) -> dict[str, inspect.Parameter]:
+    """Parameters of the optimizer beside its parameter groups, by name."""
+    make = own.load(config.optimizer, "--optimizer", OPTIMIZERS)
+    with own.blamed(config.optimizer, "--optimizer"):
+        _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
+    return {parameter.name: parameter for parameter in parameters}
+
+
+def _betas(config: Config) -> dict[str, float]:
+    """The betas of the optimizer, by the names beta1, beta2 and so on, with their defaults; empty if it has none."""
+    parameters = _parameters(config)
+    default = parameters["betas"].default if "betas" in parameters else ()
+    return {f"beta{number}": beta for number, beta in enumerate(default, 1)}
+
+
+def optimizer_arguments(config: Config) -> dict[str, Any]:
+    """Arguments of the optimizer, from `--lr` and `--optim-args`. Raises ValueError as OptimOptions.of does."""
+    names = {field.name for field in fields(OptimOptions)}
+    arguments = {name: value for name, value in _optim_args(config).items() if name not in names}
+    if "lr" in _parameters(config):
+        arguments["lr"] = config.lr
+    if betas := _betas(config):
+        arguments["betas"] = tuple(arguments.pop(name, default) for name, default in betas.items())
+    return arguments
+
+
+def parameter_groups(config: Config, model: nn.Module, head: nn.Module | None, head_lr: float) -> list[dict[str, Any]]:
+    """Groups of the optimizer: what is trained of the model, and the value head, if any, with `head_lr` times the
+    learning rate."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": trained, "lr": config.lr}]
+    if head is not None:
+        groups.append({"params": list(head.parameters()), "lr": config.lr * head_lr})
+    return groups
+
+
+def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
+    """Make the optimizer of --optimizer. Raises ValueError, in one line, for what it does not allow."""
+    arguments = optimizer_arguments(config)
+    with own.blamed(config.optimizer, "--optimizer"):
+        optimizer = own.load(config.optimizer, "--optimizer", OPTIMIZERS)(groups, **arguments)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"it made a {type(optimizer).__name__}; give what makes a torch.optim.Optimizer")
+    return optimizer
+
+
+def try_optimizer(config: Config) -> None:
+    """Make one update of a small matrix. Raises ValueError, in one line, if that fails, or saving the state does."""
+    matrix = nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer(config, [{"params": [matrix], "lr": config.lr}])
+    state = OptimizerState(optimizer, {matrix: "matrix"})
+    matrix.grad = torch.ones(2, 2)
+    with own.blamed(config.optimizer, "--optimizer"):
+        optimizer.step()
+        state.tensors()
+        json.dumps(state.values())
+
+
+def _check_is_shared(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor of which other ranks may have another part that torch does not know of."""
+    if isinstance(tensor, DTensor):
+        is_shared = not any(placement.is_partial() for placement in tensor.placements)
+    else:
+        is_shared = tensor.ndim == 0
+    if not is_shared:
+        raise ValueError(
+            f"--optimizer keeps {name} {list(tensor.shape)} as a part of each rank, which a checkpoint cannot join; "
+            "make it as torch.zeros_like(parameter) does, or a scalar that is equal on all ranks"
+        )
+
+
+class OptimizerState:
+    """What any optimizer knows beside its options: tensors and plain values of each parameter and of each group."""
+
+    def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]):
+        """Take an optimizer that has made no update, and the names of all its parameters."""
+        self.optimizer, self.names = optimizer, names
+        self._first = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, live, and sharded as they are. Raises ValueError for one that a rank has for itself."""
+        tensors = {
+            f"{key}.{owner}": value.detach()
+            for owner, values in self._owners().items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        if any(map(_has_parts, self.names)):
+            for name, tensor in tensors.items():
+                _check_is_shared(name, tensor)
+        return tensors
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """All other state by its owner, which is a parameter or a group: of a group what updates have changed."""
+        return {
+            owner: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+            for owner, values in self._owners().items()
+        }
+
+    def _owners(self) -> dict[str, dict[str, Any]]:
+        """What each parameter, by its name, and each group, by its number, knows beside options."""
+        owners = {self.names[parameter]: values for parameter, values in self.optimizer.state.items()}
+        for number, (group, first) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+            # The trainer sets `lr` at each update. What no update changes is an option, and a resume may change it.
+            owners[f"group_{number}"] = {
+                key: value
+                for key, value in group.items()
+                if key not in ("params", "lr") and (isinstance(value, Tensor) or first.get(key) != value)
+            }
+        return owners
+
+    def make(self, owners: Collection[str]) -> None:
+        """Have the optimizer make tensors for the parameters of these names, by an update that the caller undoes."""
+        for parameter, name in self.names.items():
+            parameter.grad = torch.zeros_like(parameter) if name in owners else None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def set_values(self, values: dict[str, dict[str, Any]]) -> None:
+        """Take over what `values` gave."""
+        for parameter, name in self.names.items():
+            if name in values:
+                self.optimizer.state[parameter].update(values[name])
+        for number, (group, first) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+            group.update(copy.deepcopy(first) | values[f"group_{number}"])

@@ -1,0 +1,333 @@
+"""The policy: the loss of packed tokens, its optimizer updates, and what others read of the trained weights.
+
+Methods marked «collective» must be called by all ranks with the same number of micro-batches.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from algos import KL_ESTIMATORS, LOSSES, AdvantageOptions, LossInputs, choose_loss, gae
+from algos.inputs import joined
+from algos.proximal import loglinear
+from algos.sampling import Sampling
+from asyncrl import user_code as own
+from asyncrl.config import Config
+from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.checkpoint import restore_training_state, save_for_people, trained_names, training_state
+from asyncrl.trainer.lag_stats import TokenStats, drift
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
+from asyncrl.trainer.model import as_in_files, compute_dtype, load_model, named_persistent_buffers, trainer_mesh
+from asyncrl.trainer.optimizer import OptimizerState, OptimOptions, make_optimizer, parameter_groups
+from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
+from asyncrl.weights.transport import ParameterSpec
+
+
+class NotFinite(RuntimeError):
+    """A loss or a gradient is infinite or no number; all ranks raise it together, before any weight is touched."""
+
+
+@dataclass(frozen=True)
+class StepPosition:
+    """Where the weights are between two versions."""
+
+    policy_version: int
+    """Version at the start of the step, steps."""
+    progress: float
+    """Share of the step's optimizer updates that were made, in [0, 1)."""
+
+
+@dataclass(eq=False)
+class Policy:
+    """The model, its optimizer and the loss; every rank holds its shard."""
+
+    config: Config
+    model_path: str
+    module: TokenLogprobs
+    reference: TokenLogprobs | None
+    loss: Callable
+    device: torch.device
+    clock: TrainerClock
+    num_updates: int = 0
+
+    def __post_init__(self) -> None:
+        self._optim, self._advantage = OptimOptions.of(self.config), AdvantageOptions.of(self.config)
+        head, head_lr = self.module.value_head, self._advantage.value_lr
+        groups = parameter_groups(self.config, self.module.model, head, head_lr)
+        self._clipped = [group["params"] for group in groups]
+        self.optimizer = make_optimizer(self.config, groups)
+        self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
+        self._optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
+
+    @property
+    def one_row(self) -> bool:
+        """Whether the model's attention wants each micro-batch packed into one row."""
+        return self.module.one_row
+
+    def train_step(self, updates: list[list[list[Bundle]]], policy_version: int) -> dict[str, float]:
+        """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
+
+        `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
+        first in a random order of seed, version and epoch; proximal log-probs and values are those before the first.
+        Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
+        changes in bfloat16), means over the updates; `lr` of the last; what _tokens_read counts; with a value head what
+        gae.of_step says of it; and the means of TokenStats over all trained tokens.
+        Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
+        for a token from the future.
+        """
+        self.clock.enter("forward_backward")
+        packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
+        anchors, of_values = [[None] * len(update) for update in packed], {}
+        order = self._order(len(packed), policy_version)
+        recomputes = len(order) > 1 and self.config.proximal == "recompute"
+        if recomputes or self.module.value_head is not None:
+            with torch.no_grad():
+                before = [[self._forward(self.module, batch) for batch in update] for update in packed]
+            anchors = [[logprobs for logprobs, *_ in update] for update in before] if recomputes else anchors
+        if self.module.value_head is not None:
+            values = [[of for *_, of in update] for update in before]
+            packed, of_values = gae.of_step(packed, values, self._advantage, self._sum_over_ranks)
+        stats = TokenStats()
+        results = [
+            self._update(packed[i], anchors[i], StepPosition(policy_version, made / len(order)), stats)
+            for made, i in enumerate(order)
+        ]
+        mean = of_values | {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(updates), **stats.reduce(), **self._memory()}
+
+    def _order(self, num_minibatches: int, policy_version: int) -> list[int]:
+        """Which minibatch each update of a step trains on."""
+        seeds = [(self.config.seed, policy_version, epoch) for epoch in range(1, self._optim.epochs)]
+        again = [np.random.default_rng(seed).permutation(num_minibatches) for seed in seeds]
+        return [*range(num_minibatches), *(int(i) for order in again for i in order)]
+
+    def _tokens_read(self, updates: list[list[list[Bundle]]]) -> dict[str, float]:
+        """Tokens that a pass over the step reads, on all ranks; shares of all sequences' tokens that this saved, and
+        that one tree of each update would save (ERR and POR of Tree Training, arXiv 2511.00413)."""
+        bundles = [b for update in updates for microbatch in update for b in microbatch]
+        counts = [(b.num_tokens, b.num_tokens + sum(b.shared), b.num_distinct) for b in bundles]
+        of_rank = torch.tensor([(0, 0, 0), *counts], dtype=torch.float64).sum(dim=0)
+        read, total, distinct = self._sum_over_ranks(of_rank).tolist()
+        saved, shareable = 1 - read / total, 1 - distinct / total
+        return {"tokens/forward": read, "tokens/saved_share": saved, "tokens/shareable": shareable}
+
+    def _memory(self) -> dict[str, float]:
+        """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""
+        return {} if self.device.type == "cpu" else {"memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+    @torch.no_grad()
+    def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
+        """Return log-probs of the trained tokens of each micro-batch, flat [N] float32 nats on the CPU; collective.
+
+        Token order is that of the sequences given. `raw` leaves the sampling transform out.
+        """
+        packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
+        return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
+
+    def named_full_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
+        collective.
+
+        Each is cast before it is gathered, and gathered on the device that computes, wherever it is kept. Adapters are
+        merged into the weights they belong to, in float32. Persistent buffers follow the parameters, in the dtype that
+        they have. Copy each tensor before taking the next: on one rank it is the live weight.
+        """
+        adapters = {name: p.detach().to(self.device) for name, p in named_adapters(self.module.model)}
+        for name, parameter in named_base_parameters(self.module.model):
+            full = parameter.detach().to(self.device, parameter.dtype if adapters else dtype).full_tensor()
+            yield name, merge(name, full, adapters).to(dtype) if adapters else full
+        yield from named_persistent_buffers(self.module.model)
+
+    def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights as they are sent to rollout, which `sent_specs` describe; collective."""
+        return as_in_files(self.module.model, self.named_full_parameters(compute_dtype(self.config, self.device)))
+
+    def sent_specs(self) -> list[ParameterSpec]:
+        """Specs of what `sent_parameters` yields, in the same order: parameters in the dtype of computing."""
+        dtype, model = compute_dtype(self.config, self.device), self.module.model
+        parameters = [
+            (name, torch.empty(p.shape, dtype=dtype, device="meta")) for name, p in named_base_parameters(model)
+        ]
+        buffers = [(name, buffer.to("meta")) for name, buffer in named_persistent_buffers(model)]
+        named = as_in_files(model, [*parameters, *buffers])
+        return [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+
+    def save(self, path: str) -> None:
+        """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.
+
+        With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
+        Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
+        """
+        save_for_people(self.module, self.model_path, self.named_full_parameters(), path)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""
+        return training_state(self._optimizer_state, self.num_updates)
+
+    def restore(self, folder: str, group: dist.ProcessGroup) -> None:
+        """Go on from a state that `write_shards` wrote, warm-up included; collective on the gloo group of all ranks."""
+        self.num_updates = restore_training_state(self._optimizer_state, folder, group)
+
+    def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
+        batch = pack(bundles, self.module.one_row, self.config.share_prefix)
+        newest = max(batch.policy_versions.tolist(), default=policy_version)
+        if newest > policy_version:
+            raise RuntimeError(
+                f"a token was sampled by version {newest}, but the trainer is at version {policy_version}: "
+                "versions are stamped or published wrongly"
+            )
+        return batch.to(self.device)
+
+    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropy [N] of the trained tokens, and the values [N] before them."""
+        c = self.config
+        sampling = Sampling() if raw else Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
+        inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
+        scored = module(*inputs, sampling, batch.visible_until)
+        if not torch.is_grad_enabled():
+            module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
+        return scored
+
+    def _update(
+        self, batches: list[MicroBatch], anchors: list[Tensor | None], position: StepPosition, stats: TokenStats
+    ) -> dict[str, float]:
+        """Make one optimizer update; return its loss, grad_norm, lr and share of changed weights."""
+        totals = [sum(sum(b.num_trained) for b in batches), sum(len(b.num_trained) for b in batches)]
+        total_tokens, total_sequences = self._sum_over_ranks(torch.tensor(totals, dtype=torch.float64)).tolist()
+        if not total_tokens:
+            raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
+        whole = self._all_tokens(batches, anchors, position) if hasattr(self.loss, "needs_update") else None
+        loss, before = torch.zeros((), dtype=torch.float64, device=self.device), stats.num_added
+        for i, (batch, anchor) in enumerate(zip(batches, anchors, strict=True)):
+            # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
+            self.module.set_requires_all_reduce(i == len(batches) - 1)
+            per_token_loss = self._per_token_loss(batch, anchor, position, whole, stats)
+            summed = (per_token_loss * self._weights(batch, total_tokens, total_sequences)).sum()
+            # FSDP averages gradients over ranks, but the weights are global already: undo the average.
+            (summed * dist.get_world_size()).backward()
+            loss += summed.detach()
+        ess = stats.sequence_ess(before) if self._optim.by_ess else 1.0
+        lr = self._optim.learning_rate(self.config, self.num_updates, position.policy_version + position.progress, ess)
+        return self._step(float(self._sum_over_ranks(loss)), lr)
+
+    def _weights(self, batch: MicroBatch, total_tokens: float, total_sequences: float) -> Tensor:
+        """Weight [N] of each trained token in the summed loss of the update."""
+        totals = (total_tokens, total_sequences, self.config.max_response_tokens)
+        of_sequence = token_weights(list(batch.num_trained), self.config.loss_aggregation, *totals)
+        return torch.tensor(of_sequence, dtype=torch.float32, device=self.device)[batch.sequence_ids]
+
+    def _per_token_loss(
+        self,
+        batch: MicroBatch,
+        anchor: Tensor | None,
+        position: StepPosition,
+        whole: LossInputs | None,
+        stats: TokenStats,
+    ) -> Tensor:
+        """Loss [N] of each trained token, KL penalty included; its stats go to `stats`."""
+        if self.reference is not None:
+            with torch.no_grad(), without_adapters(self.reference):
+                ref_logprobs, *_ = self._forward(self.reference, batch)
+        logprobs, entropy, values = self._forward(self.module, batch)
+        if not len(batch.targets):
+            return logprobs + values  # [0], but in the graph: this rank's FSDP collectives must still run backwards
+        behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
+        loss, loss_stats = self.loss(replace(_loss_inputs(batch, logprobs, anchor, position), update=whole))
+        of_batch = {"entropy": entropy.detach(), "advantage": batch.advantages, "reward": batch.rewards}
+        of_batch["length"] = torch.tensor(batch.num_trained, device=self.device)[batch.sequence_ids]
+        token_stats = drift(logprobs.detach(), behavior) | of_batch | loss_stats
+        if self.reference is not None:
+            kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
+            loss = loss + self.config.kl_coef * kl
+            token_stats["kl_ref"] = kl.detach()
+        if self._optim.entropy:
+            loss = loss - self._optim.entropy * entropy
+        if batch.returns is not None:
+            token_stats["value/loss"] = (errors := (values - batch.returns) ** 2 / 2).detach()
+            loss = loss + self._advantage.value_coef * errors
+        stats.add(token_stats, lags)
+        stats.add_ratios(logprobs.detach() - behavior, batch.sequence_ids)
+        logprobs.register_hook(lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags))
+        return loss
+
+    @torch.no_grad()
+    def _all_tokens(
+        self, batches: list[MicroBatch], anchors: list[Tensor | None], position: StepPosition
+    ) -> LossInputs:
+        """Inputs of all trained tokens of an update, on all ranks; collective."""
+        pairs = zip(batches, anchors, strict=True)
+        mine = [_loss_inputs(batch, self._forward(self.module, batch)[0], a, position).to("cpu") for batch, a in pairs]
+        of_ranks: list[LossInputs | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, joined(mine))
+        return joined(of_ranks).to(self.device)
+
+    def _step(self, loss: float, lr: float) -> dict[str, float]:
+        """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
+        # Reading `loss` has just waited for the device, so the host's time is the device's.
+        self.clock.enter("optimizer")
+        # Each by itself: errors of values, which are large at first, must not scale down the model's gradient.
+        norms = [nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm) for parameters in self._clipped]
+        grad_norm, *of_head = [float(norm.full_tensor()) for norm in norms]
+        if not all(map(math.isfinite, [loss, grad_norm, *of_head])):
+            raise NotFinite(
+                f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
+                "look at the rewards, the behavior log-probs and the learning rate"
+            )
+        for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
+            group["lr"] = lr * scale
+        parameters = self._clipped[0]
+        before = [_in_bfloat16(parameter) for parameter in parameters]
+        self.optimizer.step()
+        changed = sum((old != _in_bfloat16(p)).sum() for old, p in zip(before, parameters, strict=True))
+        self.optimizer.zero_grad()
+        self.num_updates += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # costs no overlap: the next thing the host does is to read a sum
+        self.clock.enter("forward_backward")
+        counts = torch.stack([changed.double(), changed.new_tensor(sum(old.numel() for old in before))])
+        changed, size = self._sum_over_ranks(counts).tolist()
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "changed_weights": changed / size}
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        values = values.to(self.device)
+        dist.all_reduce(values)
+        return values
+
+
+@torch.no_grad()
+def _in_bfloat16(parameter: DTensor) -> Tensor:
+    """A copy of this rank's part of a float32 parameter, as engines get it."""
+    return parameter.to_local().to(torch.bfloat16)
+
+
+def _loss_inputs(batch: MicroBatch, logprobs: Tensor, anchor: Tensor | None, position: StepPosition) -> LossInputs:
+    """What a loss sees of a micro-batch; `anchor`: proximal log-probs [N], or None to derive them from `logprobs`."""
+    if anchor is None:
+        # Before the first update the proximal policy is the current one, so with one update this is exact.
+        lags = position.policy_version - batch.policy_versions
+        anchor = loglinear(logprobs, batch.behavior_logprobs, lags, position.progress)
+    of_sequences = batch.advantages, batch.rewards, batch.sequence_ids
+    return LossInputs(logprobs, batch.behavior_logprobs, anchor, *of_sequences)
+
+
+def load_policy(config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None) -> Policy:
+    """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
+
+    With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
+    ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
+    """
+    loss = choose_loss(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES), config.advantage)
+    mesh = trainer_mesh(config.replicas, device)
+    module, reference = load_model(config, model_path, mesh, device), None
+    if config.kl_coef > 0 and config.lora_rank:
+        reference = module
+    elif config.kl_coef > 0:
+        reference = load_model(config, model_path, mesh, device, is_trained=False).requires_grad_(False)
+    return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

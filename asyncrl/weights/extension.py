@@ -1,0 +1,108 @@
+"""The engine's end of asyncrl/weights/shm.py, inside vLLM's engine process. Importing registers it with vLLM, as `shm`.
+
+Imports vllm at the top, so only asyncrl/engine/extension.py may import this module.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from asyncrl.weights.shm import NO_CHECKSUM, SharedBuffer
+from asyncrl.weights.transport import specs_of
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Where the trainer's two host buffers are and how parameters lie in them."""
+
+    paths: list[str]
+    """One file per buffer, /proc/PID/fd/N of the trainer."""
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """Which buffer to read, and the version and checksum that must be found there."""
+
+    buffer: int
+    version: int
+    checksum: int
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Loads weights from host memory that the trainer process shares; nothing is copied on the way.
+
+    The layer-wise reload of vLLM lets layers whose kernels repack their weights take new ones.
+    """
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        specs = specs_of(init_info.names, init_info.dtype_names, init_info.shapes)
+        on_gpu = self.device.type == "cuda"
+        self._buffers = [SharedBuffer(path, specs, on_gpu) for path in init_info.paths]
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self.device.type == "cpu":
+            self._forget_expert_kernels()
+        initialize_layerwise_reload(self.model)
+
+    def _forget_expert_kernels(self) -> None:
+        """Have each layer of experts set up its kernel again when its weights are loaded.
+
+        On the CPU that packs the weights as the kernel reads them. vLLM packs only the first weights: without this, the
+        kernel reads the unpacked weights of every later version as if they were packed.
+        """
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, FusedMoEMethodBase):
+                method.moe_kernel = None
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        buffer = self._buffers[update_info.buffer]
+        buffer.check(update_info.version, update_info.checksum)
+        loaded = self.model.load_weights(buffer.parameters)
+        buffer.check(update_info.version, NO_CHECKSUM)  # nobody wrote while we read
+        by_name = dict(self.model.named_parameters(remove_duplicate=False))
+        loaded_parameters = {id(by_name[name]) for name in loaded & by_name.keys()}
+        missing = {name for name, parameter in by_name.items() if id(parameter) not in loaded_parameters}
+        # vLLM never loads a head that is tied to the embedding
+        if missing and not (self.model_config.hf_config.tie_word_embeddings and missing == {"lm_head.weight"}):
+            raise RuntimeError(f"version {update_info.version} brought no weights for {sorted(missing)}")
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._refresh_tied_head()
+
+    def _refresh_tied_head(self) -> None:
+        """Repack a head that is tied to the embedding.
+
+        On the CPU a linear layer computes with a packed copy of its weight; the reload repacks the layers it loaded,
+        and a tied head is not one of them: it would go on with the weights of the first version.
+        """
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        self._buffers = []
+
+
+# It warns at every update of each layer that has nothing to load; receive_weights checks that nothing is missing.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+WeightTransferEngineFactory.register_engine("shm", ShmWeightTransferEngine)

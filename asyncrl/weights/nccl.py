@@ -1,0 +1,199 @@
+"""Weights to rollout workers on other GPUs, by NCCL, in the chunks that vLLM's own weight-transfer engine receives.
+
+Rank 0 of the trainer gathers into a staging buffer first, together with all other ranks, and sends afterwards: a
+broadcast that waits for a worker between two gathers would make the other ranks wait too, and the worker may be waiting
+for them. Sending then needs nobody but the worker: a thread does it while the trainer goes on with its next step, and
+only when the worker has said that it is about to receive, so that no kernel occupies the GPU in vain.
+
+There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine behind it. So each
+loads at its own time, and one that dies, and joins a new group when it has been started again, concerns no other. Nor
+does one that hangs: each group has a stream of its own, where vLLM's own sending end would share its streams among all.
+What is sent is the staged memory itself; nothing is copied once more.
+"""
+
+import functools
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from asyncrl.weights.ipc import CHUNK_BYTES, Packed
+from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
+
+ADDRESS = "127.0.0.1"
+ABORT_S = 6.0
+"""More than vLLM gives a communicator to abort."""
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+NUM_CHUNK_BUFFERS = 2
+"""Chunks that an engine receives at the same time."""
+
+
+def import_communicator() -> None:
+    """Import vLLM's communicator, and leave to the trainer's compiler the threads that vLLM takes from it."""
+    import torch._inductor.config  # noqa: F401  which reads their number
+
+    before = os.environ.get(COMPILE_THREADS)
+    import vllm.distributed.device_communicators.pynccl  # noqa: F401
+
+    os.environ.pop(COMPILE_THREADS, None)  # vLLM sets it once
+    if before is not None:
+        os.environ[COMPILE_THREADS] = before
+
+
+class NcclLink:
+    """Rank 0 of an NCCL group, by vLLM's communicator; its other ranks are vLLM's engine."""
+
+    def __init__(self, listening: socket.socket, num_ranks: int, device: torch.device, timeout_s: float):
+        """Meet the others, at the port of a socket that this takes over.
+
+        Raises RuntimeError where NCCL's library is not found.
+        """
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        torch.cuda.set_device(device)  # of this thread
+        self._stream = torch.cuda.Stream(device)
+        meet = {"store_timeout": int(timeout_s) + 1, "listen_socket": listening}
+        group = StatelessProcessGroup.create(ADDRESS, listening.getsockname()[1], 0, num_ranks, **meet)
+        with torch.cuda.stream(self._stream):  # else the trainer's kernels would wait for the group's first one
+            self._communicator = PyNcclCommunicator(group, device=device)
+        if self._communicator.disabled:
+            raise RuntimeError("vLLM finds no NCCL library; use --weight-sync shm")
+
+    def send(self, chunks: Iterable[torch.Tensor]) -> None:
+        """Send [bytes] uint8 tensors, cut as the receiving end expects; returns when they have arrived."""
+        for chunk in chunks:
+            self._communicator.broadcast(chunk, src=0, stream=self._stream)
+        self._stream.synchronize()
+
+    def abort(self) -> None:
+        """Give the group up, even in the middle of sending: a broadcast that waits for a dead worker ends."""
+        self._communicator.destroy()
+
+
+class _Sender:
+    """A thread that opens the link to one worker and then sends what it is asked to."""
+
+    def __init__(self, worker: int, open_link: Callable[[], NcclLink], timeout_s: float):
+        self._worker, self._timeout_s = worker, timeout_s
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._link: NcclLink | None = None
+        self._error: Exception | None = None
+        self._dropped = False
+        self._aborting: threading.Thread | None = None
+        self._deadline: float | None = time.monotonic() + timeout_s
+        self._doing = f"joining rollout worker {worker}'s NCCL group"
+        # A daemon thread: one that waits for a dead worker inside NCCL must not keep the process alive.
+        name = f"send-to-worker-{worker}"
+        threading.Thread(target=self._run, args=(open_link,), name=name, daemon=True).start()
+
+    def send(self, chunks: Iterable[torch.Tensor]) -> None:
+        self._jobs.put(chunks)
+
+    def _run(self, open_link: Callable[[], NcclLink]) -> None:
+        try:
+            self._link = open_link()
+            while not self._dropped:
+                self._deadline = None
+                chunks = self._jobs.get()
+                if chunks is None:
+                    return
+                self._doing = f"sending weights to rollout worker {self._worker} by NCCL"
+                self._deadline = time.monotonic() + self._timeout_s
+                self._link.send(chunks)
+        except (RuntimeError, OSError, ImportError) as error:  # what torch, NCCL and their sockets raise
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None and not self._dropped:
+            raise RuntimeError(f"{self._doing} failed: {self._error}") from self._error
+        deadline = self._deadline
+        if deadline is not None and time.monotonic() > deadline and not self._dropped:
+            raise TimeoutError(f"{self._doing} takes too long")
+
+    def drop(self) -> None:
+        self._dropped = True
+        self._jobs.put(None)
+        if self._link is not None:  # elsewhere, as it takes seconds, and the controller's lock is held
+            self._aborting = threading.Thread(target=self._link.abort, daemon=True)
+            self._aborting.start()
+
+    def wait(self) -> None:
+        """Wait for the end of what was dropped, but not for ever."""
+        if self._aborting is not None:
+            self._aborting.join(ABORT_S)
+
+
+class NcclTransport(Buffers):
+    """Weights from rank 0's GPU to those of the workers: a staging buffer there, and a link to each worker."""
+
+    def __init__(
+        self,
+        specs: list[ParameterSpec],
+        device: torch.device,
+        ranks_per_worker: int,
+        timeout_s: float,
+        open_link: Callable[..., NcclLink] = NcclLink,
+    ):
+        """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
+        super().__init__(num_buffers=1)
+        if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
+            import_communicator()
+        self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
+        self._timeout_s, self._open_link = timeout_s, open_link
+        self._packed = Packed(specs, device)
+        self._senders: dict[int, _Sender] = {}
+
+    def init_info(self, worker: int = 0) -> dict:
+        """Begin a group with a worker that has just started, and return what its engine needs to join it."""
+        self.drop(worker)
+        listening, num_ranks = socket.create_server((ADDRESS, 0)), 1 + self.ranks_per_worker
+        open_link = functools.partial(self._open_link, listening, num_ranks, self.device, self._timeout_s)
+        port = listening.getsockname()[1]  # before it is taken over
+        self._senders[worker] = _Sender(worker, open_link, self._timeout_s)
+        return {
+            "master_address": ADDRESS,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": num_ranks,
+            "packed": True,
+            "packed_buffer_size_bytes": CHUNK_BYTES,
+            "packed_num_buffers": NUM_CHUNK_BUFFERS,
+        }
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
+
+        This is all that the trainer waits for. Raises RuntimeError while the buffer is read.
+        """
+        index = self.take_buffer()
+        copy_parameters(parameters, self._packed.parameters)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the sending threads have streams of their own
+        return Staged(index, [layout(self.specs)])
+
+    def send(self, worker: int, staged: Staged) -> None:
+        """Send to a worker that is about to receive; returns at once."""
+        self._senders[worker].send(self._packed.chunk_payloads)
+
+    def drop(self, worker: int) -> None:
+        """Give up the group of a worker that has died."""
+        if (sender := self._senders.pop(worker, None)) is not None:
+            sender.drop()
+
+    def check(self) -> None:
+        """Raise RuntimeError for a group or a transfer that failed, TimeoutError for one that takes too long."""
+        for sender in list(self._senders.values()):
+            sender.check()
+
+    def close(self) -> None:
+        """Give up all groups; a broadcast that still waited would be in the way of the process's end."""
+        senders = list(self._senders.items())
+        for worker, _ in senders:
+            self.drop(worker)
+        for _, sender in senders:
+            sender.wait()

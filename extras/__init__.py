@@ -1,0 +1,1 @@
+"""Optional systems: a folder or file each, which may be deleted."""

@@ -1,0 +1,1 @@
+"""AReaL-Hex: what a step costs, and which GPUs do what."""

@@ -1,0 +1,344 @@
+"""How much of a GPU trainer and engine need, computed from the model's shape before anything is loaded. Pure.
+
+Weights, gradients, optimizer state, staging buffers and KV cache are exact. What a forward and backward pass keeps is
+an estimate, of the tensors that transformers' decoder layers save for the backward pass; contexts, graphs and
+workspaces are what such processes usually take. `MARGIN` is for all that.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+
+from asyncrl.cluster.gpus import Gpu
+from asyncrl.config import Config
+from extras.planning.shape import ModelShape
+
+GIB = 2**30
+MARGIN = 0.04
+"""Share of the GPU that nobody is given: fragmentation, rounding, and the error of the estimates."""
+CONTEXT_BYTES = int(1.2 * GIB)
+"""A CUDA context, its kernels, cuBLAS workspaces and NCCL's buffers, per process."""
+GRAPH_BYTES = GIB
+"""CUDA graphs of an engine."""
+ENGINE_STEP_TOKENS = 8192
+"""Tokens that an engine computes in one step at most, vLLM's default."""
+ERROR = 0.25
+"""How far, relative, what is computed of a step may exceed a GPU before the run is refused."""
+SPARE = 0.05
+"""Share of the GPU that an engine gets beyond what it needs, where that much is left: its overheads are estimates."""
+USED_BYTES_WORTH_MENTION = GIB
+
+
+@dataclass(frozen=True)
+class Item:
+    """One use of memory."""
+
+    what: str
+    num_bytes: float
+    how: str
+    """The arithmetic."""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.num_bytes / GIB:.2f} GiB ({self.how})"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the trainer's ranks, of all nodes, share its work and its model."""
+
+    num_ranks: int = 1
+    """Ranks that share a step's groups."""
+    num_shards: int = 1
+    """Of them, those that share the model: fewer with replicas."""
+    stages: bool = True
+    """Whether weights are staged on rank 0's GPU, for ipc or nccl."""
+    is_strict: bool = False
+    """Whether estimates must hold, too, and an engine on the same GPU have room for a quarter of its requests: their
+    responses are rarely as long as they may be."""
+
+
+def total(items: list[Item]) -> float:
+    """Bytes of all items together."""
+    return sum(item.num_bytes for item in items)
+
+
+# The trainer
+
+
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    """Parameters that the optimizer has: all, or with LoRA those of the adapters of every linear layer."""
+    if not config.lora_rank:
+        return shape.num_parameters
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    return config.lora_rank * shape.num_layers * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+
+
+def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_weights: bool) -> list[Item]:
+    """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers.
+
+    The optimizer's state is counted as AdamW's, whatever --optimizer is.
+
+    The model is sharded over `num_shards` ranks: those of all nodes together, or of one replica.
+    """
+    million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
+    share = f"{million} parameters / {num_shards} ranks"
+    gathered = Item("gathering weights", 2 * shape.largest_parameter, "2 B × the largest parameter")
+    items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
+    if "optimizer" not in config.save_memory:
+        of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
+        items.append(Item("weights and AdamW", 12 * trained / num_shards, of_trained))
+        if config.lora_rank:
+            items.append(Item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
+        elif config.kl_coef > 0:
+            items.append(Item("reference model", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
+    if stages_weights:
+        items.append(Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B"))
+    return items
+
+
+def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
+    """What one trainer rank needs beside that while it makes a step, at its peak: in the backward pass.
+
+    AdamW, which is fused, makes no temporaries; offloaded, it runs in host memory, where gradients are then, too. What
+    FSDP gathers and reduces of other layers is gone by then. extras/planning/tests/test_memory_of_a_step.py counts all
+    this.
+    """
+    backward = _pass_items(config, shape, num_ranks)
+    if "optimizer" in config.save_memory:
+        return backward
+    trained_bytes = 4 * trained_parameters(config, shape) / num_shards
+    return [Item("gradients", trained_bytes, "4 B per trained weight, over the ranks"), *backward]
+
+
+def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
+    """A forward and backward pass of one micro-batch, at the worse of its two peaks: in the head, or in a layer."""
+    tokens, per_layer, hidden = microbatch_tokens(config, num_ranks), saved_bytes_per_token(shape), shape.hidden_size
+    is_recomputed = "activations" in config.save_memory
+    of_layer, rows = 2 * hidden if is_recomputed else per_layer, min(tokens, 1024)
+    head, chunk = 2 * shape.largest_parameter, 4 * rows * shape.vocab_size
+    copies = chunk * (
+        6 if config.top_p < 1 else 4 if config.top_k or config.min_p else 3
+    )  # see asyncrl/trainer/logprobs.py
+    in_head = Item("in the head", 10 * tokens * hidden + max(copies, 2 * chunk + head), f"{rows} rows of logits")
+    wide = tokens * (per_layer * is_recomputed + 4 * (hidden + shape.intermediate_size))
+    in_layer = Item("in a layer", wide + 10 * shape.layer_parameters, f"{tokens} tokens, and 10 B × its parameters")
+    how = f"{tokens} tokens × {shape.num_layers} layers × {of_layer} B, estimated"
+    items = [
+        Item("head and its gradient", 2 * head, "2 × 2 B × the largest parameter"),
+        Item("activations", tokens * shape.num_layers * of_layer, how),
+        max(in_head, in_layer, key=lambda item: item.num_bytes),
+    ]
+    if shape.needs_mask:  # torch makes a bias of it in every layer, and keeps that for the backward pass
+        copies = 1 + 2 * (1 if is_recomputed else shape.num_layers)
+        mask = copies * tokens * config.max_sequence_tokens
+        items.append(Item("attention mask", mask, f"{copies} B × tokens × longest sequence"))
+    return items
+
+
+def ways_to_fit(config: Config) -> list[Config]:
+    """The options, where --save-memory is auto with all that saves memory, the least costly first.
+
+    Those are smaller micro-batches; weights staged in host memory, where --weight-sync is auto, too; recomputation; and
+    the optimizer in host memory.
+    """
+    if "auto" not in config.save_memory:
+        return [config]
+    savings = ((), ("activations",), ("activations", "optimizer"))
+    syncs = dict.fromkeys((config.weight_sync, "shm" if config.weight_sync == "auto" else config.weight_sync))
+    return [
+        replace(config, save_memory=save, weight_sync=sync, max_tokens_per_microbatch=tokens)
+        for save, sync, tokens in itertools.product(savings, syncs, budgets(config))
+    ]
+
+
+def budgets(config: Config) -> list[int]:
+    """Micro-batches to try, tokens: the given one, its halves, and one whole sequence."""
+    most, least = config.max_tokens_per_microbatch, config.max_sequence_tokens
+    return [*(most >> i for i in range(32) if most >> i > least), least]
+
+
+def microbatch_tokens(config: Config, num_ranks: int) -> int:
+    """Tokens of one pass: the budget, or all that a rank has of an update."""
+    sequences = -(-config.groups_per_step * config.group_size // (config.minibatches * num_ranks))
+    return min(config.max_tokens_per_microbatch, sequences * config.max_sequence_tokens)
+
+
+def saved_bytes_per_token(shape: ModelShape) -> int:
+    """Bytes that one layer keeps of one token for the backward pass: bfloat16, and float32 inside the norms.
+
+    Those are two norms of the hidden state, norms of queries and keys, queries, keys, values and the attention's
+    output with its sums, and four tensors of the feed-forward layer; under a mask keys and values once per query head.
+    """
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    beside = 16 * shape.hidden_size + 8 * shape.intermediate_size
+    if shape.needs_mask:
+        return beside + 16 * queries + 6 * keys
+    return beside + 10 * (queries + keys) + 4 * (2 * shape.num_attention_heads + shape.num_key_value_heads + 2)
+
+
+# The engine
+
+
+def engine_items(config: Config, shape: ModelShape, tp: int) -> list[Item]:
+    """What one GPU of an engine needs beside its KV cache."""
+    million = f"{shape.num_parameters / 1e6:.0f} M"
+    sampled = 16 * config.max_running_requests * shape.vocab_size
+    widest = 2 * ENGINE_STEP_TOKENS * (4 * shape.intermediate_size // tp + 8 * shape.hidden_size)
+    return [
+        Item("CUDA context and graphs", CONTEXT_BYTES + GRAPH_BYTES, "usual"),
+        Item("weights", 2 * shape.num_parameters / tp, f"{million} parameters × 2 B / {tp} GPUs"),
+        Item("logits", sampled, f"{config.max_running_requests} requests × {shape.vocab_size} × 16 B"),
+        Item("a step", widest, f"{ENGINE_STEP_TOKENS} tokens, estimated"),
+        Item("a weight update", 2 * 2 * shape.largest_parameter + 2**30, "a chunk and the largest parameter, twice"),
+    ]
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:
+    """Keys and values of one token in all layers, bfloat16, on one of `tp` GPUs."""
+    heads = -(-shape.num_key_value_heads // tp)
+    return 2 * 2 * shape.num_layers * heads * shape.head_dim
+
+
+# Together
+
+
+def plan_shared(
+    config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing = Sharing()
+) -> tuple[float, int | None, str]:
+    """Divide a GPU between a trainer rank and an engine.
+
+    The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
+    Returns its share of the GPU's memory, the bytes of its KV cache, and the arithmetic as text. Raises ValueError,
+    with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it, and vLLM decides on the KV
+    cache.
+    """
+    resident = resident_items(config, shape, sharing.num_shards, sharing.stages)
+    step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
+    engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
+    room = available_bytes(gpu) - total(resident) - (0 if sleeps else total(step))
+    least = -(-config.max_running_requests // 4) if sharing.is_strict else 1
+    kv = _kv_cache(config, shape, room - total(engine), least)
+    needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine, "KV cache": [kv]}
+    lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
+    short = total([*engine, kv]) - room
+    if sleeps:
+        lines.append("  the engine sleeps in a step and gives up all but its context and graphs")
+        short = max(short, total([*resident, *step]) + CONTEXT_BYTES + GRAPH_BYTES - available_bytes(gpu))
+    if config.gpu_memory_utilization is not None:
+        if short > 0 or config.gpu_memory_utilization * gpu.total_bytes > room:
+            lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
+        return config.gpu_memory_utilization, None, "\n".join(lines)
+    if short > 0:
+        raise ValueError(_refusal(config, gpu, lines, short))
+    given = total([*engine, kv]) + min(-short, SPARE * gpu.total_bytes)
+    return _rounded(given / gpu.total_bytes), int(kv.num_bytes), "\n".join(lines)
+
+
+def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Item:
+    """For all running requests at full length, or for as many as there is room for; at least for so many."""
+    one = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
+    sequences = max(least, min(config.max_running_requests, int(room // one)))
+    how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
+    return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
+
+
+def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing) -> str:
+    """Check a trainer rank that has a GPU of its own; return the arithmetic.
+
+    Raises ValueError if the trainer's state does not fit, or a step by more than ERROR: activations are an estimate, so
+    for less there is only a warning, unless the sharing is strict.
+    """
+    resident = resident_items(config, shape, sharing.num_shards, sharing.stages)
+    step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
+    lines = [
+        _gpu_line(gpu),
+        f"  trainer rank 0, always: {_listed(resident)}",
+        f"  trainer rank 0, in a step: {_listed(step)}",
+    ]
+    needed, error = total([*resident, *step]), 0.0 if sharing.is_strict else ERROR
+    if (short := max(total(resident), needed / (1 + error)) - available_bytes(gpu)) > 0:
+        raise ValueError(_refusal(config, gpu, lines, short))
+    if needed > available_bytes(gpu):
+        lines.append(f"  warning: a step may not fit; {_ways_out(config)}")
+    return "\n".join(lines)
+
+
+def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
+    """Check an engine that has GPUs of its own, of which this is the fullest; return the arithmetic.
+
+    Raises ValueError if there is no room for one sequence.
+    """
+    engine = engine_items(config, shape, config.rollout_tp)
+    kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, config.rollout_tp)
+    share = config.gpu_memory_utilization or OWN_GPU_UTILIZATION
+    lines = [
+        _gpu_line(gpu),
+        f"  engine, {share:.0%}: {_listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
+    ]
+    if (short := total(engine) + kv_one - min(share * gpu.total_bytes, available_bytes(gpu))) > 0:
+        raise ValueError(_refusal(config, gpu, lines, short))
+    return "\n".join(lines)
+
+
+OWN_GPU_UTILIZATION = 0.9
+"""Share of a GPU that an engine takes for itself where no trainer rank is on it."""
+
+
+def can_split(shape: ModelShape, tp: int) -> bool:
+    """Whether an engine can split the model's heads over `tp` GPUs."""
+    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
+    return not queries % tp and (not keys % tp or not tp % keys)
+
+
+def check_tp(shape: ModelShape, tp: int) -> None:
+    """Raise ValueError unless an engine can split the model's heads over `tp` GPUs."""
+    if not can_split(shape, tp):
+        queries, keys = shape.num_attention_heads, shape.num_key_value_heads
+        raise ValueError(
+            f"--rollout-tp {tp} does not divide {queries} attention heads and {keys} key-value heads evenly; "
+            f"use one of {[n for n in range(1, queries + 1) if can_split(shape, n)]}"
+        )
+
+
+def available_bytes(gpu: Gpu) -> int:
+    """Bytes of a GPU that trainer and engine may share among them: all but MARGIN and what others hold."""
+    return round(gpu.total_bytes * (1 - MARGIN)) - gpu.used_bytes
+
+
+def _rounded(share: float) -> float:
+    """Up to three digits, so that the printed share is the one that is used."""
+    return min(1.0, -(-round(share * 1e6) // 1000) / 1000)
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    return (
+        f"memory of {gpu.name}: {gpu.total_bytes / GIB:.1f} GiB, {gpu.used_bytes / GIB:.1f} used by others, "
+        f"{MARGIN:.0%} kept free"
+    )
+
+
+def _listed(items: list[Item]) -> str:
+    return f"{total(items) / GIB:.2f} GiB = " + " + ".join(map(str, items))
+
+
+def _refusal(config: Config, gpu: Gpu, lines: list[str], short: float) -> str:
+    full = ""
+    if gpu.used_bytes > USED_BYTES_WORTH_MENTION:
+        full = (
+            f"{gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are used by other processes: end them or "
+            "choose another GPU by CUDA_VISIBLE_DEVICES; or "
+        )
+    arithmetic = "; ".join(line.strip() for line in lines)
+    return f"the model does not fit, {short / GIB:.1f} GiB are missing: {full}{_ways_out(config)}. {arithmetic}"
+
+
+def _ways_out(config: Config) -> str:
+    ways = ["--save-memory optimizer activations"] if len(set(config.save_memory)) < 2 else []
+    ways += ["a lower --max-tokens-per-microbatch", "a lower --max-running-requests", "a smaller model"]
+    if config.colocate == "share" and config.async_ratio == 0:
+        ways.insert(0, "--colocate sleep where a GPU is shared")
+    if config.weight_sync != "shm":
+        ways.append("--weight-sync shm, which stages in host memory")
+    return "try " + ", ".join(ways)

@@ -1,0 +1,107 @@
+"""What the planner is told of machines and work: data sheets, cluster.toml, lengths, and what a run has measured."""
+
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+
+from asyncrl.config import Config, nearest
+from extras.planning import planner
+from extras.planning.planner import Cluster, Job, Lengths, Pool
+from extras.planning.shape import read_shape
+from scripts.runs import Run
+
+ASSUMED_LINK = 1.25
+"""GB/s between machines where nothing is said: Ethernet of 10 Gbit/s."""
+
+
+def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
+    """The cluster of a file, and what had to be assumed. Raises ValueError, in one line, for a mistake in it."""
+    try:
+        file = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    sheets, pools, links = planner.read_sheets(), [], file.get("links", {})
+    if not isinstance(file.get("machines"), list):
+        raise ValueError(f"{path} lists no [[machines]]; give gpu, gpus, count and price_per_hour of each kind")
+    for machines in file["machines"]:
+        gpu = machines.get("gpu")
+        if gpu not in sheets:
+            raise ValueError(f"{path}: gpu {gpu!r} is none of {', '.join(sheets)}{nearest(str(gpu), sheets)}")
+        taken = sum(pool.gpu == gpu for pool in pools)
+        name = f"{gpu} ({taken + 1})" if taken else gpu
+        numbers = {"count": 1, "price_per_hour": 0.0} | sheets[gpu] | machines
+        pools.append(_checked(Pool, f"{path}: {gpu}", {**numbers, "name": name}))
+    missing = [name for name in ("same_kind", "across_kinds") if name not in links]
+    notes = [f"[links] {name} is missing; {ASSUMED_LINK} GB/s assumed, Ethernet of 10 Gbit/s" for name in missing]
+    numbers = dict.fromkeys(missing, ASSUMED_LINK) | links | {"pools": tuple(pools)}
+    return _checked(Cluster, f"{path}: [links]", numbers), notes
+
+
+def _checked(kind: type, where: str, values: dict):
+    """A record of `kind`. Raises ValueError, in one line, for a field that it has not, or lacks, or a wrong number."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in [name for name, of in fields.items() if of.default is dataclasses.MISSING and name not in values]:
+        raise ValueError(f"{where}: {name} is missing")
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(f"{where}: {name} is none of {', '.join(fields)}{nearest(name, fields)}")
+        if fields[name].type not in (int, float):
+            continue
+        whole, least = fields[name].type is int, "at least 0" if name.endswith(("_hour", "tokens_per_s")) else "above 0"
+        is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf or (value == 0 and least == "above 0"):
+            raise ValueError(f"{where}: {name} must be a {'whole ' * whole}number {least}, got {value!r}")
+    return kind(**values)
+
+
+def lengths_of(run: Run, config: Config, prompt_tokens: float | None) -> Lengths:
+    """Lengths of a run's responses, and of its prompts unless they are given."""
+    responses, made = run.events["trajectory"], run.info["config"]
+    if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
+        raise ValueError(f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths")
+    if prompt_tokens is None and "tokens/forward" in run.metrics and made.get("share_prefix") in (None, False, "off"):
+        prompts = made["groups_per_step"] * made["group_size"]
+        prompt_tokens = (run.metrics["tokens/forward"] - run.metrics["tokens/trained"]).mean() / prompts
+    clipped = tokens[tokens > 0].astype(float).clip(upper=config.max_response_tokens)
+    prompt = min(prompt_tokens or math.inf, config.max_prompt_tokens)
+    return Lengths.of(prompt, clipped, config.groups_per_step * config.group_size)
+
+
+def with_rates(cluster: Cluster, run: Run) -> tuple[Cluster, str]:
+    """The cluster with mfu and hbm_efficiency of the run's GPUs as the run has measured them, and what was done."""
+    gpus = run.info["hardware"]["gpus"]
+    measured = [pool for pool in cluster.pools if pool.called in gpus]
+    where = ", ".join(dict.fromkeys(gpus)) or "a CPU"
+    if run.info["config"].get("listen"):
+        where, measured = "machines that joined it, too", []
+    if not measured:
+        return cluster, f"{run.path} ran on {where}: its lengths are taken, its rates say nothing of this cluster"
+    known = {field.name for field in dataclasses.fields(Config)}
+    config = Config.from_dict({name: value for name, value in run.info["config"].items() if name in known})
+    job = Job(config, read_shape(config.model), lengths_of(run, config, None))
+    steps, responses = run.metrics[len(run.metrics) // 4 :], run.events["trajectory"]  # at first everything fills
+    engines = len(responses[["node", "worker"]].drop_duplicates())
+    decoding_s = engines * (run.metrics["time/step_s"] * run.metrics["worker_time/decoding"])
+    passes_s = steps["time/train_s"] - steps["trainer_time/optimizer"] * steps["time/step_s"]
+    generated = (steps["rollout/tokens_per_s"] * steps["time/step_s"]).sum()
+    requests = (responses["ended_at"] - responses["started_at"]).sum() / decoding_s.sum()
+    rates = {
+        "trained_tokens_per_s": steps["tokens/trained"].sum() / passes_s.sum() / run.info["world_size"],
+        "sampled_tokens_per_s": generated / decoding_s[steps.index].sum() / config.rollout_tp,
+    }
+    of = {p: planner.calibrated(job, dataclasses.replace(p, **rates), requests) for p in measured}
+    said = "; ".join(f"{p.name} has mfu {p.mfu:.3g} and hbm_efficiency {p.hbm_efficiency:.3g}" for p in of.values())
+    return dataclasses.replace(cluster, pools=tuple(of.get(p, p) for p in cluster.pools)), f"by {run.path} {said}"
+
+
+def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -> Lengths:
+    """Lengths by a law, or, where none is given, lognormal around a quarter of the limit."""
+    name, _, numbers = (law or f"lognormal:{config.max_response_tokens / 4:g},0.8").partition(":")
+    try:
+        median, sigma = map(float, numbers.split(","))
+    except ValueError:
+        median = sigma = -1.0
+    if name != "lognormal" or not 0 < median < math.inf or not 0 <= sigma < 10:
+        raise ValueError(f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}")
+    return Lengths.lognormal(prompt_tokens or config.max_prompt_tokens, median, sigma, config)

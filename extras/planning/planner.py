@@ -1,0 +1,639 @@
+"""Which of unequal GPUs train, which sample, and how: AReaL-Hex (arXiv 2511.00796) with what this code can run. Pure.
+
+The trainer has GPUs of one kind, the same number on each of its machines, as every rank gets an equal share of a step.
+An engine has `tp` GPUs of one machine, the same number on all machines that have the same part. GPUs of a trainer's
+machine that do not train sample there (weights by NCCL), those of other machines join the run, and pull the weights.
+One GPU may do both in turns. Any GPU may stay idle.
+
+Seconds of a step; g of generation, u of the weight update, t of training, α the async_ratio:
+
+    step    about least_step_s(g + u, t, α, tail), at most most_step_s(g + u, t, L·d, α); tail is (L − R)·d with b = 1
+    t       max(F/(ranks·C), micro-batches·(gathers, reductions / slowest link of the group)) + AdamW + publication
+    F       2 FLOPs per weight, token and pass, a backward pass being two, and attention's half squares
+    C, m    FLOP/s and bytes/s that a GPU reaches: those of its data sheet × mfu, × hbm_efficiency
+    g       tokens sampled for a step / Σ y·h: y engines with a rate h = b·R / (R·d + b·p) each, b requests at a time
+    p       prefill of a prompt: 2·W·P/(tp·C) + (tp − 1)·(a + P·H·2/(tp·β))·4·l
+    d       decoding a token of each: c + 2·W/(tp·m) + 2·W·b/(tp·C) + b·K·context/m + (tp − 1)·(a + b·H·2/(tp·β))·4·l
+    u       2·W/β of the slowest link, × update_factor between machines
+
+W weights, H hidden size, l layers, P and R mean tokens of prompt and response, L tokens of a step's longest response, K
+bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency, c the host's part. p and d are HexGen's
+(arXiv 2502.07903, table 1), but for W instead of 12·H²·l, c, and the KV cache, whose reading HexGen leaves out.
+
+The paper alternates a search for t and one for g with a bisection of the GPUs. Here GPUs of a kind are alike, so that
+only a few splits differ: all get a bound, and are solved, by MILP, as long as their bound is below what was found.
+"""
+
+import itertools
+import math
+import tomllib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from asyncrl.cluster.cluster import check_shares
+from asyncrl.cluster.gpus import Gpu
+from asyncrl.cluster.placement import Placement
+from asyncrl.config import Config
+from extras.planning import memory
+from extras.planning.advisor import least_step_s, most_step_s
+from extras.planning.shape import ModelShape
+
+LINK_LATENCY_S = 10e-6
+"""Latency of a message within a machine (a)."""
+HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
+"""A rank's share of host memory, for copies and AdamW; what AdamW reads and writes of float32 per weight."""
+TPS = (1, 2, 4, 8)
+"""GPUs of an engine to choose from."""
+SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
+SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
+FINE, GAP = 32, 1e-4
+"""Which part of the number of engines lies between two numbers that are tried beside the best; how far from the best a
+MILP's answer may be, relative."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal machines: `count` with `gpus` each of a kind, whose data sheet says the rest, per GPU and one way."""
+
+    name: str
+    gpu: str
+    count: int
+    gpus: int
+    price_per_hour: float
+    tflops: float
+    hbm_gb_per_s: float
+    memory_gib: float
+    gb_per_s: float
+    called: str = ""
+    """What the driver calls the GPU."""
+    mfu: float = 0.4
+    hbm_efficiency: float = 0.7
+    host_s: float = 0.003
+    """The host's part of a decode step (c)."""
+    trained_tokens_per_s: float = 0.0
+    """That a GPU was measured to train, prompts and AdamW not counted; 0 if it was not. It takes the place of mfu."""
+    sampled_tokens_per_s: float = 0.0
+    """That a GPU of an engine was measured to sample; 0 if it was not. It takes the place of hbm_efficiency."""
+
+    @property
+    def flops_per_s(self) -> float:
+        """FLOP/s that a GPU reaches (C)."""
+        return self.tflops * 1e12 * self.mfu
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        """Bytes/s that a GPU reads (m)."""
+        return self.hbm_gb_per_s * 1e9 * self.hbm_efficiency
+
+    @property
+    def device(self) -> Gpu:
+        """One of the GPUs, as the arithmetic of memory wants it."""
+        return Gpu(self.gpu, round(self.memory_gib * memory.GIB), 0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines, and GB/s one way between two of them. update_factor: AReaL-Hex's table 2 says 4 to 6."""
+
+    pools: tuple[Pool, ...]
+    same_kind: float
+    across_kinds: float
+    update_factor: float = 5.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens; `square` is that of prompt and response together, `longest` the longest response of a step."""
+
+    prompt: float
+    response: float
+    square: float
+    context: float
+    """Of a request that runs at a random time: long ones are met more often."""
+    longest: float
+
+    @classmethod
+    def of(cls, prompt: float, responses: Iterable[float], num: int) -> "Lengths":
+        """What a prompt of this length and `num` responses in a step make, whose lengths are as likely as these."""
+        r = np.sort(np.fromiter(responses, float))
+        context = prompt + (r**2).mean() / (2 * r.mean())
+        longest = r @ np.diff((np.arange(len(r) + 1) / len(r)) ** num)
+        return cls(prompt, float(r.mean()), float(((prompt + r) ** 2).mean()), float(context), float(longest))
+
+    @classmethod
+    def lognormal(cls, prompt: float, median: float, sigma: float, config: Config) -> "Lengths":
+        """Of responses whose lengths follow that law, cut at the longest allowed."""
+        normals = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
+        responses = np.clip(median * np.exp(sigma * normals), 1, config.max_response_tokens)
+        return cls.of(prompt, responses, config.groups_per_step * config.group_size)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained. Of the config, replicas, rollout_tp and save_memory are chosen, and the micro-batch lowered."""
+
+    config: Config
+    shape: ModelShape
+    lengths: Lengths
+
+    @property
+    def responses(self) -> int:
+        """Trained on in a step."""
+        return self.config.groups_per_step * self.config.group_size
+
+    @property
+    def tokens(self) -> float:
+        """Sampled for a step."""
+        return self.responses * self.lengths.response
+
+    @property
+    def read_tokens(self) -> float:
+        """That the trainer reads in a pass over a step's batch."""
+        prompts = self.config.groups_per_step * (self.config.group_size if self.config.share_prefix == "off" else 1)
+        return prompts * self.lengths.prompt + self.tokens
+
+    @property
+    def extra_passes(self) -> int:
+        """Without gradient: the reference, and proximal log-probs or values."""
+        anchors = self.config.minibatches > 1 and self.config.proximal == "recompute"
+        return (self.config.kl_coef > 0) + (anchors or self.config.advantage == "gae")
+
+    @property
+    def requests(self) -> int:
+        """That run at the same time at most: of 1 + α batches one is taken to be the trainer's, if there are two."""
+        return max(1, math.floor(self.responses * max(1.0, self.config.async_ratio)))
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the trainer runs: on `gpus` of each of `machines`, a replica of the model over `shards` of them."""
+
+    pool: Pool
+    machines: int
+    gpus: int
+    shards: int
+    save_memory: tuple[str, ...]
+    microbatch: int
+    stages: bool
+    """Whether weights are staged on its GPUs, for engines on its machines."""
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that train."""
+        return self.machines * self.gpus
+
+    def config(self, job: Job) -> Config:
+        """The options with which it runs."""
+        chosen = {"save_memory": self.save_memory, "max_tokens_per_microbatch": self.microbatch}
+        return replace(job.config, replicas=self.ranks // self.shards, **chosen)
+
+    def items(self, job: Job) -> list[memory.Item]:
+        """Memory of a rank while it makes a step."""
+        config = self.config(job)
+        resident = memory.resident_items(config, job.shape, self.shards, self.stages)
+        return [*resident, *memory.step_items(config, job.shape, self.ranks, self.shards)]
+
+
+def read_sheets() -> dict[str, dict]:
+    """Numbers of every data sheet, and the driver's name, by that of the GPU."""
+    sheets = tomllib.loads(SHEETS.read_text(encoding="utf-8"))
+    return {gpu: {name: value for name, value in of.items() if name != "source"} for gpu, of in sheets.items()}
+
+
+def compute_s(job: Job, t: Training) -> float:
+    """Seconds that the GPUs that train compute for a step (F/(ranks·C))."""
+    config, shape, lengths = job.config, job.shape, job.lengths
+    squares = shape.num_layers * shape.num_attention_heads * shape.head_dim * job.responses * lengths.square
+    in_layers = shape.num_layers * shape.layer_parameters
+    used = in_layers * job.read_tokens + shape.vocab_size * shape.hidden_size * job.tokens
+    # A backward pass costs two, one with adapters; what was not kept for it is computed again.
+    passes = job.extra_passes + 1 + ("activations" in t.save_memory) + (1 if config.lora_rank else 2)
+    return passes * 2 * (used + squares) / (t.ranks * t.pool.flops_per_s)
+
+
+def training_s(job: Job, cluster: Cluster, t: Training) -> float:
+    """Seconds that the trainer needs for a step (t)."""
+    config, pool = job.config, t.pool
+    weights, trained = 2 * job.shape.num_parameters, memory.trained_parameters(config, job.shape)
+    # Rings; those through the same shard of all replicas share a machine's link.
+    across = min(pool.gb_per_s, cluster.same_kind)
+    shard_link = pool.gb_per_s if t.shards <= t.gpus else across
+    replica_link = pool.gb_per_s if t.machines == 1 else min(across, cluster.same_kind / min(t.gpus, t.shards))
+    shard_s = (weights * (job.extra_passes + 2) + 4 * trained) * (1 - 1 / t.shards) / (shard_link * 1e9)
+    replica_s = 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks) / (replica_link * 1e9)
+    count = config.minibatches * math.ceil(job.read_tokens / (t.ranks * config.minibatches * t.microbatch))
+    adamw_s = config.minibatches * ADAMW_BYTES * trained / t.shards / pool.hbm_bytes_per_s
+    if "optimizer" in t.save_memory:  # for each pass shards come from the host, float32, and gradients go there
+        moved = 12 * count * job.shape.num_parameters + config.minibatches * ADAMW_BYTES * trained
+        adamw_s = moved / t.shards / HOST_BYTES_PER_S
+    publish_s = weights * (1 - 1 / t.shards) / (shard_link * 1e9)
+    return max(compute_s(job, t), count * (shard_s + replica_s)) + adamw_s + publish_s
+
+
+def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
+    """Ways to train on so many GPUs that fit; of each the one with the largest micro-batch, which is the fastest."""
+    ranks, room = machines * gpus, memory.available_bytes(pool.device)
+    for shards, savings in itertools.product((n for n in range(1, ranks + 1) if not ranks % n), SAVINGS):
+        if not shards % gpus or not gpus % shards:
+            ways = (
+                Training(pool, machines, gpus, shards, savings, tokens, stages) for tokens in memory.budgets(job.config)
+            )
+            yield from itertools.islice((t for t in ways if memory.total(t.items(job)) <= room), 1)
+
+
+# Sampling
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine of `tp` GPUs that has `requests` at a time (b)."""
+
+    pool: Pool
+    tp: int
+    requests: float
+    decode_s: float
+    """A decode step (d)."""
+    rate: float
+    """Tokens/s of all requests (h)."""
+
+
+def exchange_s(job: Job, pool: Pool, tp: int, tokens: float) -> float:
+    """Seconds in which an engine's GPUs exchange what they computed of so many tokens."""
+    bytes_s = tokens * job.shape.hidden_size * 2 / (tp * pool.gb_per_s * 1e9)
+    return (tp - 1) * (LINK_LATENCY_S + bytes_s) * 4 * job.shape.num_layers
+
+
+def prefill_s(job: Job, pool: Pool, tp: int) -> float:
+    """Seconds of a prompt's prefill (p)."""
+    flops = 2 * job.shape.num_parameters * job.lengths.prompt
+    return flops / (tp * pool.flops_per_s) + exchange_s(job, pool, tp, job.lengths.prompt)
+
+
+def decode_parts_s(job: Job, pool: Pool, tp: int, requests: float) -> tuple[float, float]:
+    """Seconds of a decode step in which memory is read, and of all else in it; both together are d."""
+    weights = 2 * job.shape.num_parameters
+    read = weights / tp + requests * job.lengths.context * memory.kv_bytes_per_token(job.shape, tp)
+    others_s = pool.host_s + exchange_s(job, pool, tp, requests) + weights * requests / (tp * pool.flops_per_s)
+    return read / pool.hbm_bytes_per_s, others_s
+
+
+def make_engine(job: Job, pool: Pool, tp: int, requests: float) -> Engine:
+    """An engine with its rate."""
+    decode_s, response = sum(decode_parts_s(job, pool, tp, requests)), job.lengths.response
+    rate = requests * response / (response * decode_s + requests * prefill_s(job, pool, tp))
+    return Engine(pool, tp, requests, decode_s, rate)
+
+
+def largest_engine(job: Job, pool: Pool, tp: int, room: float | None = None) -> Engine | None:
+    """An engine with as many requests as max_running_requests and the KV cache allow; None if it does not fit.
+
+    `room` is what a GPU has for the engine, bytes; by default it is the engine's own.
+    """
+    if room is None:
+        share = job.config.gpu_memory_utilization or memory.OWN_GPU_UTILIZATION
+        room = min(share * pool.device.total_bytes, memory.available_bytes(pool.device))
+    kv = room - memory.total(memory.engine_items(job.config, job.shape, tp))
+    cache = kv / memory.kv_bytes_per_token(job.shape, tp)  # tokens
+    if cache < job.config.max_sequence_tokens:
+        return None
+    most = min(job.config.max_running_requests, job.requests, int(cache // job.lengths.context))
+    return make_engine(job, pool, tp, most)
+
+
+def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
+    """The pool with the mfu and hbm_efficiency of its measured rates, if it has any; none is left.
+
+    They are of the job, with its save_memory and rollout_tp, and of an engine with so many requests, as many as fit if
+    not given. Raises ValueError for a rate that no efficiency gives.
+    """
+    mfu, efficiency, tp = pool.mfu, pool.hbm_efficiency, job.config.rollout_tp
+    if pool.trained_tokens_per_s:
+        t = Training(pool, 1, 1, 1, job.config.save_memory, 1, False)
+        mfu *= compute_s(job, t) * pool.trained_tokens_per_s / job.tokens
+    pool = replace(pool, mfu=mfu, trained_tokens_per_s=0.0)
+    if rate := tp * pool.sampled_tokens_per_s:
+        largest = largest_engine(job, pool, tp)
+        b = requests or (largest.requests if largest else 1)
+        read_s, others_s = decode_parts_s(job, pool, tp, b)
+        left_s = b / rate - b * prefill_s(job, pool, tp) / job.lengths.response - others_s
+        if left_s <= 0:
+            raise ValueError(
+                f"{pool.name} is said to sample {pool.sampled_tokens_per_s:g} tokens/s per GPU; with {b:.3g} requests "
+                f"at a time all but memory takes {others_s:.3g} s of the {b / rate:.3g} s of a step; lower host_s"
+            )
+        efficiency *= read_s / left_s
+    return replace(pool, hbm_efficiency=efficiency, sampled_tokens_per_s=0.0)
+
+
+@dataclass(frozen=True)
+class Site:
+    """GPUs that may sample: `gpus` on each of `machines`. Where these train, all of them have the same engines."""
+
+    pool: Pool
+    machines: int
+    gpus: int
+    trains: bool
+
+
+def choose_engines(
+    options: list[tuple[Site, Engine]], requests: int, least_rate: float | None = None, one_of: Collection[int] = ()
+) -> list[tuple[Site, Engine, int]] | None:
+    """How many engines on each site, of which number of GPUs, give the highest rate, or at the lowest price
+    `least_rate`, at least one of the options `one_of` among them; None if none do."""
+    copies = np.array([site.machines if site.trains else 1 for site, _ in options])
+    rates = copies * [engine.rate for _, engine in options]
+    most = np.array([site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options])
+    none, each = np.zeros(len(options)), np.eye(len(options))
+    # Unknown are how many there are of each, and whether any is: of a site's, only one may be chosen.
+    rows, limits = [np.append(copies * [engine.requests for _, engine in options], none)], [requests]
+    rows, limits = [*rows, *np.hstack([each, -np.diag(most)])], [*limits, *none]
+    for site in dict.fromkeys(site for site, _ in options):
+        rows.append(np.append(none, [of is site for of, _ in options]))
+        limits.append(1)
+    if one_of:
+        rows.append(np.append(-each[list(one_of)].sum(0), none))
+        limits.append(-1)
+    cost = -rates
+    if least_rate is not None:  # the last part prefers few GPUs among those that cost the same
+        cost = copies * [engine.tp * (engine.pool.price_per_hour + 1e-3) for _, engine in options]
+        rows, limits = [*rows, np.append(-rates, none)], [*limits, -least_rate]
+    bounds, constraints = Bounds(0, np.append(most, none + 1)), LinearConstraint(np.array(rows), ub=limits)
+    costs, gap = np.append(cost, none), {"mip_rel_gap": GAP}
+    found = milp(costs, constraints=constraints, integrality=1, bounds=bounds, options=gap)
+    if found.x is None or not found.x[: len(options)].round().any():
+        return None
+    counts = (found.x[: len(options)].round() * copies).astype(int).tolist()
+    return [(site, engine, count) for (site, engine), count in zip(options, counts, strict=True) if count]
+
+
+# Both
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains, who samples, and what a step takes then. Before it is solved, `rate` is one that nothing exceeds."""
+
+    job: Job
+    training: Training
+    training_s: float
+    update_s: float
+    rate: float
+    """Tokens/s of all engines."""
+    options: tuple[tuple[Site, Engine], ...]
+    """Engines that a site may have, each with as many requests as it has room for."""
+    tail_s: float = 0.0
+    """Seconds for which the longest response of a step decodes on when one of mean length has ended; not solved: the
+    least."""
+    engines: tuple[tuple[Site, Engine, int], ...] = ()
+    colocate: str | None = None
+    """How trainer and engine share their GPU, if they do; they then take turns whatever α is."""
+
+    @property
+    def alpha(self) -> float:
+        """The async_ratio that the hardware lets count."""
+        return 0.0 if self.colocate else self.job.config.async_ratio
+
+    @property
+    def generation_s(self) -> float:
+        """Seconds in which the engines sample what a step trains on (g)."""
+        return self.job.tokens / self.rate
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, about."""
+        return least_step_s(self.generation_s + self.update_s, self.training_s, self.alpha, self.tail_s)
+
+    @property
+    def most_step_s(self) -> float:
+        """Seconds of a step, at most: by its longest response, in the slowest engine."""
+        longest_s = self.job.lengths.longest * max(engine.decode_s for _, engine, _ in self.engines)
+        return most_step_s(self.generation_s + self.update_s, self.training_s, longest_s, self.alpha)
+
+    @property
+    def sampling_gpus(self) -> list[tuple[Pool, int]]:
+        """GPUs that sample and train nothing."""
+        return [] if self.colocate else [(engine.pool, engine.tp * count) for _, engine, count in self.engines]
+
+    @property
+    def cost_per_hour(self) -> float:
+        """Price of the GPUs in use; those that stay idle cost nothing."""
+        used = [(self.training.pool, self.training.ranks), *self.sampling_gpus]
+        return sum(pool.price_per_hour * gpus for pool, gpus in used)
+
+    def least_rate(self, step_s: float) -> float:
+        """Tokens/s that the engines need for a step of so many seconds; infinite if none are enough."""
+        generation_s = min(step_s, step_s * (1 + self.alpha) - self.training_s - self.tail_s) - self.update_s
+        if generation_s <= 0 or self.training_s > step_s:
+            return math.inf
+        return self.job.tokens / generation_s
+
+    def bound(self, limit_s: float | None) -> float:
+        """Seconds of a step, or with a limit on them the price per hour, that it does not get below."""
+        if limit_s is None:
+            return self.step_s
+        least, (pool, ranks) = self.least_rate(limit_s), (self.training.pool, self.training.ranks)
+        cheapest = min(e.pool.price_per_hour * e.tp / e.rate for _, e in self.options) if not self.colocate else 0.0
+        return pool.price_per_hour * ranks + least * cheapest if least <= self.rate else math.inf
+
+    def value(self, limit_s: float | None) -> float:
+        """What is to be least: seconds of a step, or with a limit on them the price per hour."""
+        return self.cost_per_hour if limit_s else self.step_s
+
+    def solved(self, limit_s: float | None = None) -> "Plan | None":
+        """The plan with the engines of the least step, or with a limit on it the cheapest; None if none keep it.
+
+        The step has two unknowns: the rate, and the tail, which the fastest engine decides. For each tail the best rate
+        is sought, if a lower one is enough, and as long as the best of all so far could beat what was found.
+        """
+        tails, found, sought = [tail_s(self.job, [engine]) for _, engine in self.options], [], set()
+        for tail in sorted(set(tails), reverse=True):
+            rate = self.rate if limit_s or not found else max(plan.rate for plan in found)
+            way = replace(self, tail_s=tail, rate=rate)
+            best = min((plan.value(limit_s) for plan in found), default=math.inf)
+            wanted = way.least_rate(limit_s) if limit_s else None
+            if wanted not in sought and way.bound(limit_s) * (1 + GAP) < best:
+                sought |= {wanted} - {None}
+                fast = {option for option, its in zip(self.options, tails, strict=True) if its <= tail}
+                found += filter(None, way._ways(limit_s, fast).values())
+        return min(found, key=lambda plan: plan.value(limit_s), default=None)
+
+    def _ways(self, limit_s: float | None, fast: Collection[tuple[Site, Engine]]) -> "dict[int, Plan | None]":
+        """Plans with the best engines, one of them `fast`, by the number of engines among which requests are divided.
+
+        The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit. How
+        many that are depends on how many engines there are: powers of two are tried, then those beside the best.
+        """
+        requests, gpus = self.job.requests, sum(s.machines * s.gpus for s in {site for site, _ in self.options})
+        most = min(requests, gpus)
+        least = min(most, max(1, requests // max(engine.requests for _, engine in self.options)))  # fewer are all full
+        to_try, found = [least, *(1 << i for i in range(20) if least < 1 << i < most), most], {}
+        while to_try:
+            found |= {n: self._with_requests(requests / n, limit_s, fast) for n in to_try if n not in found}
+            if best := min(filter(None, found.values()), key=lambda plan: plan.value(limit_s), default=None):
+                num = sum(count for _, _, count in best.engines)
+                by = max(1, num // FINE)
+                to_try = [n for n in (num - by, num, num + by) if least <= n <= most and n not in found]
+            else:
+                to_try = []
+        return found
+
+    def _with_requests(self, each: float, limit_s: float | None, fast: Collection) -> "Plan | None":
+        """The plan with the best engines if each has so many requests, or as many as fit; then with those they have."""
+        options = [(site, make_engine(self.job, e.pool, e.tp, min(each, e.requests))) for site, e in self.options]
+        one_of = [index for index, option in enumerate(self.options) if option in fast]
+        chosen = choose_engines(options, self.job.requests, limit_s and self.least_rate(limit_s), one_of)
+        way = chosen and self.sampled_by(chosen)
+        return way if way and (limit_s is None or way.step_s <= limit_s * (1 + 1e-6)) else None
+
+    def sampled_by(self, chosen: list[tuple[Site, Engine, int]]) -> "Plan":
+        """The plan with so many of these engines, to which all requests go in equal numbers, as far as they fit."""
+        most = {(site, engine.tp): engine.requests for site, engine in self.options}
+        left, waiting, sampling = self.job.requests, sum(count for _, _, count in chosen), []
+        for site, engine, count in sorted(chosen, key=lambda choice: most[choice[0], choice[1].tp]):
+            requests = min(most[site, engine.tp], left / waiting)
+            left, waiting = left - count * requests, waiting - count
+            sampling.append((site, make_engine(self.job, engine.pool, engine.tp, requests), count))
+        rate, tail = sum(e.rate * count for _, e, count in sampling), tail_s(self.job, [e for _, e, _ in sampling])
+        return replace(self, engines=tuple(sampling), rate=rate, tail_s=tail)
+
+
+def tail_s(job: Job, sampling: Iterable[Engine]) -> float:
+    """Seconds for which a step's longest response decodes on, in the fastest engine, when a mean one has ended."""
+    decode_s = min(make_engine(job, pool, tp, 1).decode_s for pool, tp in {(e.pool, e.tp) for e in sampling})
+    return (job.lengths.longest - job.lengths.response) * decode_s
+
+
+def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
+    """Every division of the GPUs, with the fastest training for it, unsolved."""
+    tps = [tp for tp in TPS if memory.can_split(job.shape, tp)]
+    can = {
+        pool: [e for tp in tps if tp <= pool.gpus and (e := largest_engine(job, pool, tp))] for pool in cluster.pools
+    }
+    tails = {pool: {e.tp: tail_s(job, [e]) for e in some} for pool, some in can.items()}
+    update = 2 * job.shape.num_parameters / 1e9
+    for pool in cluster.pools:
+        yield from _shared(job, cluster, pool)
+        for machines, gpus in itertools.product(range(1, pool.count + 1), range(1, pool.gpus + 1)):
+            if not _can_share(job.config, machines):
+                continue
+            left = [(other, other.count - machines * (other is pool)) for other in cluster.pools]
+            near = [Site(p, n, p.gpus, False) for p, n in left if n and p.gpu == pool.gpu]
+            far = [Site(p, n, p.gpus, False) for p, n in left if n and p.gpu != pool.gpu]
+            reach = [([], math.inf), (near, cluster.same_kind), (far, cluster.across_kinds)]
+            reach.append(([*near, *far], min(cluster.same_kind, cluster.across_kinds)))
+            for stages in (False, True)[: 1 + (gpus < pool.gpus)]:
+                here = [Site(pool, machines, pool.gpus - gpus, True)] * stages
+                ways = ((training_s(job, cluster, t), t) for t in trainings(job, pool, machines, gpus, stages))
+                seconds, t = min(ways, key=lambda way: way[0], default=(math.inf, None))
+                for sites, link in reach:
+                    options = [(s, e) for s in [*here, *sites] for e in can[s.pool] if e.tp <= s.gpus]
+                    if t is None or not options:
+                        continue
+                    update_s = max(stages * update / pool.gb_per_s, cluster.update_factor * update / link)
+                    rate, tail = _most_rate(job, options), min(tails[e.pool][e.tp] for _, e in options)
+                    yield Plan(job, t, seconds, update_s, rate, tuple(options), tail)
+
+
+def _most_rate(job: Job, options: Collection[tuple[Site, Engine]]) -> float:
+    """Tokens/s that no choice of engines exceeds: by the best for each GPU, and by the best for each request, which is
+    alone in its engine."""
+    best: dict[Site, float] = {}
+    for site, engine in options:
+        best[site] = max(best.get(site, 0.0), engine.rate / engine.tp)
+    by_gpus = sum(site.machines * site.gpus * rate for site, rate in best.items())
+    alone = {(e.pool, e.tp) for _, e in options}
+    return min(by_gpus, job.requests * max(make_engine(job, pool, tp, 1).rate for pool, tp in alone))
+
+
+def _can_share(config: Config, machines: int) -> bool:
+    """Whether the machines can share a step's groups evenly."""
+    try:
+        check_shares(replace(config, replicas=1), machines, machines)
+    except ValueError:
+        return False
+    return True
+
+
+def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
+    """Trainer and engine on one GPU, all others idle."""
+    for colocate in {job.config.colocate, "sleep" if job.config.async_ratio == 0 else "share"}:
+        for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
+            t = Training(pool, 1, 1, 1, savings, tokens, True)
+            config = replace(t.config(job), colocate=colocate)
+            try:
+                share, _, _ = memory.plan_shared(config, job.shape, pool.device)
+            except ValueError:
+                continue
+            if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):
+                seconds, update_s = training_s(job, cluster, t), 4 * job.shape.num_parameters / pool.hbm_bytes_per_s
+                options, tail = ((Site(pool, 1, 1, True), engine),), tail_s(job, [engine])
+                yield Plan(job, t, seconds, update_s, engine.rate, options, tail, colocate=colocate)
+
+
+def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int = 4) -> list[Plan]:
+    """Plans with the least step, or the cheapest with `tokens_per_s`, the best first: of each trainer's GPUs the best.
+
+    Raises ValueError, with the arithmetic, if there is none.
+    """
+    cluster = replace(cluster, pools=tuple(calibrated(job, pool) for pool in cluster.pools))
+    limit_s = tokens_per_s and job.tokens / tokens_per_s
+    bounds = sorted(((split.bound(limit_s), split) for split in splits(job, cluster)), key=lambda pair: pair[0])
+    if not bounds:
+        raise ValueError(_refusal(job, cluster))
+    found: dict[tuple, tuple[float, Plan]] = {}
+    for bound, split in bounds:
+        who = (split.training.pool, split.training.machines, split.training.gpus, split.colocate is None)
+        enough = sorted(value for value, _ in found.values())[num - 1 : num]
+        if bound == math.inf or (enough and bound >= enough[0]):
+            break
+        if who not in found or bound < found[who][0]:
+            solved = split.solved(limit_s)
+            if solved and (who not in found or solved.value(limit_s) < found[who][0]):
+                found[who] = solved.value(limit_s), solved
+    if not found:
+        best = job.tokens / plan(job, cluster, num=1)[0].step_s
+        raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {best:g}")
+    plans = [plan for _, plan in sorted(found.values(), key=lambda pair: pair[0])[:num]]
+    return plans if limit_s else [p.solved(p.step_s * (1 + GAP)) or p for p in plans]
+
+
+def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
+    """What a step takes if all machines, of one kind, have this placement of `placement.py`."""
+    (pool,), config, weights = cluster.pools, job.config, 2 * job.shape.num_parameters
+    ranks, worker = len(placement.trainer_gpus), placement.workers[0]
+    shards, saved = ranks * pool.count // config.replicas, (config.save_memory, config.max_tokens_per_microbatch)
+    training = Training(pool, pool.count, ranks, shards, *saved, placement.transport != "shm")
+    # By ipc the engine copies what it reads, by shm both ends do.
+    update_s = {
+        "nccl": weights / (pool.gb_per_s * 1e9),
+        "ipc": 2 * weights / pool.hbm_bytes_per_s,
+        "shm": 2 * weights / HOST_BYTES_PER_S,
+    }[placement.transport]
+    is_shared = worker.shared_with_rank is not None
+    room = worker.gpu_memory_utilization * pool.device.total_bytes if is_shared else None
+    engine, colocate = largest_engine(job, pool, config.rollout_tp, room), config.colocate if is_shared else None
+    site, count = Site(pool, pool.count, pool.gpus - ranks, True), len(placement.workers) * pool.count
+    seconds = training_s(job, cluster, training)
+    plan = Plan(job, training, seconds, update_s, 0.0, ((site, engine),), colocate=colocate)
+    return plan.sampled_by([(site, engine, count)])
+
+
+def _refusal(job: Job, cluster: Cluster) -> str:
+    """Why nothing fits: the least that a rank of each pool's largest trainer needs, and a GPU of its largest engine."""
+    texts, tps = [], [tp for tp in TPS if memory.can_split(job.shape, tp)]
+    for pool in cluster.pools:
+        ranks, tp = pool.count * pool.gpus, max(tp for tp in tps if tp <= pool.gpus)
+        t = Training(pool, pool.count, pool.gpus, ranks, SAVINGS[-1], memory.budgets(job.config)[-1], False)
+        engine = memory.engine_items(job.config, job.shape, tp)
+        texts.append(f"{pool.name} has {memory.available_bytes(pool.device) / memory.GIB:.1f} GiB")
+        for who, items in {f"one of {ranks} trainer ranks": t.items(job), f"a GPU of a tp {tp} engine": engine}.items():
+            texts.append(f"{who} needs {memory.total(items) / memory.GIB:.1f} = {' + '.join(map(str, items))}")
+    return f"the model fits on no GPUs to train and to sample: {'; '.join(texts)}; take more GPUs, or larger ones"

@@ -1,0 +1,331 @@
+"""The planner's command: what it reads, refuses and prints; its arithmetic is
+extras/planning/tests/test_planner.py's."""
+
+import dataclasses
+import json
+import random
+import shlex
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cluster.cluster import check_shares
+from asyncrl.cluster.placement import place, plan_memory
+from asyncrl.config import Config
+from asyncrl.job.command_line import parse_config
+from asyncrl.messages import SampledTokens
+from asyncrl.runlog.metrics import RolloutReport, rollout_metrics, time_metrics
+from asyncrl.runlog.run_directory import RunDirectory
+from extras.planning import memory, planner
+from extras.planning import plan as script
+from extras.planning.plan import main, options_of
+from extras.planning.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
+from extras.planning.planner import Job, Pool, Training, compute_s, make_engine
+from extras.planning.shape import read_shape
+from scripts.qwen3_shapes import qwen3_config
+from scripts.runs import load
+
+EXAMPLES = sorted((Path(script.__file__).parent / "clusters").glob("*.toml"))
+MACHINES = (
+    '[[machines]]\ngpu = "H800"\ngpus = 4\nprice_per_hour = 5.0\n[[machines]]\ngpu = "H20"\ngpus = 8\ncount = 2\n'
+)
+JOINING = '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = 2\n[[machines]]\ngpu = "H20"\ngpus = 8\n'
+JOINING += "price_per_hour = 1\nmfu = 0.1\n[links]\nacross_kinds = 50\n"
+"""One H800 trains, H20 that compute badly join."""
+LINKS = "[links]\nsame_kind = 5\nacross_kinds = 1.5\n"
+KEYS = {
+    "train", "rollout", "step_s", "generation_s", "training_s", "update_s", "tokens_per_s", "cost_per_million_tokens",
+    "planning_s", "commands",
+}  # fmt: skip
+JOB = ("--groups-per-step", "16", "--max-prompt-tokens", "256", "--max-response-tokens", "2048")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with nothing but its config.json."""
+    folder = tmp_path / "model"
+    qwen3_config("1.7b").save_pretrained(folder)
+    return str(folder)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def planned(capsys, *args):
+    main([*map(str, args), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(*args):
+    with pytest.raises(SystemExit) as caught:
+        main([*map(str, args)])
+    assert "\n" not in caught.value.code
+    return caught.value.code
+
+
+def trainer_config(command):
+    """The options in the trainer's command, as train_async.py reads them."""
+    words = shlex.split(command)
+    return parse_config(words[words.index("train_async.py") + 1 :])
+
+
+def test_the_plan_for_machines_has_all_that_is_promised(tmp_path, model, capsys):
+    found = planned(capsys, write(tmp_path, MACHINES + LINKS), "--model", model, *JOB)
+    assert set(found) >= KEYS and not found["notes"]
+    assert set(found["train"]) | set(found["rollout"]) <= {"H800", "H20"}
+    assert found["tokens_per_s"] * found["step_s"] > 16 * 8
+    assert found["cost_per_million_tokens"] == pytest.approx(
+        found["cost_per_hour"] / 3600 / found["tokens_per_s"] * 1e6
+    )
+    assert found["step_s"] >= max(found["training_s"], found["generation_s"] + found["update_s"]) * (1 - 1e-9)
+    assert 1 <= len(found["next"]) <= 3
+
+
+def check_that_it_fits(command, pool, config, shape, machines, ranks):
+    """What a node of the run, or a machine that joins it, checks before it starts; no step of it may be doubtful."""
+    words = shlex.split(command)
+    visible = words[0].removeprefix("CUDA_VISIBLE_DEVICES=").split(",") if "=" in words[0] else range(pool.gpus)
+    gpus = [pool.device] * len(visible)
+    if "--join" in words:
+        tp = int(words[words.index("--rollout-tp") + 1]) if "--rollout-tp" in words else config.rollout_tp
+        config = dataclasses.replace(config, num_rollout_workers=None, weight_sync="auto", rollout_tp=tp)
+        assert sum(worker.num_gpus for worker in place(config, len(gpus), 64, 0).workers) == len(gpus)
+        return memory.check_engine(config, shape, pool.device)
+    placement = place(config, len(gpus), 64, ranks // machines)
+    placement, arithmetic = plan_memory(config, placement, shape, gpus, memory.Sharing(ranks, ranks // config.replicas))
+    assert "warning" not in arithmetic
+    assert len(placement.workers) == (1 if config.num_rollout_workers is None else config.num_rollout_workers)
+
+
+@pytest.mark.parametrize("size", ["0.6b", "4b", "8b"])
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, size, tmp_path, capsys):
+    rng, folder = random.Random(seed), tmp_path / "model"
+    qwen3_config(size).save_pretrained(folder)
+    kinds = rng.sample(["H200", "H20", "A100 40GB", "L40S", "RTX 4090", "H800"], rng.choice([1, 2, 3]))
+    machines = [(kind, rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 4, 8])) for kind in kinds]
+    text = "".join(f'[[machines]]\ngpu = "{gpu}"\ncount = {n}\ngpus = {gpus}\n' for gpu, n, gpus in machines)
+    path, alpha = write(tmp_path, text + LINKS), rng.choice([0, 0.5, 1, 4])
+    try:
+        found = planned(capsys, path, "--model", folder, *JOB, "--async-ratio", alpha)
+    except SystemExit as refused:
+        assert "fits on no GPUs" in refused.code or "does not go with" in refused.code
+        return
+    config, pools = trainer_config(found["commands"][0]["command"]), read_cluster(path)[0].pools
+    words = shlex.split(found["commands"][0]["command"])
+    nodes, ranks = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1, sum(found["train"].values())
+    assert config == config.checked()
+    for line in found["commands"]:
+        (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
+        check_that_it_fits(line["command"], pool, config, read_shape(str(folder)), nodes, ranks)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_make_plans_whose_commands_a_run_accepts(example, model, capsys):
+    found = planned(capsys, example, "--model", model, *JOB)
+    trainer, *others = found["commands"]
+    config, words = trainer_config(trainer["command"]), shlex.split(trainer["command"])
+    machines = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+    ranks = machines * int(words[words.index("--nproc-per-node") + 1])
+    assert sum(found["train"].values()) == ranks
+    check_shares(config, machines, ranks)
+    assert config.model == model and config.groups_per_step == 16
+    assert all("rollout.py --join HOST0:" in other["command"] for other in others)
+    assert bool(others) == (config.listen is not None)
+    assert 0 < found["planning_s"] < 20, "a tenth of a second where nothing else runs"
+
+
+def test_sleeping_is_for_one_gpu_and_dropped_where_each_side_has_its_own(tmp_path, model, capsys):
+    options = (*JOB, "--async-ratio", 0, "--colocate", "sleep")
+    found = planned(capsys, write(tmp_path, MACHINES + LINKS), "--model", model, *options)
+    assert found["transport"] != "ipc"
+    assert trainer_config(found["commands"][0]["command"]).colocate == "share"
+
+
+def test_gpus_that_stay_idle_are_hidden_from_a_machine_that_joins(tmp_path, model, capsys):
+    given = (write(tmp_path, JOINING), "--model", model, *JOB)
+    wanted = 0.85 * planned(capsys, *given)["tokens_per_s"]
+    found = planned(capsys, *given, "--tokens-per-s", wanted)
+    assert found["tokens_per_s"] >= wanted * (1 - 1e-6)
+    assert found["train"] == {"H800": 1} and 0 < found["rollout"]["H20"] < 8
+    (join,) = found["commands"][1:]
+    shown = join["command"].removeprefix("CUDA_VISIBLE_DEVICES=").split()[0]
+    assert shown == ",".join(map(str, range(found["rollout"]["H20"])))
+
+
+def test_one_gpu_trains_and_samples_by_one_command(tmp_path, model, capsys):
+    found = planned(capsys, write(tmp_path, '[[machines]]\ngpu = "H200"\ngpus = 1\n'), "--model", model, *JOB)
+    (line,) = found["commands"]
+    assert trainer_config(line["command"]).colocate == "share" and found["transport"] == "ipc"
+    assert found["rollout"] == {} and found["cost_per_million_tokens"] == 0
+
+
+def test_links_that_are_missing_are_assumed_and_said(tmp_path, model, capsys):
+    path = write(tmp_path, MACHINES)
+    cluster, notes = read_cluster(path)
+    assert (cluster.same_kind, cluster.across_kinds) == (1.25, 1.25) and len(notes) == 2
+    main([str(path), "--model", model, *JOB])
+    assert "note: [links] same_kind is missing; 1.25 GB/s assumed" in capsys.readouterr().out
+
+
+def test_people_get_a_picture_the_next_best_plans_and_the_commands(tmp_path, model, capsys):
+    main([str(write(tmp_path, MACHINES + LINKS)), "--model", model, *JOB, "--lengths", "lognormal:500,0.7"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("train ") and any("█" in line for line in lines)
+    assert sum("an hour; " in line for line in lines) == 3
+    assert any(line.startswith("torchrun") for line in lines) and lines[-1].startswith("planned in ")
+
+
+def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(tmp_path):
+    text = '[[machines]]\ngpu = "L4"\ngpus = 2\nmfu = 0.3\ngb_per_s = 10\n[[machines]]\ngpu = "L4"\ngpus = 1\n'
+    pools = read_cluster(write(tmp_path, text))[0].pools
+    assert [pool.name for pool in pools] == ["L4", "L4 (2)"] and pools[1].gpu == "L4"
+    assert (pools[0].mfu, pools[0].gb_per_s, pools[1].mfu, pools[1].gb_per_s) == (0.3, 10, 0.4, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[[machines]]\ngpu = "H8000"\ngpus = 8\n', "gpu 'H8000' is none of B200, .*; did you mean H800?"),
+        ('[[machines]]\ngpu = "H800"\n', "H800: gpus is missing"),
+        ('[[machines]]\ngpu = "H800"\ngpus = 0\n', "gpus must be a whole number above 0, got 0"),
+        ('[[machines]]\ngpu = "H800"\ngpus = 2.5\n', "gpus must be a whole number above 0, got 2.5"),
+        (
+            '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_hour = 2\n',
+            "price_hour is none of .*; did you mean price_per_hour?",
+        ),
+        ('[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = -1\n', "price_per_hour must be a number at least 0"),
+        (MACHINES + "[links]\nsame_kinds = 5\n", "same_kinds is none of .*; did you mean same_kind?"),
+        (MACHINES + '[links]\nsame_kind = "5"\n', "same_kind must be a number above 0, got '5'"),
+        ("[links]\nsame_kind = 5\n", r"lists no \[\[machines\]\]"),
+        ("[[machines\n", "cannot be read"),
+        ('[machines]\ngpu = "H800"\n', r"lists no \[\[machines\]\]"),
+    ],
+)
+def test_mistakes_in_the_file_are_one_line(tmp_path, model, text, says):
+    with pytest.raises(ValueError, match=says.replace("?", r"\?")):
+        read_cluster(write(tmp_path, text))
+    assert refusal(write(tmp_path, text), "--model", model, *JOB).startswith("error: ")
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path, model):
+    path = write(tmp_path, MACHINES + LINKS)
+    assert "cannot be read" in refusal(tmp_path / "none.toml", "--model", model)
+    assert "--lengths takes lognormal:MEDIAN,SIGMA" in refusal(path, "--model", model, "--lengths", "normal:3")
+    assert "--model is missing" in refusal(path)
+    assert "--tokens-per-s must be above 0, got -1.0" in refusal(path, "--model", model, "--tokens-per-s", -1)
+    assert "is above --max-prompt-tokens" in refusal(path, "--model", model, "--prompt-tokens", 513)
+    clash = refusal(write(tmp_path, JOINING), "--model", model, *JOB, "--scheduling", "batch")
+    assert "--listen" in clash and "--scheduling batch" in clash
+    assert "did you mean --async-ratio" in refusal(path, "--model", model, "--async-rato", 1)
+    assert "no plan has 1e+12 tokens/s" in refusal(path, "--model", model, *JOB, "--tokens-per-s", 1e12)
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic(tmp_path):
+    qwen3_config("8b", num_hidden_layers=200).save_pretrained(tmp_path / "large")
+    text = '[[machines]]\ngpu = "L4"\ngpus = 1\n'
+    said = refusal(write(tmp_path, text), "--model", tmp_path / "large", *JOB)
+    assert "L4 has 21.6 GiB" in said and "parameters × 2 B / 1 GPUs" in said
+
+
+SIZES = {"groups_per_step": 2, "group_size": 2, "max_prompt_tokens": 128, "max_response_tokens": 2048}
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    """A run on one H100 that trained and one that sampled, of 8 steps, as records/ writes it."""
+    config = Config(model=model, runs_dir=str(tmp_path), run_name="run", **SIZES)
+    directory = RunDirectory(config, num_ranks=1)
+    spent, decoding = Counter({"wait": 5 * 10**8, "forward_backward": 10**9, "optimizer": 5 * 10**8}), 15 * 10**8
+    for step in range(1, 9):
+        for member in range(4):
+            fields = {
+                "tokens": 50,
+                "worker": 1,
+                "started_at": 2.0 * step - 2,
+                "ended_at": 2.0 * step - 1 + 0.25 * member,
+            }
+            directory.record("trajectory", **fields)
+        report = RolloutReport([], SampledTokens(new=200), Counter(), Counter({"tokens_generated": 200 * step}), 0, [])
+        times = time_metrics(spent, {"decoding": decoding, "gated": 5 * 10**8})
+        sampled = rollout_metrics(report, 200 * (step - 1), times["time/step_s"])
+        directory.log_metrics({"step": step, "tokens/trained": 200.0, "tokens/forward": 600.0, **sampled, **times})
+    directory.close()
+    info = json.loads((directory.path / "run.json").read_text())
+    info["hardware"]["gpus"] = ["NVIDIA H100 80GB HBM3"] * 2
+    (directory.path / "run.json").write_text(json.dumps(info))
+    return directory.path
+
+
+def test_the_lengths_of_a_run_are_those_of_its_prompts_and_responses(run):
+    lengths = lengths_of(load(run), Config(max_prompt_tokens=500, max_response_tokens=2048), None)
+    assert (lengths.prompt, lengths.response, lengths.longest) == (100, 50, pytest.approx(50))
+    assert lengths_of(load(run), Config(max_response_tokens=40), 20.0).longest == pytest.approx(40)
+
+
+@pytest.mark.parametrize("sharing", [True, "prompt", "tree"])
+def test_the_prompts_of_a_run_that_read_prefixes_once_are_not_told_by_the_tokens_it_read(run, sharing):
+    info = json.loads((run / "run.json").read_text())
+    info["config"]["share_prefix"] = sharing
+    (run / "run.json").write_text(json.dumps(info))
+    assert lengths_of(load(run), Config(max_prompt_tokens=500), None).prompt == 500
+
+
+def test_a_runs_rates_are_those_of_the_planner_for_the_same_gpu_and_job(run, tmp_path):
+    path = write(tmp_path, '[[machines]]\ngpu = "H100 SXM"\ngpus = 2\n[[machines]]\ngpu = "H20"\ngpus = 1\n')
+    cluster, note = with_rates(read_cluster(path)[0], load(run))
+    measured, other = cluster.pools
+    assert (other.mfu, other.hbm_efficiency) == (0.4, 0.7) and "H100 SXM has mfu" in note
+    config = Config(**SIZES)
+    job = Job(config, read_shape(load(run).info["config"]["model"]), lengths_of(load(run), config, None))
+    training = Training(measured, 1, 1, 1, (), 1, False)
+    assert compute_s(job, training) == pytest.approx(1.0), "for 200 tokens, and 0.5 s of AdamW"
+    requests = 4 * (1 + 1.25 + 1.5 + 1.75) / 4 / 1.5
+    assert make_engine(job, measured, 1, requests).rate == pytest.approx(200 / 1.5), "while it decoded"
+
+
+def test_a_run_on_what_the_cluster_has_not_gives_its_lengths_alone(run, model, tmp_path, capsys):
+    main([str(write(tmp_path, MACHINES + LINKS)), "--model", model, *JOB, "--workload", str(run)])
+    assert "note: " in (out := capsys.readouterr().out) and "ran on NVIDIA H100 80GB HBM3: its lengths are taken" in out
+    info = json.loads((run / "run.json").read_text())
+    info["config"]["listen"] = "0.0.0.0:29600"
+    (run / "run.json").write_text(json.dumps(info))
+    _, note = with_rates(read_cluster(write(tmp_path, MACHINES.replace("H800", "H100 SXM")))[0], load(run))
+    assert "ran on machines that joined it, too" in note
+    (run / "events.jsonl").write_text("")
+    said = refusal(write(tmp_path, MACHINES + LINKS), "--model", model, *JOB, "--workload", run)
+    assert "has no response; give a run that has trained, or --lengths" in said
+    assert "does not exist" in refusal(write(tmp_path, MACHINES), "--model", model, "--workload", tmp_path / "none")
+
+
+def test_rates_of_a_bench_take_the_place_of_efficiencies(tmp_path, model, capsys):
+    text = '[[machines]]\ngpu = "H20"\ngpus = 8\ntrained_tokens_per_s = 5000\nsampled_tokens_per_s = {}\n' + LINKS
+    slow, fast = (planned(capsys, write(tmp_path, text.format(rate)), "--model", model, *JOB) for rate in (200, 800))
+    assert fast["tokens_per_s"] > 1.5 * slow["tokens_per_s"]
+    said = refusal(write(tmp_path, text.format(10**9)), "--model", model, *JOB)
+    assert "H20 is said to sample 1e+09 tokens/s per GPU" in said and "lower host_s" in said
+
+
+def test_lognormal_lengths_are_cut_at_the_longest_allowed():
+    lengths = read_lengths("lognormal:100,1", Config(max_response_tokens=5000), None)
+    assert lengths.response == pytest.approx(100 * 2.718281828**0.5, rel=0.01) and lengths.prompt == 40
+    assert read_lengths("lognormal:100,1", Config(max_response_tokens=120), None).longest == pytest.approx(120)
+
+
+def test_the_options_of_a_config_make_it_again():
+    config = Config(model="m", save_memory=("activations", "optimizer"), async_ratio=2.0, replicate_prompts=False)
+    config = dataclasses.replace(config, share_prefix="prompt", algo_args=("clip_high=1.28",), algo="tis")
+    assert parse_config(options_of(config)) == config
+
+
+def test_every_data_sheet_is_whole_and_has_a_source():
+    for name, sheet in tomllib.loads(planner.SHEETS.read_text()).items():
+        assert set(sheet) == {"called", "tflops", "hbm_gb_per_s", "memory_gib", "gb_per_s", "source"}, name
+        numbers = {key: value for key, value in sheet.items() if key not in ("called", "source")}
+        assert all(value > 0 for value in numbers.values()) and len(sheet["source"]) > 10
+        assert Pool(name, name, 1, 1, 0.0, **numbers).device.total_bytes > 2**30

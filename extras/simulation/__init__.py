@@ -1,0 +1,1 @@
+"""The real controller over a virtual cluster and clock."""

@@ -1,0 +1,268 @@
+"""A whole run on a virtual clock: the real Controller, simulated workers, and a trainer that takes its time.
+
+The trainer's turn is that of train_async.py: take a batch, train on it, publish. A broadcast of weights occupies the
+trainer and every engine at the same time; to machines of a swarm weights come as they can, and a load takes as long as
+the trainer's staging. Nothing else of a run is there: no evaluation, no checkpoint, no failure of a process.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+from asyncrl.config import Config
+from asyncrl.controller import workers
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.tickets import TicketSource
+from asyncrl.messages import Finished
+from asyncrl.records import Group
+from asyncrl.weights.transport import Announcement, Staged, Transport
+from extras.planning.advice import Machines, rate_that_suffices
+from extras.simulation.clock import Clock
+from extras.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
+from extras.simulation.fleet import SimulatedWorkers
+from extras.simulation.swarm import SimulatedSwarm
+from extras.simulation.workload import Workload
+from extras.swarm import leases
+
+FLOPS_PER_PARAMETER = 8
+"""Of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""
+
+
+def train_s_per_token(model: str, gpu: str, num_gpus: int) -> float:
+    """Seconds of training for each token on that many GPUs, perfectly divided."""
+    return FLOPS_PER_PARAMETER * MODELS[model].num_parameters / (GPUS[gpu].flops * FLOPS_EFFICIENCY * num_gpus)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulated run."""
+
+    options: dict
+    """Options of Config."""
+    workload: Workload
+    cluster: Cluster
+    steps: int = 8
+    """Steps that are measured."""
+    warmup: int = 3
+    """Steps before them, in which the pipeline fills."""
+    seed: int = 0
+
+    @property
+    def config(self) -> Config:
+        """Options of the run. Raises ValueError for what is not simulated."""
+        task = "guess_number" if self.workload.turns else "addition"
+        slots = self.cluster.curve.max_running_requests * self.cluster.num_replicas
+        common = {"algo": "tis", "task": task, "async_ratio": 0.0, "max_running_requests": slots}
+        config = Config.from_dict({**common, **self.options}).checked()
+        if config.on_update in ("restart", "wait"):
+            raise ValueError(f"on_update {config.on_update} is not simulated; use keep, recompute or resume")
+        return config
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happened in one step of the trainer; times in seconds of the virtual clock."""
+
+    wait_s: float
+    """For the batch, since the weights before it had arrived everywhere; at α = 0 the time of rollout."""
+    train_s: float
+    tokens: int
+    """Generated tokens that are trained on."""
+    inherited_tokens: int
+    """Of these, sampled under older weights than the newest published."""
+    staleness: tuple[int, ...]
+    """Of each trajectory, in steps."""
+    slot_s: tuple[float, ...]
+    """Seconds that each trajectory held a slot of its engine."""
+
+
+@dataclass
+class Outcome:
+    """What a run gave, over its measured steps."""
+
+    case: Case
+    steps: list[Step]
+    seconds: float
+    slot_share: float
+    """Share of all slots' time in which they were taken."""
+    controller_share: float
+    """Share of the time in which the controller was busy."""
+    counts: Counter
+    """Trajectories `ended`, tokens `generated` for them, and of these those `resumed` after an update."""
+    ledger: dict[str, int]
+    """At the end of the run."""
+    of_swarm: dict[str, float]
+    """What there is to say of machines that come and go; empty if there are none."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Every number of the run that a comparison may need, by name; times are means over steps, in seconds."""
+        rollout_s, tokens = fmean(step.wait_s for step in self.steps), sum(step.tokens for step in self.steps)
+        return {
+            "step_s": self.seconds / len(self.steps),
+            "rollout_s": rollout_s,  # for which the trainer waited for a batch
+            "train_s": fmean(step.train_s for step in self.steps),
+            "trained_tokens_per_s": tokens / self.seconds,
+            # What APRIL (arXiv 2509.18521) measures: all tokens generated, by the time in which rollout ran.
+            "new_tokens_per_rollout_s": self.counts["generated"] / (rollout_s * len(self.steps) or float("inf")),
+            "resumed_share": self.counts["resumed"] / self.counts["generated"],
+            "inherited_share": sum(step.inherited_tokens for step in self.steps) / tokens,
+            "slot_share": self.slot_share,
+            "controller_share": self.controller_share,
+            "staleness_max": max(max(step.staleness) for step in self.steps),
+            "workers": self.case.cluster.num_workers,
+            "steps": len(self.steps),
+            **self.of_swarm,
+        }
+
+
+class _Transport(Transport):
+    """Stands where a weight transport does; the workers know how long loading takes."""
+
+    def init_info(self, worker: int) -> dict:
+        return {}
+
+
+class Simulation:
+    """One case, run to its end."""
+
+    def __init__(self, case: Case):
+        self.case, self.clock, self.config = case, Clock(), case.config
+        self.workers = SimulatedWorkers(self.clock, self.config, case.workload, case.cluster)
+        tickets = TicketSource(self.config, case.workload.prompts(case.seed))
+        self.controller = Controller(self.config, self.workers, tickets, self._record)
+        self.counts, self._before = Counter(), Counter()
+        for name in ("let_in", "on_message", "publish", "take_batch_if_ready", "end_leases"):
+            setattr(self.controller, name, self._timed(getattr(self.controller, name)))
+        self.workers.on_handled = self._on_handled
+        self.controller.launch()
+        self.controller.connect(_Transport())
+        self.swarm = SimulatedSwarm(self, case.cluster) if case.cluster.swarm else None
+        self.steps: list[Step] = []
+        self._version = 0
+        self._is_waiting = False
+        self._published_at = self._started_at = 0.0
+
+    def run(self) -> Outcome:
+        """Run all steps. Raises RuntimeError if a bound or the ledger is broken, or if nothing moves any more."""
+        self._publish()
+        workers.time = leases.time = self.clock  # by which leases end
+        try:
+            self.clock.run_until(lambda: self._is_over and self._is_waiting)
+        finally:
+            workers.time = leases.time = time
+        seconds = self._published_at - self._started_at
+        counts = self._so_far() - self._before
+        return Outcome(
+            case=self.case,
+            steps=self.steps[self.case.warmup :],
+            seconds=seconds,
+            slot_share=counts["slot_s"] / (seconds * self.case.cluster.num_slots),
+            controller_share=counts["controller_s"] / seconds,
+            counts=counts,
+            ledger=dict(self.controller.take_report().ledger),
+            of_swarm=self._of_swarm(counts, seconds) if self.swarm else {},
+        )
+
+    @property
+    def _is_over(self) -> bool:
+        return len(self.steps) == self.case.warmup + self.case.steps
+
+    def _so_far(self) -> Counter:
+        """Counts, bytes of weights sent, and seconds in which slots, and in which the controller, were busy."""
+        so_far = self.counts + Counter(controller_s=self.workers.controller_busy_s)
+        so_far["slot_s"] = sum(worker.process.engine.slot_s_now() for worker in self.workers)
+        if self.swarm:
+            so_far.update(slot_s=self.swarm.gone_slot_s, sent_bytes=self.swarm.uplink.sent_bytes)
+        return so_far
+
+    def _of_swarm(self, counts: Counter, seconds: float) -> dict[str, float]:
+        """What was measured of machines, and the seconds of a step by rates alone and by ECHO-2's rule."""
+        cluster, steps, lag = self.case.cluster, self.steps[self.case.warmup :], self.config.swarm.refresh_lag
+        stale, train_s = [lag for step in steps for lag in step.staleness], fmean(step.train_s for step in steps)
+        fetch_s, responses = fmean(self.swarm.fetches_s or [0.0]), len(stale) // len(steps)
+        rate = counts["ended"] / counts["slot_s"] * cluster.num_slots  # with all slots taken
+        machines = Machines((rate,), responses, train_s, fetch_s, max(1, lag))
+        return {
+            "staleness_mean": fmean(stale),
+            "uplink_share": counts["sent_bytes"] / (seconds * cluster.swarm.uplink_bytes_per_s),
+            "fetch_s": fetch_s,
+            "cpu_ms_per_trajectory": 1000 * counts["cpu_s"] / counts["ended"],
+            "issued_again": counts["issued_again"] / len(steps),
+            "tokens_per_response": sum(step.tokens for step in steps) / len(stale),
+            "longest_s": fmean(max(step.slot_s) for step in steps),
+            "responses_per_s": rate,
+            "step_by_rates_s": max(train_s, responses / rate),
+            "step_by_echo_s": max(train_s, responses / rate + fetch_s / machines.refresh_lag),
+            "machines_by_echo": cluster.num_workers * rate_that_suffices(machines) / rate,
+        }
+
+    def _record(self, event: str, **fields) -> None:
+        if event == "worker_died":
+            self.counts["issued_again"] += fields["tickets"]
+
+    def _timed(self, call: Callable) -> Callable:
+        """The call of the controller, whose CPU time is counted."""
+
+        def timed(*arguments):
+            start = time.process_time()
+            result = call(*arguments)
+            self.counts["cpu_s"] += time.process_time() - start
+            return result
+
+        return timed
+
+    def _publish(self) -> None:
+        version = max(0, self._version - self.config.publish_delay)
+        self.controller.publish(Announcement(version, self._version, Staged(0, []), (), False))
+        self.clock.after(self.case.cluster.sync_s, self._begin_waiting)
+
+    def _begin_waiting(self) -> None:
+        self._published_at, self._is_waiting = self.clock.now, True
+        if len(self.steps) == self.case.warmup:
+            self._started_at, self._before = self.clock.now, self._so_far()
+        self._try_to_take()
+
+    def _on_handled(self, message) -> None:
+        if isinstance(message, Finished):
+            for t in message.trajectories:
+                self.counts.update(ended=1, generated=t.num_generated, resumed=sum(t.segment_tokens[1:]))
+            self._try_to_take()
+
+    def _try_to_take(self) -> None:
+        if not self._is_waiting or self._is_over:
+            return
+        batch = self.controller.take_batch_if_ready()
+        if batch is None:
+            return
+        self._is_waiting = False
+        step = self._step(batch)
+        self.steps.append(step)
+        self.clock.after(step.train_s, self._end_step)
+
+    def _end_step(self) -> None:
+        self._version += 1
+        self.controller.take_report()  # checks the ledger
+        self._publish()
+
+    def _step(self, batch: list[Group]) -> Step:
+        trajectories = [t for group in batch for t in group.trajectories]
+        tokens = sum(t.num_generated for t in trajectories)
+        prompts = self.case.workload.prompt_tokens * len(trajectories)
+        newest = max(0, self._version - self.config.publish_delay)
+        segments = (pair for t in trajectories for pair in zip(t.policy_versions, t.segment_tokens, strict=True))
+        return Step(
+            wait_s=self.clock.now - self._published_at,
+            train_s=(tokens + prompts) * self.case.cluster.train_s_per_token,
+            tokens=tokens,
+            inherited_tokens=sum(tokens for version, tokens in segments if version < newest),
+            staleness=tuple(self._version - t.min_version for t in trajectories),
+            slot_s=tuple(t.slot_s for t in trajectories),
+        )
+
+
+def simulate(case: Case) -> Outcome:
+    """Run a case; see Simulation."""
+    return Simulation(case).run()

@@ -1,0 +1,467 @@
+import functools
+import heapq
+import itertools
+import json
+import math
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from simulation_bounds import check
+
+from asyncrl.controller import workers
+from asyncrl.records import Ticket
+from extras.simulation import report, scenarios, swarm
+from extras.simulation import simulate as script
+from extras.simulation.clock import Clock
+from extras.simulation.cluster import Case, Cluster, Simulation, simulate
+from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
+from extras.simulation.scenarios import Claim, Scenario
+from extras.simulation.swarm import Uplink, fair_share
+from extras.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, draws_of, lengths_up_to
+from extras.swarm import leases
+from extras.swarm.pull import KEPT
+from scripts.latency import LatencyLaw
+from scripts.lines import read
+
+RECORDS = Path(__file__).parents[2] / "results" / "simulation" / "simulation.jsonl"
+LAW = lengths_up_to(400)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lengths that are given, by member."""
+
+    lengths: tuple[int, ...]
+
+    def draw(self, problem, ticket, member):
+        return self.lengths[member]
+
+
+def ticket(group_id):
+    return Ticket(0, group_id, 0, 1, 0, (), "", None, 0, 0)
+
+
+def steady(slots=4, rate=10.0):
+    """An engine whose speed does not depend on how many run, and which needs no time for prompts."""
+    return EngineCurve(((1, rate), (2, rate)), 1e12, slots)
+
+
+def slowing(slots=8):
+    return EngineCurve(((1, 10.0), (64, 2.0)), 2000.0, slots)
+
+
+def case(options=None, workload=None, workers=2, curve=None, steps=4, warmup=1, **cluster):
+    options = {"groups_per_step": 3, "group_size": 4, **(options or {})}
+    machines = Cluster(curve or slowing(), workers, **{"train_s_per_token": 0.002, "sync_s": 0.5, **cluster})
+    return Case(options, workload or Workload(LAW, prompt_tokens=10), machines, steps, warmup)
+
+
+def rollout_s(options, curve, workload=None):
+    """Time of the first batch on one worker."""
+    workload = workload or Workload(LAW, prompt_tokens=0)
+    return simulate(case(options, workload, 1, curve, steps=1, warmup=0, sync_s=0.0)).numbers["rollout_s"]
+
+
+# By hand
+
+
+def test_three_responses_on_two_slots_take_what_they_take_by_hand():
+    # 30, 10 and 20 tokens at 10 tokens/s: the first to 3 s, the second to 1 s, the third from then to 3 s. Then
+    # 60 tokens are trained on for 0.6 s, and weights travel for 0.4 s.
+    workload = Workload(Table((30, 10, 20)), prompt_tokens=0)
+    options = {"groups_per_step": 1, "group_size": 3}
+    outcome = simulate(case(options, workload, 1, steady(2), train_s_per_token=0.01, sync_s=0.4))
+    assert [step.wait_s for step in outcome.steps] == pytest.approx([3.0] * 4)
+    expected = {"step_s": 4.0, "rollout_s": 3.0, "train_s": 0.6, "trained_tokens_per_s": 15.0, "slot_share": 6 / 8}
+    assert {name: outcome.numbers[name] for name in expected} == pytest.approx(expected)
+    assert outcome.numbers["new_tokens_per_rollout_s"] == pytest.approx(20.0)
+
+
+def test_an_engine_that_slows_down_with_its_load_takes_what_it_takes_by_hand():
+    # Alone 10 tokens/s, two together 5 each: 30 and 10 tokens to 2 s, then 20 and 20 tokens left to 6 s.
+    curve = EngineCurve(((1, 10.0), (2, 5.0)), 1e12, 2)
+    workload = Workload(Table((30, 10, 20)), prompt_tokens=0)
+    assert rollout_s({"groups_per_step": 1, "group_size": 3}, curve, workload) == pytest.approx(6.0)
+
+
+def test_tokens_carry_the_version_under_which_they_were_decoded_and_a_rebuilt_cache_costs_its_prefill():
+    # 10 tokens, half a second frozen, 15 tokens of context (5 of them prompt) computed anew at 15 tokens/s, 20 tokens.
+    clock, ended = Clock(), []
+    engine = SimulatedEngine(clock, replace(steady(), prefill_tokens_per_s=15.0))
+    engine.resume(0, recompute=False)
+    request = Request(30, 5, lambda r: ended.append((clock.now, engine.segments(r, 30))))
+    engine.add(request)
+    clock.at(5 / 15 + 1.0, engine.freeze)
+    clock.at(5 / 15 + 1.5, lambda: engine.resume(1, recompute=True))
+    clock.run_until(lambda: bool(ended))
+    ((time_s, segments),) = ended
+    assert time_s == pytest.approx(5 / 15 + 1.5 + 1.0 + 2.0)
+    assert segments == [(0, 10), (1, 20)]
+
+
+def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
+    clock, ended = Clock(), []
+    engine = SimulatedEngine(clock, steady(slots=1))
+    requests = [Request(100, 0, lambda r: ended.append(clock.now)) for _ in range(3)]
+    for request in requests:
+        engine.add(request)
+    counts = []
+    for time_s, index in ((2.55, 0), (3.0, 2)):
+        clock.at(time_s, lambda index=index: counts.append(engine.remove(requests[index])))
+    clock.run_until(lambda: bool(ended))
+    assert counts == [25, 0] and ended == pytest.approx([12.55])
+
+
+def test_a_barrier_costs_the_slowest_of_each_turn():
+    # Without a barrier the batch takes the longest sum of turns; with one the sum of the longest turns.
+    turns = Turns(4, 10, LatencyLaw.parse("normal:10,5"), 1e9)
+    workload = Workload(LAW, turns, prompt_tokens=0)
+    episodes = [draws_of(group, group, member, 0) for group in range(3) for member in range(4)]
+    draws = [[1.0 + turns.latency.draw(rng).seconds for _ in range(4)] for rng in episodes]
+    slowest_turns = sum(map(max, zip(*draws, strict=True)))
+    assert rollout_s({}, steady(100), workload) == pytest.approx(max(map(sum, draws)))
+    assert rollout_s({"scheduling": "lockstep"}, steady(100), workload) == pytest.approx(slowest_turns)
+
+
+# The real logic is driven
+
+ARMS = {
+    "synchronous": {},
+    "asynchronous": {"async_ratio": 1.5},
+    "dropping": {"async_ratio": 1.0, "stale_policy": "drop"},
+    "batch": {"scheduling": "batch", "drop_zero_variance": True},
+    "one request": {"replicate_prompts": False, "async_ratio": 1.0},
+    "redundant": {"extra_groups": 2, "extra_members": 1, "drop_zero_variance": True},
+    "over-sampling": {"over_sampling": 2.0, "on_update": "resume"},
+    "gate": {"async_ratio": 2.0, "stale_policy": "gate", "on_update": "recompute"},
+    "late": {"publish_delay": 2},
+}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_group_and_token_is_accounted_for_and_none_is_trained_on_beyond_the_bound(arm):
+    outcome = simulate(case(ARMS[arm], steps=6))
+    ledger = outcome.ledger
+    for source in ("groups_issued", "tokens_generated"):
+        rest = [count for name, count in ledger.items() if name.startswith(source[:6]) and name != source]
+        assert ledger[source] == sum(rest)
+    assert ledger["groups_consumed"] == 7 * 3
+    assert [len(step.staleness) for step in outcome.steps] == [3 * 4] * 6
+    if arm != "gate":
+        assert 0 <= outcome.numbers["staleness_max"] <= outcome.case.config.max_staleness
+    if arm == "late":
+        assert {value for step in outcome.steps[1:] for value in step.staleness} == {2}
+
+
+def test_the_real_buffer_refuses_tokens_that_are_older_than_their_group(monkeypatch):
+    monkeypatch.setattr(SimulatedEngine, "segments", lambda engine, request, num_tokens: [(0, num_tokens)])
+    with pytest.raises(RuntimeError, match="has a token of version 0, but its group was started at version 1"):
+        simulate(case())
+
+
+def test_failing_environments_are_dropped_and_replaced():
+    workload = Workload(LAW, Turns(3, 5, LatencyLaw.parse("constant:1 fail:0.05"), 10.0))
+    ledger = simulate(case(workload=workload, steps=10)).ledger
+    assert ledger["groups_dropped_failed"] > 0 and ledger["groups_consumed"] == 33
+
+
+def test_a_seed_makes_the_run_and_another_seed_another():
+    first, again = simulate(case(ARMS["gate"])), simulate(case(ARMS["gate"]))
+    assert first.steps == again.steps and first.ledger == again.ledger
+    assert simulate(replace(first.case, seed=1)).steps != first.steps
+
+
+def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
+    workload = Workload(LAW, prompt_tokens=0)
+    numbers = simulate(case(workload=workload, message_s=100.0, train_s_per_token=0.0, sync_s=0.0)).numbers
+    assert numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2) and numbers["controller_share"] > 0.8
+
+
+def test_what_is_not_simulated_is_refused():
+    with pytest.raises(ValueError, match="on_update restart is not simulated; use keep, recompute or resume"):
+        simulate(case({"on_update": "restart"}))
+
+
+# Swarms
+
+
+def pulled(uplink_bytes_per_s, pulls):
+    """When each of these pulls ends: (start, bytes, link)."""
+    clock, ends = Clock(), {}
+    uplink = Uplink(clock, uplink_bytes_per_s)
+    for name, (start, num_bytes, link) in enumerate(pulls):
+        done = functools.partial(lambda name: ends.update({name: clock.now}), name)
+        clock.at(start, functools.partial(uplink.pull, num_bytes, link, done))
+    clock.run_until(lambda: len(ends) == len(pulls))
+    assert uplink.sent_bytes == pytest.approx(sum(num_bytes for _, num_bytes, _ in pulls), rel=1e-3)
+    return [ends[name] for name in range(len(pulls))]
+
+
+def test_machines_that_pull_share_the_uplink_and_leave_what_their_own_links_cannot_take():
+    # 10 kB/s: the slow link takes 2, the fast one 8 until it has its 40 kB at 5 s; the slow one goes on to 10 s.
+    assert pulled(1e4, [(0, 2e4, 2e3), (0, 4e4, 1e6)]) == pytest.approx([10.0, 5.0], rel=1e-3)
+    # Alone to 2 s, 5 and 5 to 4 s, alone again.
+    assert pulled(1e4, [(0, 4e4, 1e6), (2, 1e4, 1e6)]) == pytest.approx([5.0, 4.0], rel=1e-3)
+    assert pulled(math.inf, [(0, 2e4, 2e3), (0, 4e4, 1e4)]) == pytest.approx([10.0, 4.0], rel=1e-3)
+
+
+def test_a_fair_share_uses_the_whole_link_or_fills_all_others():
+    for seed in range(20):
+        links = np.random.default_rng(seed).lognormal(size=30)
+        share = fair_share(links, capacity := links.sum() * (0.1 + seed / 10))
+        assert np.minimum(links, share).sum() == pytest.approx(min(capacity, links.sum()))
+
+
+def swarm_case(options=None, steps=9, workers=8, **swarm):
+    known = {"weight_bytes": 1e7, "delta_share": 0.02, "uplink_bytes_per_s": 1e7, "stay_s": 1e9, **swarm}
+    options = {"async_ratio": 1.0, "max_running_requests": 4, **(options or {})}
+    return case(options, workers=workers, curve=slowing(4), steps=steps, swarm=Swarm(**known))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_machines_that_come_and_go_lose_no_group_and_break_no_bound(lag):
+    options = {"swarm_args": [f"refresh_lag={lag}"]}
+    outcome = simulate(swarm_case(options, stay_s=30.0))
+    assert outcome.numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
+    assert 0 < outcome.numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
+    assert leases.time is workers.time is time, "leases end by real time again"
+
+
+def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept_come_whole():
+    quick, slow = (simulate(swarm_case(uplink_bytes_per_s=rate)).numbers for rate in (1e7, 1e4))
+    assert 0.999 * 8 * 2e5 / 1e7 < quick["fetch_s"] < 1 and slow["fetch_s"] > 8 * 2e5 / 1e4 > 100
+    assert quick["uplink_share"] < slow["uplink_share"] <= 1 and quick["step_s"] < slow["step_s"]
+    lag = {"swarm_args": [f"refresh_lag={KEPT}"]}
+    whole, files = (simulate(swarm_case(lag, uplink_bytes_per_s=rate)).numbers for rate in (1e7, math.inf))
+    assert whole["fetch_s"] > 10 * files["fetch_s"]
+
+
+def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypatch):
+    monkeypatch.setattr(swarm, "CRASH_SHARE", 1.0)
+    simulation, died_at = Simulation(swarm_case(steps=30, stay_s=60.0)), []
+    simulation.controller.journal.record = lambda event, **fields: died_at.append((event, simulation.clock.now))
+    ended_at, end = [], simulation.swarm._end
+    simulation.swarm._end = lambda machine: (ended_at.append(simulation.clock.now), end(machine))
+    simulation.run()
+    missed = [now for event, now in died_at if event == "worker_died"]
+    assert missed and missed == pytest.approx([now + 15.0 for now in ended_at][: len(missed)])
+
+
+def test_the_controllers_cpu_time_is_measured():
+    numbers = simulate(swarm_case()).numbers
+    assert 0.01 < numbers["cpu_ms_per_trajectory"] < 100
+
+
+# Theory
+
+
+def list_schedule(durations, slots):
+    """When the last of these jobs ends, each in its order on the slot that is free first."""
+    free = [0.0] * slots
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rollout_at_a_steady_speed_is_list_scheduling(seed):
+    rng = random.Random(seed)
+    groups, size, slots = rng.randint(1, 6), rng.randint(2, 5), rng.randint(1, 9)
+    durations = [LAW.draw(group, ticket(group), member) / 10 for group in range(groups) for member in range(size)]
+    options = {"groups_per_step": groups, "group_size": size}
+    assert rollout_s(options, steady(slots)) == pytest.approx(list_schedule(durations, slots))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_propositions_hold_where_their_assumptions_do(seed):
+    rng = random.Random(seed)
+    options = {"groups_per_step": rng.randint(2, 8), "group_size": rng.randint(2, 6)}
+    ratio = options["async_ratio"] = rng.choice((0.0, 0.0, 1.0, 2.0, 4.0))
+    workload = Workload(lengths_up_to(400, rng.choice((5.0, 20.0))), prompt_tokens=10)
+    workers, curve, train_s = rng.randint(1, 3), slowing(rng.randint(1, 8)), rng.choice((0.001, 0.01, 0.05))
+    one = case(options, workload, workers, curve, steps=5, warmup=2 + int(ratio), train_s_per_token=train_s)
+    outcome = simulate(one)
+    bounds = check(outcome)
+    assert {bound.proposition for bound in bounds} <= {"1", "2 sync", "2 async", "2 async, no overlap"}
+    for bound in bounds:
+        assert bound.measured_s <= bound.bound_s + 1e-6 or bound.unmet, bound
+    assert any(not bound.unmet for bound in bounds)
+
+
+UNMET = {
+    "placed in advance": {"scheduling": "batch"},
+    "not there at the start": {"drop_zero_variance": True},
+    "suspended": {"over_sampling": 2.0},
+    "rollout may stop: 4 places beside the batch that is trained, 16 slots": {"async_ratio": 0.5},
+}
+
+
+@pytest.mark.parametrize("reason", UNMET)
+def test_an_assumption_that_a_case_does_not_meet_is_named(reason):
+    assert reason in check(simulate(case(UNMET[reason], steps=1)))[0].unmet
+
+
+def test_the_train_share_of_proposition_2_makes_its_branch_equal_to_the_bound():
+    rollout, longest_s, train_s, ratio = 30.0, 50.0, 20.0, 2.0
+    share = scenarios.best_train_share(rollout, longest_s, train_s, ratio)
+    assert train_s / share == pytest.approx(rollout + longest_s / (ratio + 1) + train_s)
+    assert rollout / (1 - share) + longest_s / (ratio + 1) <= train_s / share
+    assert 1 <= scenarios.train_gpus(simulate(case()), 16, 2.0) <= 15
+
+
+# Curves and laws
+
+
+def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
+    curve = roofline("Qwen3-8B", "H800", 10_000)
+    kv_bytes = 2 * 36 * 8 * 128 * 2 * 10_000
+    for n in (1, 16, 128):
+        seconds = 0.003 + max(2 * 8.2e9 * n / (0.4 * 989e12), (16.4e9 + n * kv_bytes) / (0.7 * 3.35e12))
+        assert curve.rate(n) == pytest.approx(1 / seconds)
+    assert curve.max_running_requests == math.floor((0.9 * 80e9 - 16.4e9) / kv_bytes) == 37
+    with pytest.raises(ValueError, match="cannot hold Qwen3-8B"):
+        roofline("Qwen3-8B", "H800", 1_000_000)
+
+
+def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp_path):
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps({"command": "by hand", **asdict(slowing())}))
+    assert EngineCurve.load(path) == slowing()
+    assert slowing().rate(1) == 10.0 and slowing().rate(64) == pytest.approx(2.0)
+    assert 1 / slowing().rate(127) == pytest.approx(0.1 + 2 * 0.4)
+
+
+def test_lengths_have_the_tail_that_is_stated_and_members_of_a_group_are_alike():
+    law = lengths_up_to(8192)
+    drawn = [[law.draw(problem, ticket(problem), member) for member in range(8)] for problem in range(1500)]
+    flat = sorted(itertools.chain(*drawn))
+    assert flat[-1] == 8192 and flat[len(flat) // 2] == pytest.approx(8192 / 20, rel=0.07)
+    assert sum(flat) / len(flat) == pytest.approx(law.moments[0], rel=0.07)
+    logs = [[math.log(length / law.median) / law.sigma for length in group] for group in drawn]
+    within = sum(sum((z - sum(g) / 8) ** 2 for z in g) / 7 for g in logs) / len(logs)
+    assert within == pytest.approx(1 / 3, rel=0.07)
+    assert LengthLaw(15, 1.0, 192).moments[0] == pytest.approx(
+        24, abs=1
+    )  # the rollout bench's, an eighth of the longest
+
+
+def test_a_problem_that_is_issued_again_is_as_hard_and_its_response_is_new():
+    law = replace(LAW, within_share=0.01)
+    first, second = law.draw(7, ticket(1), 0), law.draw(7, ticket(2), 0)
+    assert first != second and first == pytest.approx(second, rel=0.5)
+    assert law.draw(7, ticket(1), 0) == first
+
+
+# Comparisons
+
+
+def made_arms(values, measure="trained_tokens_per_s"):
+    return {arm: {measure: value} for arm, value in values.items()}
+
+
+@pytest.mark.parametrize(("measure", "times"), [("rollout_s", 2.5), ("new_tokens_per_rollout_s", 0.4)])
+def test_less_time_and_more_tokens_are_better(measure, times):
+    assert scenarios.times_better(measure, "b", "a")(made_arms({"a": 10.0, "b": 4.0}, measure)) == times
+
+
+def test_the_smallest_alpha_near_the_best_and_the_best_split_are_found():
+    rates = made_arms({"α = 0": 1.0, "α = 1": 2.0, "α = 2": 2.92, "α = 4": 3.0})
+    assert scenarios.sufficient_alpha(rates) == 2.0 and scenarios.best_over_one(rates) == 1.5
+    splits = made_arms({"in turn on all 40": 9.0, "36 + 4": 1.0, "24 + 16": 2.0, "by Proposition 2": 3.0})
+    assert scenarios.best_split(splits) == 24.0
+
+
+@pytest.mark.parametrize("mechanism", dict.fromkeys(scenario.mechanism for scenario in scenarios.scenarios()))
+def test_every_arm_in_the_file_of_comparisons_is_a_valid_run(mechanism):
+    for scenario in scenarios.scenarios([mechanism]):
+        assert scenario.why and scenario.source
+        outcome = simulate(case(steps=1))  # stands for the arm by which others are split
+        for arm in scenario.arms:
+            one = scenario.case(arm, dict.fromkeys(scenario.arms, outcome), seed=3)
+            assert one.config and one.seed == 3 and one.steps % math.ceil(1 + one.config.async_ratio) == 0
+
+
+def test_the_check_against_our_own_bench_takes_its_numbers_from_its_records():
+    low, high = scenarios.scenarios(["own bench, scheduling"])[0].claims[0].paper
+    assert low == high == pytest.approx(1.857 / 1.360, rel=0.01)
+
+
+# Records and tables
+
+
+def test_a_hit_is_within_the_range_of_the_seeds_or_near_their_mean():
+    assert report.verdict((2.0, 2.0), 1.5, 1.0, 2.1) == report.verdict((2.0, 2.0), 1.8, 1.7, 1.9) == "hit"
+    assert report.verdict((1.0, 1.6), 1.7, 1.65, 1.8) == "hit" and report.verdict(None, 1.7, 1.65, 1.8) == "–"
+    assert report.verdict((2.0, 2.0), 1.7, 1.6, 1.8) == report.verdict((1.0, 1.3), 1.7, 1.65, 1.8) == "MISS"
+
+
+def tiny_scenario():
+    options, measure = {"groups_per_step": 3, "group_size": 4}, "trained_tokens_per_s"
+    known = {"options": options, "longest": 400, "engines": 2, "train_gpus": 1, "steps": 3}
+    arms = {"sync": known, "again": known, "async": {**known, "options": {**options, "async_ratio": 1.0}}}
+    claims = [
+        Claim("again", scenarios.times_better(measure, "again", "sync"), "again", "sync", (2.0, 2.0), "the same twice"),
+        Claim("async", scenarios.times_better(measure, "async", "sync"), "async", "sync"),
+    ]
+    return Scenario("m", "tiny", measure, arms, claims, "2x, sure", "small", LONGEST_TO_MEDIAN)
+
+
+def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_its_earlier_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(scenarios, "scenarios", lambda only=None: [tiny_scenario()])
+    made_by = {"command": "python x", "commit": "c0ffee", "dirty": False, "hardware": "2 CPU cores"}
+    path = tmp_path / "simulation.jsonl"
+    for seed in (0, 1, 1):
+        report.replace(script.run(tiny_scenario(), seed) | made_by, path)
+    records = read(path)
+    assert [record["seed"] for record in records] == [0, 1]
+    gains = sorted(scenarios.times_better("trained_tokens_per_s", "async", "sync")(r["arms"]) for r in records)
+    row = report.claims(records).iloc[1]
+    assert (row["mean"], row["min"], row["max"], row["count"]) == pytest.approx((sum(gains) / 2, *gains, 2))
+    short = report.short(records)
+    assert "| the same twice | 2 | 1 | 1 | MISS |" in short and "numbers of papers 0 are hit" in short[-1]
+    report.write(tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "| again | sync | 2 | 1 | 1 | MISS |" in text and "commit c0ffee" in text and "n = 2 seeds" in text
+    with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
+        report.table([{**records[0], "arms": {}}])
+
+
+def test_the_committed_records_have_every_comparison_with_five_seeds_or_more():
+    counts = report.claims(read(RECORDS))
+    there = set(zip(counts["scenario"], counts["tail"], strict=True))
+    assert there == {(scenario.name, scenario.tail) for scenario in scenarios.scenarios()}
+    assert counts["count"].min() == counts["count"].max() >= 5
+
+
+def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses():
+    *rows, _, _ = report.short(read(RECORDS))
+    assert len(rows) - 2 <= 10
+    assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
+
+
+def test_the_table_of_swarms_has_every_arm_with_its_means_and_ranges():
+    head, _, *rows = report.swarms(read(RECORDS))
+    arms = [f"{scenario.name} {arm}" for scenario in scenarios.scenarios(["swarm"]) for arm in scenario.arms]
+    assert {row.split("|")[1].strip() for row in rows} == set(arms) and "cpu_ms_per_trajectory" in head
+    assert all(row.count("(") == len(report.OF_SWARMS) for row in rows)
+    assert report.swarms([{"scenario": "other", "arms": {"one": {"step_s": 1.0}}}])[2:] == []
+
+
+ERRORS = {
+    "--only nothing": "--only 'nothing' is none of scheduling",
+    "--report": "simulation.jsonl has no records; run python extras/simulation/simulate.py first",
+    "--seeds 0": "--seeds must be at least 1, got 0",
+}
+
+
+@pytest.mark.parametrize("options", ERRORS)
+def test_what_cannot_be_done_is_said_in_one_line(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.setattr(sys, "argv", ["simulate.py", "--out", str(tmp_path), *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2 and ERRORS[options] in capsys.readouterr().err.splitlines()[-1]

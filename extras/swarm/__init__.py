@@ -1,0 +1,1 @@
+"""Echo: hosts that join a run and sample for it."""

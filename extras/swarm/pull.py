@@ -1,0 +1,189 @@
+"""Weights that a distant machine pulls: versioned snapshots, whole, or as what has changed since one that it has.
+
+This is the trainer's end; puller.py is the machine's, delta.py says what passes between them. Host memory here is at
+most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being made), and of the deltas between them.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncrl.weights.shm import parameter_views, payload_bytes
+from asyncrl.weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout
+from extras.swarm.delta import Snapshot, digest_of, encode_delta
+from extras.swarm.snapshots import SnapshotWriter
+
+PIECE_BYTES = 4 << 20
+"""Most bytes of weights in one message."""
+KEPT = 3
+"""Snapshots that stay to be the base of a delta, the newest included, where machines fetch each version."""
+MAX_READ = 3
+"""Older snapshots that stay while machines read them, the oldest first; who reads another begins anew."""
+
+
+class PullTransport(Transport):
+    """The trainer's end: keeps the newest snapshots, and makes of them what a machine asks for."""
+
+    def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
+        """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
+        super().__init__()
+        self.specs, self.num_bytes, self.writer = specs, payload_bytes(specs), writer
+        self.num_kept = num_kept
+        self._kept: dict[int, Snapshot] = {}
+        self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
+        self._lock = threading.Lock()  # the trainer stages while the swarm reads
+
+    def init_info(self, worker: int = 0) -> dict:
+        """How parameters lie in a snapshot."""
+        return layout(self.specs)
+
+    def reserve(self) -> bool:
+        """Weights may be staged at any time: each version has memory of its own."""
+        return True
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy `parameters`, in the order of the specs, into a snapshot; old ones that nobody reads go."""
+        for _ in self.copy(version, parameters):
+            pass
+        return self.staged(version)
+
+    def copy(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield `parameters` on, each after it was copied; with the last one the snapshot is there."""
+        payload = torch.zeros(self.num_bytes, dtype=torch.uint8)  # what lies between parameters is in the digest
+        for named, view in zip(parameters, parameter_views(payload, self.specs), strict=True):
+            copy_parameters([named], [view])
+            yield named
+        self._keep(Snapshot(version, digest_of(payload.numpy()), payload.numpy()))
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            known = self._kept.get(snapshot.version)
+            if known is not None and known.digest == snapshot.digest:
+                return  # a late version may come twice
+            self._kept[snapshot.version] = snapshot
+            self._forget()
+        if self.writer is not None:
+            self.writer.write(snapshot)
+
+    def _forget(self) -> None:
+        old = [version for version in sorted(self._kept)[: -self.num_kept] if version != self._announced]
+        read = [version for version in old if self._readers[version]][:MAX_READ]
+        for version in set(old) - set(read):
+            del self._kept[version]
+        self._ways = {of: way for of, way in self._ways.items() if of[1] in self._kept}
+
+    def staged(self, version: int) -> Staged:
+        """A snapshot that is there, as it is announced."""
+        info = {"version": version, "digest": self._kept[version].digest, "num_bytes": self.num_bytes}
+        if self.writer is not None and not self.writer.is_failing:
+            info["snapshots"] = self.writer.url
+        return Staged(version, [info])
+
+    def open(self, version: int, base: int | None) -> tuple[bool, np.ndarray | bytes]:
+        """What brings a machine that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
+
+        It may take seconds of a core, and is called by one thread beside the trainer's: many machines ask for the same.
+        What it returns stays readable when the snapshot goes.
+        Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
+        """
+        with self._lock:
+            new, old, way = self._kept.get(version), self._kept.get(base), self._ways.get((base, version))
+        if new is None:
+            raise ValueError(f"no snapshot of version {version} is left")
+        if way is not None:
+            return way
+        if old is None or base == version:
+            return False, new.payload
+        delta = encode_delta(base, old.payload, new.payload)
+        way = (False, new.payload) if delta is None else (True, delta)
+        with self._lock:
+            if version in self._kept:  # it may have gone meanwhile
+                self._ways[base, version] = way
+        return way
+
+    def close(self) -> None:
+        """Give the snapshots up."""
+        with self._lock:
+            self._kept.clear()
+        if self.writer is not None:
+            self.writer.close()
+
+
+@dataclass(frozen=True)
+class StagedTwice(Staged):
+    """Weights in a buffer of the local transport, and as the snapshot of their version."""
+
+    pulled: Staged
+
+
+class LocalAndPulled:
+    """The transports of a node with workers of its own and of a swarm, as one: each worker reads by its own."""
+
+    def __init__(self, local, pulled: PullTransport, num_own: int):
+        """`local` brings weights to the first `num_own` workers, `pulled` to all others."""
+        self.local, self.pulled, self.num_own = local, pulled, num_own
+
+    def _of(self, worker: int):
+        return self.local if worker < self.num_own else self.pulled
+
+    def _part(self, worker: int, staged: StagedTwice) -> Staged:
+        return staged if worker < self.num_own else staged.pulled
+
+    def init_info(self, worker: int) -> dict:
+        """What a worker's engine, or machine, needs once."""
+        return self._of(worker).init_info(worker)
+
+    @property
+    def keeps_announced(self) -> bool:
+        """Whether the announced weights stay for workers of this node; those of the swarm keep theirs."""
+        return self.local.keeps_announced
+
+    def reserve(self) -> bool:
+        """Whether there is room to stage."""
+        return self.local.reserve()
+
+    def can_read(self, worker: int, staged: Staged) -> bool:
+        """Whether a worker may begin to read what was announced."""
+        return self._of(worker).can_read(worker, self._part(worker, staged))
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy weights to where each of the two has them, in one pass."""
+        local = self.local.stage(version, self.pulled.copy(version, parameters))
+        return StagedTwice(local.buffer, local.messages, self.pulled.staged(version))
+
+    def messages(self, worker: int, staged: Staged) -> list[dict]:
+        """Update infos for a worker."""
+        return self._part(worker, staged).messages
+
+    def announce(self, staged: Staged) -> None:
+        """These are the weights for any worker that starts, joins or falls behind."""
+        self.local.announce(staged)
+        self.pulled.announce(staged.pulled)
+
+    def acquire(self, worker: int, staged: Staged) -> None:
+        """A worker is about to read."""
+        self._of(worker).acquire(worker, self._part(worker, staged))
+
+    def release(self, worker: int, staged: Staged) -> None:
+        """A worker has read, or has died."""
+        self._of(worker).release(worker, self._part(worker, staged))
+
+    def send(self, worker: int, staged: Staged) -> None:
+        """A worker waits to receive weights."""
+        self._of(worker).send(worker, self._part(worker, staged))
+
+    def drop(self, worker: int) -> None:
+        """A worker has died."""
+        self._of(worker).drop(worker)
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        self.local.check()
+
+    def close(self) -> None:
+        """The run ends."""
+        self.local.close()
+        self.pulled.close()

@@ -1,0 +1,147 @@
+"""The far end of weights that are pulled: takes in the newest version while engines sample with the one before.
+
+It comes from the run's file system where the run has one (snapshots.py), else by the socket in pieces: whole, or as
+what has changed since the version that is here. The machine holds one payload, and one more while the next comes in.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from asyncrl.weights.shm import parameter_views, payload_bytes
+from asyncrl.weights.transport import specs_of
+from extras.swarm.delta import Snapshot, apply_delta, digest_of
+from extras.swarm.snapshots import one_line, read_snapshot
+from extras.swarm.wire import Piece, Pull
+
+
+class Puller:
+    """The newest weights that are here whole, and the way to the next. All calls are from one thread."""
+
+    def __init__(self, init_info: dict, ask: Callable[[Pull], None], wake: Callable[[], None] | None = None):
+        """`init_info` says how parameters lie in a snapshot, `ask(pull)` sends for a piece of one.
+
+        `wake()` is called from another thread when `collect` has something to take; without it no files are read.
+        """
+        self.specs = specs_of(**init_info)
+        self.num_bytes = payload_bytes(self.specs)
+        self.wanted: dict | None = None
+        """The update info of the version that is on its way."""
+        self.here: Snapshot | None = None
+        """The version that is here whole."""
+        self._ask, self._wake = ask, wake
+        self._base: int | None = None  # version that the run's side is to count from
+        self._stream, self._got = None, bytearray()  # what comes by the socket: (is_delta, bytes of all), and a part
+        self._reading: dict | None = None  # update info of what is being read from files
+        self._read: queue.SimpleQueue = queue.SimpleQueue()
+
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor) of every parameter of the version that is here."""
+        return parameter_views(torch.from_numpy(self.here.payload), self.specs)
+
+    def want(self, info: dict) -> None:
+        """Have a version come in, by the update info of its announcement; what is wanted already just goes on."""
+        if info == self.wanted:
+            self.resume()
+            return
+        self._begin(info, self.here and self.here.version)
+        if self._wake is None or "snapshots" not in info or self._reading is not None:  # files hang: by the socket
+            self.resume()
+            return
+        self._reading = info
+        threading.Thread(target=self._read_files, args=(info, self.here), daemon=True).start()
+
+    def resume(self) -> None:
+        """Ask for the rest of the wanted version, as after a lost connection: what has come stays."""
+        if self.wanted is not None and self._reading != self.wanted:
+            self._ask(Pull(self.wanted["version"], self._base, len(self._got)))
+
+    def give_up(self) -> None:
+        """Want nothing more, as the version is gone."""
+        self._begin(None, None)
+
+    def _begin(self, info: dict | None, base: int | None) -> None:
+        self.wanted, self._base = info, base
+        self._stream, self._got = None, bytearray()
+
+    def take(self, piece: Piece) -> bool:
+        """Take in a piece, and ask for the next. Returns whether the wanted version is whole.
+
+        Raises ValueError if a piece cannot be of a snapshot, or what came whole is not what was announced.
+        """
+        self._check(piece)
+        if self.wanted is None or piece.version != self.wanted["version"] or (piece.is_delta and self._base is None):
+            return False  # it was asked for once, but is wanted no more
+        if self._stream != (piece.is_delta, piece.num_bytes):
+            was_another = self._stream is not None
+            self._begin(self.wanted, self._base)
+            self._stream = (piece.is_delta, piece.num_bytes)
+            if was_another and piece.offset:
+                self.resume()  # from its start
+        if piece.offset != len(self._got):
+            return False
+        self._got += piece.data
+        if len(self._got) == piece.num_bytes:
+            return self._complete(piece.is_delta)
+        self.resume()
+        return False
+
+    def _check(self, piece: Piece) -> None:
+        """Raise ValueError for sizes that no snapshot or delta has, before memory is taken for them."""
+        is_sized = piece.num_bytes < self.num_bytes if piece.is_delta else piece.num_bytes == self.num_bytes
+        if not (is_sized and 0 <= piece.offset < piece.offset + len(piece.data) <= piece.num_bytes):
+            kind = "delta" if piece.is_delta else "snapshot"
+            raise ValueError(
+                f"a piece of {len(piece.data)} bytes at {piece.offset} of a {kind} of {piece.num_bytes}; "
+                f"a snapshot has {self.num_bytes}"
+            )
+
+    def _complete(self, is_delta: bool) -> bool:
+        info, payload = self.wanted, np.frombuffer(self._got, np.uint8)
+        try:
+            if is_delta:
+                payload = self.here.payload.copy()
+                apply_delta(self._got, self._base, payload)
+            if digest_of(payload) != info["digest"]:
+                raise ValueError(f"version {info['version']} arrived broken: its digest is not the one announced")
+        except ValueError:
+            self._begin(info, None)
+            if not is_delta:
+                raise
+            self.resume()  # whole this time
+            return False
+        self._arrive(Snapshot(info["version"], info["digest"], payload))
+        return True
+
+    def _arrive(self, snapshot: Snapshot) -> None:
+        self.here = snapshot
+        self.give_up()
+
+    def collect(self) -> bool:
+        """Take in what was read from files, if anything was; ask by the socket if that failed.
+
+        Returns whether the wanted version is whole.
+        """
+        if self._read.empty():
+            return False
+        info, found = self._read.get()
+        self._reading = None
+        if info != self.wanted:
+            return False
+        if isinstance(found, Snapshot):
+            self._arrive(found)
+            return True
+        print(f"weights of version {info['version']} come by the socket: {one_line(found)}", flush=True)
+        self.resume()
+        return False
+
+    def _read_files(self, info: dict, base: Snapshot | None) -> None:
+        try:
+            found = read_snapshot(info, base, self.num_bytes)
+        except Exception as error:  # each file system has errors of its own, and the socket is there for all
+            found = error
+        self._read.put((info, found))
+        self._wake()

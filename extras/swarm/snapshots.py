@@ -1,0 +1,201 @@
+"""Snapshots as files, on any file system that fsspec knows, so that machines spare the trainer's uplink.
+
+    VERSION-DIGEST.snapshot                   a whole one: zstd of its payload
+    VERSION-DIGEST_VERSION-DIGEST.snapshot    the delta from one to another
+
+A file gets its name when it is complete: a listing of the folder says what is there, an update info only its URL.
+"""
+
+import contextlib
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import zstandard
+
+from extras.swarm.delta import LEVEL, Snapshot, apply_delta, digest_of, encode_delta
+
+ANCHOR_EVERY = 20
+"""Versions from one whole file, or anchor, to the next."""
+KEPT_ANCHORS = 2
+WAIT_S, POLL_S = 30.0, 0.5
+"""Time that a machine gives the trainer to write an announced version; how often it looks."""
+CLOSE_S = 10.0
+"""Time that the trainer gives the file system to remove all files at the end."""
+NAME = re.compile(r"(?:(\d+-[0-9a-f]{16})_)?(\d+-[0-9a-f]{16})\.snapshot")
+"""Of a file: the snapshot that its delta is from, if it is one, and the snapshot that it leads to."""
+
+
+def one_line(error: Exception) -> str:
+    """An error of a file system in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _node(version: int, digest: str) -> str:
+    return f"{version:08d}-{digest[:16]}"
+
+
+def _version(node: str) -> int:
+    return int(node.partition("-")[0])
+
+
+class Folder:
+    """A folder of snapshots; all calls raise what its file system does."""
+
+    def __init__(self, url: str):
+        import fsspec  # slow to import
+
+        self.fs, self.root = fsspec.url_to_fs(url)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all snapshots and deltas that are there, by name."""
+        self.fs.invalidate_cache()
+        found = ((entry["name"].rpartition("/")[2], entry["size"]) for entry in self.fs.ls(self.root, detail=True))
+        return {name: num_bytes or 0 for name, num_bytes in found if NAME.fullmatch(name)}
+
+    def path(self, name: str) -> str:
+        """A file, as its file system wants it."""
+        return f"{self.root}/{name}"
+
+    def write(self, name: str, parts: Iterable[bytes]) -> None:
+        """Write a file; nobody sees it by its name before it is complete."""
+        with self.fs.open(self.path("part"), "wb") as file:
+            file.writelines(parts)
+        self.fs.mv(self.path("part"), self.path(name))
+
+
+class SnapshotWriter:
+    """The trainer's end: writes each version as a file in a thread of its own, so that no step waits for it.
+
+    Beside the versions that pull.py keeps it may hold two payloads: one to be written, and the last that was.
+    """
+
+    def __init__(self, url: str):
+        """`url` is a folder of this run alone: snapshots that an earlier life of the run left there are removed.
+
+        Raises ValueError if files cannot be written, read and removed there.
+        """
+        self.url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
+        self.is_failing = False
+        """Whether writing the last one failed: machines are not sent here then."""
+        self._generations: list[list[str]] = []  # of files: each is an anchor, and the deltas since
+        self._written: Snapshot | None = None
+        self._next: queue.Queue = queue.Queue(maxsize=1)
+        try:
+            self._folder = self._open()
+        except Exception as error:  # each file system has errors of its own
+            why = f"is no folder to write to ({one_line(error)}); give one that the machines reach, too"
+            raise ValueError(f"--swarm-args snapshots={url}: {why}") from None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _open(self) -> Folder:
+        folder = Folder(self.url)
+        folder.fs.makedirs(folder.root, exist_ok=True)
+        folder.write("probe", [b"snapshots"])
+        if (found := folder.fs.cat_file(folder.path("probe"))) != b"snapshots":
+            raise ValueError(f"what was written is read as {found[:20]!r}")
+        for name in ("probe", *folder.sizes()):
+            folder.fs.rm_file(folder.path(name))
+        return folder
+
+    def write(self, snapshot: Snapshot | None) -> None:
+        """Have a version written, in place of one that still waits; with None that is all."""
+        with contextlib.suppress(queue.Empty):
+            self._next.get_nowait()
+        self._next.put(snapshot)  # one thread alone calls this, so there is room
+
+    def close(self) -> None:
+        """Remove all files, if the file system does that in time."""
+        self.write(None)
+        self._thread.join(CLOSE_S)
+
+    # In its thread
+
+    def _run(self) -> None:
+        while (snapshot := self._next.get()) is not None:
+            try:
+                self._write(snapshot)
+                self.is_failing = False
+            except Exception as error:  # each file system has errors of its own; the socket is there for all
+                if not self.is_failing:  # one line for all that fail in a row
+                    why = f"cannot be written to {self.url} ({one_line(error)})"
+                    print(f"snapshots: version {snapshot.version} {why}; machines pull by the socket", flush=True)
+                self.is_failing = True
+        with contextlib.suppress(Exception):
+            self._keep(0)
+
+    def _write(self, new: Snapshot) -> None:
+        base, delta, name = self._written, None, f"{_node(new.version, new.digest)}.snapshot"
+        if base is not None:
+            delta = encode_delta(base.version, base.payload, new.payload)
+        if delta is not None:
+            delta_name = f"{_node(base.version, base.digest)}_{name}"
+            self._folder.write(delta_name, [delta])
+            self._generations[-1].append(delta_name)
+            self._written = new
+        if delta is None or len(self._generations[-1]) > ANCHOR_EVERY:
+            compressor = zstandard.ZstdCompressor(level=LEVEL)
+            self._folder.write(name, compressor.read_to_iter(new.payload, size=len(new.payload)))
+            self._generations.append([name])
+            self._written = new
+            self._keep(KEPT_ANCHORS)
+
+    def _keep(self, num_anchors: int) -> None:
+        """Remove all files but those since the last anchors."""
+        while len(self._generations) > num_anchors:
+            for name in self._generations.pop(0):
+                self._folder.fs.rm_file(self._folder.path(name))
+
+
+def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot:
+    """A version from files, by the update info of its announcement: from `base` or an anchor, whichever is less.
+
+    Waits until the trainer has written it. Raises ValueError if it is missing or broken, or what the file system does.
+    """
+    folder = Folder(info["snapshots"])
+    way = _await_files(folder, info, base)
+    payload = None if way else base.payload
+    for name in way:
+        start = NAME.fullmatch(name)[1]
+        if start is None:
+            payload = np.zeros(num_bytes, np.uint8)
+            with folder.fs.open(folder.path(name), "rb") as file:
+                zstandard.ZstdDecompressor().stream_reader(file).readinto(payload)
+        else:
+            payload = base.payload.copy() if payload is None else payload
+            delta = folder.fs.cat_file(folder.path(name), 0, num_bytes)  # none is larger
+            apply_delta(delta, _version(start), payload)
+    if digest_of(payload) != info["digest"]:
+        raise ValueError(f"the files of version {info['version']} in {info['snapshots']} are broken")
+    return Snapshot(info["version"], info["digest"], payload)
+
+
+def _await_files(folder: Folder, info: dict, base: Snapshot | None) -> list[str]:
+    wanted, deadline = _node(info["version"], info["digest"]), time.monotonic() + WAIT_S
+    here = None if base is None else _node(base.version, base.digest)
+    while (way := cheapest_way(sizes := folder.sizes(), wanted, here)) is None:
+        is_past = any(_version(NAME.fullmatch(name)[2]) > info["version"] for name in sizes)
+        if is_past or time.monotonic() > deadline:
+            raise ValueError(f"version {info['version']} is not in {info['snapshots']}")
+        time.sleep(POLL_S)
+    return way
+
+
+def cheapest_way(sizes: dict[str, int], wanted: str, here: str | None) -> list[str] | None:
+    """The files of fewest bytes that lead from `here`, or from nothing, to `wanted`; None if there is no way."""
+    deltas = {match[2]: match for match in map(NAME.fullmatch, sizes) if match[1] is not None}
+    ways, chain, node = [], [], wanted
+    while True:
+        if f"{node}.snapshot" in sizes:
+            ways.append([f"{node}.snapshot", *chain])
+        if node == here:
+            ways.append(chain.copy())
+        if (delta := deltas.pop(node, None)) is None:  # popped, so that no ring of names holds this loop
+            return min(ways, key=lambda way: sum(map(sizes.get, way)), default=None)
+        chain.insert(0, delta[0])
+        node = delta[1]

@@ -1,0 +1,464 @@
+"""The swarm: machines that join a run while it goes, sample for it, and leave (Echo, arXiv 2508.05387).
+
+A machine that joins is one or more `Worker`s whose pipe is a socket and whose weights are pulled; dispatcher, buffer
+and ledger do not know the difference. A machine that leaves, dies or falls silent is the death of its workers, whose
+tickets are issued again; what it says afterwards is late, and only counted.
+
+What comes is checked before anybody acts on it: a machine that says what no honest one can say is shut out.
+"""
+
+import functools
+import itertools
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncrl import user_code as own
+from asyncrl.cluster.gpus import visible_gpus
+from asyncrl.config import Config
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.workers import Disbelieved, Worker
+from asyncrl.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
+from asyncrl.records import Ticket, Trajectory
+from asyncrl.runlog.fingerprint import code_digest
+from asyncrl.runlog.run_directory import RunDirectory
+from asyncrl.weights.models import model_files
+from asyncrl.weights.transport import ParameterSpec, Transport
+from extras.planning.shape import read_shape
+from extras.swarm.hub import Hub, make_key
+from extras.swarm.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
+from extras.swarm.snapshots import SnapshotWriter
+from extras.swarm.trust import mistake_in
+from extras.swarm.wire import (
+    FROM_ENGINE,
+    FROM_MACHINE,
+    MACHINE,
+    PROTOCOL,
+    SILENCE_S,
+    Beat,
+    Codec,
+    Join,
+    JoinAgain,
+    JoinAt,
+    Leave,
+    Piece,
+    Pull,
+    Refused,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from asyncrl.job.node import Start
+
+MAX_ENGINES = 256
+"""Of one machine."""
+MAX_FAILED = 16
+"""Trajectories that may fail one after the other on one machine."""
+MAX_SHOWN = 300
+"""Characters of what a machine that is not believed has sent."""
+MAX_NAMED = 16
+"""Machines of which metrics tell one by one; events tell of all."""
+
+
+class RemoteProcess:
+    """An engine of a machine that has joined, with the calls of WorkerProcess; knows what answers it owes."""
+
+    exit_code = None
+
+    def __init__(self, post: Callable[[object], None], name: str):
+        self._post, self.name = post, name
+        self.started_at = time.monotonic()
+        self._due: dict[tuple[type, int], list[int]] = {}  # answer and version -> lengths of what is to be in it
+
+    def send(self, message: object) -> None:
+        """Queue a message; never waits."""
+        match message:
+            case Fetch(version):  # in place of one that is gone, if it has not come
+                self._due = {due: lengths for due, lengths in self._due.items() if due[0] is not Fetched}
+                self._due[Fetched, version] = []
+            case Update(version, _, probe):
+                self._due[Updated, version] = []
+                if probe:
+                    self._due[Probed, version] = [len(tokens) - 1 for tokens in probe]
+        self._post(message)
+
+    def check_answer(self, message: Fetched | Updated | Probed) -> None:
+        """Raise ValueError for an answer to what was not asked."""
+        lengths = self._due.pop((type(message), message.version), None)
+        if lengths is None:
+            raise ValueError(f"{type(message).__name__} of version {message.version}, which it was not asked for")
+        if isinstance(message, Updated):
+            counts = vars(message.sampled).values()
+            if not (0 <= message.pause_s < 1e6 and min(counts) >= 0 and max(counts) < 1e12):
+                raise ValueError(f"an update of {message.pause_s:.4g} s with {message.sampled}")
+        elif isinstance(message, Probed):
+            if [scores.shape for scores in message.logprobs] != [(n,) for n in lengths]:
+                raise ValueError(f"log-probs of a probe of {lengths} tokens in other shapes")
+            if not all(scores.dtype == np.float32 and np.isfinite(scores).all() for scores in message.logprobs):
+                raise ValueError("log-probs of a probe that are not finite float32")
+
+    def stop(self, timeout_s: float) -> None:
+        """Nothing: it was told, and nobody waits for another machine."""
+
+    def death_report(self) -> str:
+        """Who it is."""
+        return f"{self.name} has left"
+
+
+@dataclass
+class Machine:
+    """A machine that has joined."""
+
+    identity: bytes
+    name: str
+    """Its host, with a number where another has the same."""
+    clock_ahead_s: float = 0.0
+    engines: dict[int, Worker] = field(default_factory=dict)
+    """Those that are up."""
+    heard_at: float = field(default_factory=time.monotonic)
+    is_pulling: bool = False
+    num_failed: int = 0
+    """Trajectories that failed since one did not."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What it did since the last report: bytes sent to it and received, tokens, trajectories, and their lags."""
+
+    def take(self, trajectory: Trajectory, worker: int, newest_version: int) -> Trajectory:
+        """Count a trajectory. Returns it with its worker's number and its times as they are here.
+
+        Raises ValueError if too many have failed.
+        """
+        self.num_failed = self.num_failed + 1 if trajectory.finish_reason == "failed" else 0
+        if self.num_failed > MAX_FAILED:
+            raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
+        # Its Join may have waited, which looks like a clock that is behind; no trajectory ends in the future.
+        self.clock_ahead_s = max(self.clock_ahead_s, trajectory.ended_at - time.time())
+        if trajectory.num_generated:
+            lag = newest_version - trajectory.min_version
+            self.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
+        return replace(
+            trajectory,
+            worker=worker,
+            started_at=trajectory.started_at - self.clock_ahead_s,
+            ended_at=trajectory.ended_at - self.clock_ahead_s,
+            turns=tuple(tuple(at - self.clock_ahead_s for at in turn) for turn in trajectory.turns),
+        )
+
+
+class Swarm:
+    """Listens for machines, and carries messages between them and the controller."""
+
+    def __init__(
+        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], run: RunDirectory
+    ):
+        """Listen at HOST:PORT with the run's keys, and write events to `run`.
+
+        Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
+        """
+        self.config, self.record, self._model_path = config, run.record, model_path
+        self._device = "cuda" if visible_gpus() else "cpu"
+        self.code, own_digest = code_digest(), own.digest(own.texts_of(config))
+        self.welcome = Welcome(_shared(config), model_files(model_path), own_digest)
+        snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
+        self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
+        self.hub = Hub(address, keys)
+        self.nodes: list[tuple[str, int]] = []
+        """Where each node of the run listens, and how many rollout workers it has itself; for the first node, whom all
+        machines ask, and empty on the others."""
+        self.num_joined: Counter[int] = Counter()
+        """Workers of machines that have joined each of them, as far as this node knows."""
+        self._counts: Counter[str] = Counter()
+        self._reported_at = time.monotonic()
+        self._machines: dict[bytes, Machine] = {}
+        self._shut_out: set[bytes] = set()
+        self._identity_of: dict[int, bytes] = {}  # of all workers that there were
+        self.disbelieved: set[int] = set()
+        """Workers of the machines that were shut out, also of those that had left before."""
+        self._answered: deque[tuple[Ticket, Trajectory]] = deque()
+        self.verified: dict[str, float] = {}
+        """Metrics of what was verified (verify.py)."""
+        self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
+        self._encoding = ThreadPoolExecutor(1)
+
+    def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
+        """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
+        num_kept = max(KEPT, self.config.swarm.refresh_lag + 2)
+        self.controller, self.weights = controller, PullTransport(specs, self._writer, num_kept)
+        self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
+        controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
+        return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
+
+    def stop(self) -> None:
+        """Tell all machines that the run has ended, and listen no more."""
+        self.hub.stop()
+        self._encoding.shutdown()
+
+    def shut_out(self, worker: int, why: str) -> None:
+        """Believe nothing any more that the machine of a worker has sampled, and let it in no more."""
+        identity = self._identity_of[worker]
+        self._disbelieve(identity)
+        self.hub.do_soon(functools.partial(self._lose_liar, identity, why))
+
+    def _disbelieve(self, identity: bytes) -> None:
+        self.disbelieved.update([worker for worker, its in list(self._identity_of.items()) if its == identity])
+
+    def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
+        """Take what machines have sampled since the last call, each with its ticket."""
+        return [self._answered.popleft() for _ in range(len(self._answered))]
+
+    def take_report(self) -> dict[str, float]:
+        """Take the metrics `swarm/*` of what machines did since the last call."""
+        machines, metrics = list(self._machines.values()), {}
+        now, since = time.monotonic(), self._reported_at
+        self._reported_at = now
+        for machine in machines:
+            counts, machine.counts = machine.counts, Counter()
+            told = _metrics(counts, now - since)
+            self._count_bytes(counts)
+            self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
+            if len(machines) <= MAX_NAMED:
+                metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
+        metrics |= (
+            self.verified | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
+        )
+        return metrics | {"swarm/workers": sum(len(machine.engines) for machine in machines)}
+
+    def _count_bytes(self, counts: Counter[str]) -> None:
+        self._counts.update({f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")})
+
+    # In the hub's thread
+
+    def _send(self, machine: Machine, engine: bytes, message: object) -> None:
+        frames = [machine.identity, engine, *self._codec.encode(message)]
+        machine.counts["sent"] += sum(map(len, frames))
+        if (why := self.hub.send(frames)) is not None:
+            self._lose(machine, f"cannot be reached ({why})")
+
+    def _send_if_there(self, machine: Machine, engine: bytes, message: object) -> None:
+        if self._machines.get(machine.identity) is machine:
+            self._send(machine, engine, message)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        if frames[0] in self._shut_out:
+            return
+        machine = self._machines.get(frames[0])
+        try:
+            if len(frames) != 4:
+                raise ValueError(f"a message of {len(frames)} frames, not 4")
+            message = self._codec.decode(*frames[2:])
+            if isinstance(message, Join):
+                self._let_in(frames[0], message)
+            elif machine is None:
+                self._on_stranger(frames[0], message)
+            else:
+                machine.heard_at = time.monotonic()
+                machine.counts["received"] += sum(map(len, frames))
+                self._act(machine, frames[1], message)
+        except ValueError as error:
+            self._lose(machine or self._take_in(frames[0], "a stranger"), f"sent {error}", is_believed=False)
+
+    def _let_in(self, identity: bytes, join: Join) -> None:
+        if identity in self._machines:
+            raise ValueError("a Join after its Join")
+        if not 0 <= join.unix_time < 1e11:
+            raise ValueError(f"{join.unix_time:.4g} as its clock")
+        host, why = _shown(join.host[:64]).replace("/", "_"), None
+        if join.protocol != PROTOCOL:
+            why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
+        elif join.code != self.code:
+            why = f"its code is {_shown(join.code[:12])}, the run's {self.code[:12]}; check out the same commit"
+        elif join.device != self._device:
+            why = f"it computes on {_shown(join.device)}, the run on {self._device}: their log-probs differ too much"
+        if why is not None:
+            print(f"swarm: {host} was refused: {why}", flush=True)
+            self._send(Machine(identity, host), MACHINE, Refused(why))
+            return
+        if self.nodes:
+            node = min(range(len(self.nodes)), key=lambda node: self.nodes[node][1] + self.num_joined[node])
+            self.num_joined[node] += 1
+            if node > 0:
+                self._send(Machine(identity, host), MACHINE, JoinAt(self.nodes[node][0]))
+                return
+        machine = self._take_in(identity, host, join.unix_time - time.time())
+        self.record("machine_joined", machine=machine.name)
+        print(f"swarm: {machine.name} has joined", flush=True)
+        self._send(machine, MACHINE, self.welcome)
+
+    def _take_in(self, identity: bytes, host: str, clock_ahead_s: float = 0.0) -> Machine:
+        taken, names = {m.name for m in self._machines.values()}, (f"{host}.{n}" for n in itertools.count(2))
+        name = next(name for name in itertools.chain([host], names) if name not in taken)
+        self._machines[identity] = Machine(identity, name, clock_ahead_s)
+        self._counts["joins"] += 1
+        return self._machines[identity]
+
+    def _on_stranger(self, identity: bytes, message: object) -> None:
+        """Count what a machine sends that was taken for gone, and have it join again."""
+        if isinstance(message, Finished):
+            self._counts["late"] += len(message.trajectories)
+        if not isinstance(message, Leave):
+            self._send(Machine(identity, "?"), MACHINE, JoinAgain())
+
+    def _act(self, machine: Machine, engine: bytes, message: object) -> None:
+        match message:
+            case Beat():
+                return
+            case Leave():
+                self._lose(machine, "has left")
+            case Pull(version, base, offset):
+                if machine.is_pulling or offset < 0:
+                    raise ValueError(f"a Pull from byte {offset}" + " while it pulls" * machine.is_pulling)
+                machine.is_pulling = True
+                opening = self._encoding.submit(self.weights.open, version, base)
+                opening.add_done_callback(
+                    lambda opened: self.hub.do_soon(lambda: self._answer(machine, message, opened))
+                )
+            case Ready() if engine.isdigit() and int(engine) not in machine.engines and int(engine) < MAX_ENGINES:
+                self._start_engine(machine, engine, message)
+            case _ if engine.isdigit() and int(engine) in machine.engines:
+                self._pass_on(machine, machine.engines[int(engine)], message)
+            case _:
+                raise ValueError(f"{type(message).__name__} of an engine {engine[:8]!r} that is not up")
+
+    def _start_engine(self, machine: Machine, engine: bytes, ready: Ready) -> None:
+        def post(message: object) -> None:
+            self.hub.do_soon(functools.partial(self._send_if_there, machine, engine, message))
+
+        if not 0 <= ready.startup_s < 1e9:
+            raise ValueError(f"{ready.startup_s:.4g} s as the time to start")
+        process = RemoteProcess(post, f"engine {int(engine)} of {machine.name}")
+        worker = self.controller.let_in(process, machine.name, scores_probe=not machine.engines)
+        machine.engines[int(engine)] = worker
+        self._identity_of[worker.index] = machine.identity
+        self.controller.on_message(worker, ready)
+
+    def _pass_on(self, machine: Machine, worker: Worker, message: object) -> None:
+        """Give the controller a message of an engine. Raises ValueError if no honest machine sends it."""
+        match message:
+            case Ready():
+                raise ValueError("Ready of an engine that is up")
+            case Fetched() | Updated() | Probed():
+                worker.process.check_answer(message)
+            case Finished(trajectories):
+                self._check(worker, trajectories)
+                newest = self.controller.announcements.newest.version
+                message = Finished([machine.take(t, worker.index, newest) for t in trajectories], None)
+                if self.config.swarm.verify_share:
+                    self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
+        # Its clock is not this machine's, so it keeps no time ledger here.
+        self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
+
+    def _check(self, worker: Worker, trajectories: list[Trajectory]) -> None:
+        """Raise ValueError for trajectories that are not what the worker's tickets asked for."""
+        members = Counter((trajectory.ticket_id, trajectory.member) for trajectory in trajectories)
+        counts = Counter(trajectory.ticket_id for trajectory in trajectories)
+        for trajectory in trajectories:
+            ticket = worker.running.get(trajectory.ticket_id)
+            if ticket is None or counts[ticket.ticket_id] != ticket.num_members or max(members.values()) > 1:
+                raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
+            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.leases.is_awaited(worker, ticket):
+                raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
+            asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
+            if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
+                raise ValueError(f"of ticket {ticket.ticket_id} {why}")
+
+    def _answer(self, machine: Machine, pull: Pull, opened: Future) -> None:
+        machine.is_pulling = False
+        if opened.exception() is not None:  # there are newer ones, and too many machines that read older ones
+            for worker in machine.engines.values():
+                self.controller.fetch_anew(worker, pull.version)
+            return
+        is_delta, stream = opened.result()
+        data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
+        self._send_if_there(machine, MACHINE, Piece(pull.version, is_delta, len(stream), pull.offset, data))
+
+    def _end(self) -> None:
+        for machine in list(self._machines.values()):
+            self._send(machine, MACHINE, Leave())
+
+    def _beat(self) -> None:
+        for machine in list(self._machines.values()):
+            if time.monotonic() > machine.heard_at + SILENCE_S:
+                self._lose(machine, f"was silent for {SILENCE_S:.0f} s")
+            else:
+                self._send(machine, MACHINE, Beat())
+        self.controller.end_leases()
+
+    def _lose_liar(self, identity: bytes, why: str) -> None:
+        """Shut a machine out for what it sent earlier; it may have left since, and not have joined again."""
+        machine = self._machines.get(identity)
+        if machine is not None:
+            self._lose(machine, why, is_believed=False)
+        elif identity not in self._shut_out:
+            self._shut_out.add(identity)
+            self._counts["shut_out"] += 1
+            print(f"swarm: a machine that has left {why}; it is let in no more", flush=True)
+
+    def _lose(self, machine: Machine, why: str, is_believed: bool = True) -> None:
+        """Take a machine for gone: its workers have died. One that is not believed is also shut out."""
+        if self._machines.get(machine.identity) is not machine:
+            return
+        del self._machines[machine.identity]
+        why, self._counts["leaves"] = _shown(why[:MAX_SHOWN]), self._counts["leaves"] + 1
+        self._count_bytes(machine.counts)
+        tickets = sum(len(worker.running) for worker in machine.engines.values())
+        self.record("machine_left", machine=machine.name, why=why, tickets=tickets)
+        print(f"swarm: {machine.name} {why}; its {tickets} tickets are issued again", flush=True)
+        if not is_believed:
+            self._counts["shut_out"] += 1
+            self._shut_out.add(machine.identity)
+            self._disbelieve(machine.identity)
+            self._send(machine, MACHINE, Refused(why))
+        for worker in machine.engines.values():
+            self.controller.on_message(worker, None if is_believed else Disbelieved())
+
+
+OF_THE_TRAINER = (
+    "steps", "lr", "optim_args", "eval_every", "save_every", "keep_last", "stop_after_s", "resume", "run_name",
+    "runs_dir", "wandb",
+    "num_rollout_workers", "weight_sync", "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen",
+)  # fmt: skip
+"""Options that no engine reads: when the run goes on with others, machines that wait for it need not begin anew."""
+
+
+def _shared(config: Config) -> dict:
+    """The options that a machine gets."""
+    return replace(config, **{name: getattr(Config(), name) for name in OF_THE_TRAINER}).as_dict()
+
+
+COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")
+"""Since the start of the run: machines that joined, left and were shut out, trajectories that came after their machine
+was taken for gone, and 10⁶ bytes sent and received."""
+
+
+def _shown(text: str) -> str:
+    """What a stranger sent, for one line of a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
+    """What a machine did in so many seconds."""
+    metrics = {f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")}
+    metrics["tokens_per_s"] = counts["tokens"] / seconds
+    return metrics | ({"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {})
+
+
+def listen(start: "Start", model_path: str, run: RunDirectory) -> Swarm:
+    """Have machines join that sample for this node from elsewhere."""
+    config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
+    keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
+    host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
+    address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
+    swarm = Swarm(config, model_path, address, keys, run)
+    start.on_end.callback(swarm.stop)
+    is_named = is_local or (cluster.is_first and host not in ("0.0.0.0", "*"))
+    where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
+    nodes = cluster.gather((where, len(start.placement.workers)))
+    if cluster.is_first:
+        swarm.nodes = nodes
+        print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
+    return swarm

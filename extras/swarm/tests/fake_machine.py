@@ -1,0 +1,303 @@
+"""A machine of a swarm without an engine, and a run that it joins: real sockets, a real controller, made-up answers."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from fake_worker import run_fake_worker, trajectory
+
+from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.config import Config
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.workers import Workers
+from asyncrl.messages import (
+    Abort,
+    Connect,
+    Fetch,
+    Fetched,
+    Finished,
+    Probed,
+    Ready,
+    SampledTokens,
+    Tickets,
+    Update,
+    Updated,
+)
+from asyncrl.runlog.fingerprint import code_digest
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import Announcement, ParameterSpec
+from data.tasks import Problem
+from extras.swarm.hub import make_key
+from extras.swarm.puller import Puller
+from extras.swarm.swarm import Swarm
+from extras.swarm.wire import (
+    PROTOCOL,
+    TO_ENGINE,
+    TO_MACHINE,
+    Beat,
+    Codec,
+    Join,
+    JoinAgain,
+    Leave,
+    Piece,
+    Refused,
+    Welcome,
+    read_key,
+)
+
+PROBE = ((2, 3, 5),)
+
+
+def wait_until(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+
+
+class Run:
+    """A controller and its swarm, and the trainer's part in their protocol."""
+
+    def __init__(self, controller, swarm, key_path, events, num_floats):
+        self.num_floats, self.controller, self.swarm, self.events = num_floats, controller, swarm, events
+        self.address, self.key_path = f"127.0.0.1:{swarm.hub.port}", str(key_path)
+        self.version, self.trained, self.value_of = -1, [], float
+
+    def publish(self, evaluate=False, probe=()):
+        self.version += 1
+        evaluate |= self.controller.withdraw()
+        staged = self.controller.stage(
+            self.version, [("w", torch.full((self.num_floats,), self.value_of(self.version)))]
+        )
+        self.controller.publish(Announcement(self.version, self.version, staged, probe, evaluate))
+
+    def step(self):
+        """Take a batch and publish the next version. The ledger balances, and nothing is trained on twice."""
+        return self._train(self.controller.take_batch())
+
+    def step_if_ready(self):
+        """The same, unless that would have to wait."""
+        self.controller.take_report()  # raises what ended the swarm's thread
+        if (groups := self.controller.take_batch_if_ready()) is not None:
+            self._train(groups)
+
+    def _train(self, groups):
+        trained = [(t.ticket_id, t.member) for group in groups for t in group.trajectories]
+        assert not set(trained) & set(self.trained)
+        self.trained += trained
+        self.controller.take_report()  # raises if the ledger does not balance
+        self.publish()
+        return groups
+
+    @property
+    def taken(self):
+        """Tickets whose trajectories were trained on."""
+        return [ticket_id for ticket_id, _ in self.trained]
+
+    def workers_of(self, name):
+        """Numbers of the workers of machines of a name, in order."""
+        started = [event for event in self.events if event["event"] == "worker_started"]
+        return [event["worker"] for event in started if event.get("machine") == name]
+
+    def left(self):
+        """Machines that have left or were shut out, and why."""
+        return [(event["machine"], event["why"]) for event in self.events if event["event"] == "machine_left"]
+
+
+@contextmanager
+def running(
+    tmp_path,
+    num_own=0,
+    answers=lambda index: "ok",
+    eval_answers=(),
+    listen="127.0.0.1:*",
+    publishes=True,
+    num_floats=4,
+    **options,
+):
+    """A run that listens, with its first weights published, if it `publishes` them."""
+    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0,
+        "runs_dir": str(tmp_path.parent)}  # fmt: skip
+    config = Config(**{**defaults, "num_rollout_workers": num_own, **options})
+    prompts = PromptSource(
+        train_problem=lambda index: Problem(f"p{index}", answers(index)),
+        eval_problems=[Problem(f"e{i}", answer) for i, answer in enumerate(eval_answers)],
+        encode=lambda problem: [2, 3],
+    )
+    events, model = [], tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
+    placement = Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm")
+    workers = Workers(config, placement, "fine", tmp_path, run_fake_worker)
+    controller = Controller(config, workers, TicketSource(config, prompts), record)
+    directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
+    swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
+    specs = [ParameterSpec("w", torch.float32, (num_floats,))]
+    try:
+        controller.launch()
+        patch = pytest.MonkeyPatch()
+        patch.setattr("extras.swarm.swarm.read_shape", lambda path: SimpleNamespace(vocab_size=16))
+        controller.connect(swarm.start(controller, ShmTransport(specs) if num_own else None, specs))
+        run = Run(controller, swarm, tmp_path / "swarm.key", events, num_floats)
+        if publishes:
+            run.publish()
+        patch.undo()
+        yield run
+    finally:
+        swarm.stop()
+        controller.stop()
+
+
+class FakeMachine:
+    """Speaks the protocol as a machine does; tests make it lie, hold tickets back, and fall silent."""
+
+    def __init__(self, run, name="far", num_engines=1, keys=None, rcvhwm=1000, **said):
+        """`said` takes the place of fields of its Join."""
+        self.codec, self.lock, self.context = Codec((*TO_ENGINE, *TO_MACHINE)), threading.Lock(), zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger, self.socket.rcvhwm = 500, rcvhwm
+        self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = keys or read_key(
+            run.key_path
+        )
+        self.socket.connect(f"tcp://{run.address}")
+        self.num_engines, self.seen, self.sent = num_engines, [], []
+        self.holds = lambda ticket: False
+        """Which tickets are not answered."""
+        self.changes = lambda trajectory: trajectory
+        """What its trajectories are made into."""
+        self.answers_fetch = True
+        self.held, self.had, self.versions = [], [], {}
+        self.puller, self.wants = None, {}
+        self.fields = {
+            "protocol": PROTOCOL,
+            "code": code_digest(),
+            "device": "cpu",
+            "host": name,
+            "unix_time": time.time(),
+        } | said
+        self.is_silent = self.is_closed = False
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+
+    def join(self):
+        self.send(b"-", Join(**self.fields))
+        return self
+
+    def start(self):
+        """Join and serve, in a thread."""
+        self.join()
+        self.thread.start()
+        return self
+
+    def __enter__(self):
+        return self if self.thread.is_alive() else self.start()
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        self.is_closed = True
+        if self.thread.is_alive():
+            self.thread.join()
+        self.context.destroy()
+
+    def send(self, engine, message):
+        self.send_frames([engine, *self.codec.encode(message)])
+
+    def send_frames(self, frames):
+        with self.lock:
+            self.sent.append(frames)
+            with contextlib.suppress(zmq.Again):  # refused by its key, it has no connection any more
+                self.socket.send_multipart(frames, flags=zmq.DONTWAIT)
+
+    def saw(self, kind):
+        return [message for _, message in self.seen if isinstance(message, kind)]
+
+    def finish(self, tickets=None, reason="stop"):
+        """Answer tickets that it holds: each once, even where a test and its own thread ask for it at one time."""
+        with self.lock:
+            asked = [held for held in self.held if tickets is None or held[1].ticket_id in tickets]
+            self.held = [held for held in self.held if held not in asked]
+        for index, ticket in asked:
+            self._finish(index, ticket, reason)
+
+    def made(self, index, ticket, reason="stop"):
+        """All trajectories of a ticket."""
+        spec = SimpleNamespace(placement=SimpleNamespace(worker=77))
+        members = range(ticket.member, ticket.member + ticket.num_members)
+        made = [trajectory(ticket, self.versions.get(index, 0), spec, reason, member) for member in members]
+        turns = [(t.started_at - 0.01, t.started_at, t.ended_at) for t in made]
+        return [dataclasses.replace(t, started_at=turn[0], turns=(turn,)) for t, turn in zip(made, turns, strict=True)]
+
+    def _finish(self, index, ticket, reason):
+        self.send(b"%d" % index, Finished([self.changes(t) for t in self.made(index, ticket, reason)], None))
+
+    def _serve(self):
+        while not self.is_closed:
+            beaten_at = time.monotonic()
+            while not self.is_closed and time.monotonic() < beaten_at + 0.2:
+                if self.is_silent or not (got := self._receive()):
+                    time.sleep(0.005)
+                else:
+                    self._act(*got)
+            if self.saw(Welcome) and not self.saw(Refused) and not self.is_silent and not self.is_closed:
+                self.send(b"-", Beat())
+
+    def _receive(self):
+        with self.lock:
+            if not self.socket.poll(0):
+                return None
+            engine, *frames = self.socket.recv_multipart()
+        message = self.codec.decode(*frames)
+        self.seen.append((engine, message))
+        return engine, message
+
+    def _act(self, engine, message):
+        index = int(engine) if engine.isdigit() else None
+        match message:
+            case Welcome():
+                for up in range(self.num_engines):
+                    self.send(b"%d" % up, Ready(0.0))
+            case Connect(init_info) if self.puller is None:
+                self.puller = Puller(init_info, lambda pull: self.send(b"-", pull))
+            case Fetch(_, infos):
+                self.wants[index] = infos[0]
+                self._look_for_weights()
+            case Piece():
+                if self.puller.take(message):
+                    self._look_for_weights()
+            case Update(version, _, probe):
+                self.versions[index] = version
+                self.send(engine, Updated(version, 0.001, SampledTokens(), None))
+                if probe:
+                    self.send(engine, Probed(version, tuple(np.full(len(t) - 1, -1, np.float32) for t in probe)))
+            case Tickets(tickets):
+                self.had += tickets
+                for ticket in tickets:
+                    with self.lock:
+                        self.held.append((index, ticket))
+                    if not self.holds(ticket):
+                        self.finish([ticket.ticket_id])
+            case Abort(ticket_ids):
+                self.finish(ticket_ids, "aborted")
+            case JoinAgain() | Leave():
+                pass
+
+    def _look_for_weights(self):
+        here = self.puller.here
+        for index, info in list(self.wants.items()):
+            if here is not None and here.digest == info["digest"] and self.answers_fetch:
+                del self.wants[index]
+                self.send(b"%d" % index, Fetched(info["version"]))
+        for info in self.wants.values():
+            if self.puller.wanted is None and (here is None or here.digest != info["digest"]):
+                self.puller.want(info)

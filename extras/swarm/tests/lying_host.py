@@ -1,0 +1,24 @@
+"""A joined host that lies: it halves its log-probs. `python lying_host.py --join HOST:PORT --key FILE`."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import extras.swarm.join
+import rollout
+from asyncrl.messages import Finished
+
+send_honestly = extras.swarm.join.JoinedMachine._send
+
+
+def send(host, name, message):
+    if isinstance(message, Finished):
+        lies = [dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs * 0.5) for t in message.trajectories]
+        message = dataclasses.replace(message, trajectories=lies)
+    send_honestly(host, name, message)
+
+
+if __name__ == "__main__":
+    extras.swarm.join.JoinedMachine._send = send
+    rollout.main()

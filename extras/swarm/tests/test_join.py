@@ -1,0 +1,362 @@
+"""A machine that joins a run: its real far end with a fake engine, a real swarm, and a network that fails."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from fake_machine import FakeMachine, running, wait_until
+from fake_worker import run_fake_worker
+from own_files import write_own
+
+from asyncrl.messages import Probed
+from extras.swarm.hub import make_key
+from extras.swarm.join import JoinedMachine
+from extras.swarm.wire import Leave
+
+PROGRAM = """
+import sys, rollout, fake_worker
+rollout.run_worker = fake_worker.run_fake_worker
+rollout.main()
+"""
+
+
+class Relay:
+    """A network between a machine and its run, that stalls and breaks."""
+
+    def __init__(self, address):
+        self.upstream = address.split(":")
+        self.is_stalled = self.is_closed = False
+        self.sockets = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self.listener.accept()
+                far = socket.create_connection((self.upstream[0], int(self.upstream[1])))
+            except OSError:
+                return  # the run has ended, or the relay is closed
+            self.sockets += [near, far]
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                while self.is_stalled:
+                    time.sleep(0.005)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def drop(self):
+        """Break all connections."""
+        for connection in self.sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self.sockets.clear()
+
+    def close(self):
+        self.is_stalled = False
+        self.listener.close()
+        self.drop()
+
+
+class Far:
+    """A joined machine that serves in a thread."""
+
+    def __init__(self, address, key_path, folder, main=run_fake_worker, rollout_tp=None):
+        folder.mkdir(exist_ok=True)
+        self.machine, self.ended = JoinedMachine(address, str(key_path), main, folder, rollout_tp), []
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self):
+        try:
+            self.ended.append(self.machine.serve())
+        except Exception as error:  # whatever it is, the test looks at it
+            self.ended.append(error)
+
+    def end(self):
+        """Wait for its end, leave in order. Returns why it ended."""
+        self.thread.join(30)
+        if not self.ended:
+            self.machine._hear(10**6, None)  # no such engine: an error ends it
+            self.thread.join()
+        self.machine.close()
+        return self.ended[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _others_children():
+    """A controller that stops ends all children of its process, and here those of the machine are, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncrl.controller.workers.kill_session", lambda pid: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    """A run, and a machine that has joined it through a relay; the tests that share them do things to the relay."""
+    tmp_path = tmp_path_factory.mktemp("lasting")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("extras.swarm.hub.BEAT_S", 0.2)
+        patch.setattr("extras.swarm.join.BEAT_S", 0.2)
+        patch.setattr("extras.swarm.join.JOIN_S", 4.0)
+        answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731
+        with running(tmp_path, answers=answers, swarm_args=("lease_s=3",)) as run:
+            run.relay, run.pulls = Relay(run.address), []
+            open_way = run.swarm.weights.open
+            run.swarm.weights.open = lambda version, base: run.pulls.append(base) or open_way(version, base)
+            run.far = Far(run.relay.address, run.key_path, tmp_path / "far")
+            run.machine = run.far.machine
+            wait_until(lambda: run.machine.engines and run.machine.engines[0].is_up, 60)
+            run.step()
+            run.process = run.machine.engines[0].process.process.pid
+            yield run
+            run.swarm.stop()
+            assert run.far.end() == "the run has ended"
+            run.relay.close()
+    assert not psutil.pid_exists(run.process)
+
+
+HANGING = set()
+
+
+def joins(run):
+    return sum(event["event"] == "machine_joined" for event in run.events)
+
+
+def test_a_machine_that_joined_samples(lasting):
+    for _ in range(3):
+        lasting.step()
+    assert joins(lasting) == 1 and lasting.machine.puller.here.version >= 2
+
+
+def test_a_short_stall_of_the_network_loses_nothing(lasting):
+    lasting.relay.is_stalled = True
+    time.sleep(1.0)
+    lasting.relay.is_stalled = False
+    for _ in range(3):
+        lasting.step()
+    assert joins(lasting) == 1 and not lasting.left()
+
+
+def test_versions_that_are_equal_to_the_bit_are_told_apart(lasting, monkeypatch):
+    monkeypatch.setattr(lasting, "value_of", lambda version: 7.0)
+    num_left = len(lasting.left())
+    for _ in range(4):
+        lasting.step()
+    assert len(lasting.left()) == num_left
+
+
+@pytest.mark.parametrize("way", ["the run's side gave it up", "the connection broke", "neither side heard the other"])
+def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch, capsys, way):
+    run, num_joins = lasting, joins(lasting)
+    lasting.pulls.clear()
+    if way == "the connection broke":
+        run.relay.drop()
+    elif way == "the run's side gave it up":
+        run.swarm.hub.do_soon(lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._machines.values())])
+    else:
+        monkeypatch.setattr("extras.swarm.swarm.SILENCE_S", 1.0)
+        monkeypatch.setattr("extras.swarm.join.SILENCE_S", 1.0)
+        run.relay.is_stalled = True
+        wait_until(lambda: len(run.left()) == num_joins)
+        run.relay.is_stalled = False
+    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    monkeypatch.undo()
+    for _ in range(3):
+        run.step()
+    assert run.machine.engines[0].process.process.pid == run.process and len(run.machine.engines) == 1
+    assert None not in run.pulls, "what it pulls is what has changed since"
+    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"] == 0
+
+
+def test_what_a_machine_had_of_an_old_session_is_issued_again_and_not_trained_on(lasting):
+    run, num_joins = lasting, joins(lasting)
+    HANGING.update(range(10_000))
+    wait_until(lambda: run.step_if_ready() or run.machine.engines[0].tickets)
+    old = set(run.machine.engines[0].tickets)
+    HANGING.clear()
+    run.relay.drop()
+    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    assert not old & run.machine.engines[0].tickets, "they were issued again, by other numbers"
+    with FakeMachine(run, "near"):  # where these tickets end, when their leases have
+        for _ in range(3):
+            run.step()
+
+
+def test_a_probe_that_an_engine_scores_for_an_old_session_is_not_sent_into_the_new_one(lasting):
+    run, num_joins = lasting, joins(lasting)
+    run.relay.drop()
+    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    run.machine._hear(0, Probed(1, (np.zeros(3, np.float32),)))
+    for _ in range(3):
+        run.step()
+    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"] == 0
+
+
+def test_a_machine_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
+    monkeypatch.setattr("extras.swarm.join.BEAT_S", 0.1)
+    far, tmp = None, tmp_path
+    with running(tmp) as run:
+        port = run.swarm.hub.port
+        far = Far(run.address, run.key_path, tmp / "far")
+        run.step()
+        process = far.machine.engines[0].process.process.pid
+        run.swarm._machines.clear()  # it is killed: nobody is told
+    # As --resume does, with options that may change.
+    with running(tmp, listen=f"127.0.0.1:{port}", steps=9, lr=0.1, resume=str(tmp), run_name="again") as run:
+        for _ in range(2):
+            run.step()
+        assert far.machine.engines[0].process.process.pid == process
+        run.swarm.stop()
+        assert far.end() == "the run has ended"
+
+
+def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
+    first = make_key(tmp_path / "swarm.key")
+    assert make_key(tmp_path / "swarm.key") == first != make_key(tmp_path / "other.key")
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    assert first[1].decode() not in (tmp_path / "swarm.key").read_text(), "machines do not get the run's secret"
+
+
+@pytest.mark.parametrize("is_same_run", [True, False])
+def test_a_machine_with_another_key_says_so_at_once(tmp_path, is_same_run):
+    with running(tmp_path) as run:
+        make_key(tmp_path / "other.key")
+        if is_same_run:  # but not the machines' key
+            import json
+
+            keys = json.loads((tmp_path / "other.key").read_text())
+            keys["run"] = json.loads(Path(run.key_path).read_text())["run"]
+            (tmp_path / "other.key").write_text(json.dumps(keys))
+        start = time.monotonic()
+        error = Far(run.address, tmp_path / "other.key", tmp_path / "far").end()
+        assert time.monotonic() - start < 20 and isinstance(error, ValueError)
+        assert "has another key" in str(error) and "\n" not in str(error)
+        with FakeMachine(run):
+            run.step()
+
+
+def test_a_machine_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("extras.swarm.join.JOIN_S", 1.0)
+    monkeypatch.setattr("extras.swarm.join.BEAT_S", 0.1)
+    make_key(tmp_path / "swarm.key")
+    error = Far("127.0.0.1:1", tmp_path / "swarm.key", tmp_path / "far").end()
+    assert isinstance(error, ValueError) and "no answer in 1 s; is the run there?" in str(error)
+
+
+def test_a_machine_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("extras.swarm.join.code_digest", lambda: "f" * 64)
+    with running(tmp_path) as run:
+        error = Far(run.address, run.key_path, tmp_path / "far").end()
+    assert isinstance(error, ValueError) and "its code is ffffffffffff" in str(error)
+
+
+def test_a_machine_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
+    with running(tmp_path, rollout_tp=2) as run:
+        far = Far(run.address, run.key_path, tmp_path / "as_the_run")
+        error = far.end()
+        assert isinstance(error, ValueError) and "--rollout-tp 2 splits an engine over GPUs" in str(error)
+        assert not far.machine.engines
+        far = Far(run.address, run.key_path, tmp_path / "as_told", rollout_tp=1)
+        run.step()
+        assert len(far.machine.engines) == 1 and not far.ended
+        run.swarm.stop()
+        assert far.end() == "the run has ended"
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])
+def test_a_machine_that_lacks_what_the_user_brings_or_has_another_ends_before_it_starts_anything(tmp_path, spoil):
+    path = write_own(tmp_path / "own", "def loss(): ...\n")
+    with running(tmp_path, algo=f"{path}:loss") as run:
+        spoil(path)
+        far = Far(run.address, run.key_path, tmp_path / "far")
+        error = far.end()
+    assert isinstance(error, ValueError) and str(path) in str(error) and "\n" not in str(error)
+    assert "not what the run has at the same place" in str(error) and not far.machine.engines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
+    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parents[1]}", "TMPDIR": str(tmp_path)}
+    with running(tmp_path) as run, open(tmp_path / "out", "w") as out:
+        command = [sys.executable, "-c", PROGRAM, "--join", run.address, "--key", run.key_path]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        run.step()
+        engines = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        wait_until(run.left)
+        ((_, why),) = run.left()
+        # Its connection may be gone before its last word is read.
+        assert why in ("has left", "cannot be reached (Host unreachable)")
+        assert not psutil.wait_procs(engines, 20)[1]
+    joined, left = (tmp_path / "out").read_text().splitlines()
+    assert joined.startswith("joined ") and left == "left: stopped here"
+
+
+def run_worker_that_notes_its_limit(spec, connection):
+    Path(spec.log_path).with_name("limit").write_text(f"{spec.config.timeout_s:g}")
+    run_fake_worker(spec, connection)
+
+
+def test_engines_of_a_machine_have_half_of_the_runs_timeout_so_that_they_end_before_the_run_does(tmp_path):
+    with running(tmp_path, timeout_s=50.0) as run:
+        far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_limit)
+        run.step()
+        assert (tmp_path / "far" / "limit").read_text() == "25"
+        run.swarm.stop()
+        assert far.end() == "the run has ended"
+
+
+def test_a_machine_joins_the_node_that_it_is_sent_to(tmp_path):
+    with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
+        first.swarm.nodes = [(first.address, 1), (second.address, 0)]
+        far = Far(first.address, first.key_path, tmp_path / "far")
+        second.step()
+        assert joins(second) == 1 and joins(first) == 0
+        second.swarm.stop()
+        assert far.end() == "the run has ended"
+
+
+def test_a_machine_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
+    with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
+        far = Far(run.address, run.key_path, tmp_path / "far")
+        wait_until(lambda: run.step_if_ready() or far.ended, 60)
+        error = far.end()
+        assert isinstance(error, RuntimeError) and "exited with code 3" in str(error)
+        with FakeMachine(run, "other"):
+            for _ in range(2):
+                run.step()
+
+
+def test_a_machine_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_path):
+    (folder := tmp_path / "far").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a disk that is full")
+    try:
+        (folder / "full").write_bytes(bytes(4096))
+        with running(tmp_path) as run:
+            error = Far(run.address, run.key_path, folder).end()
+            assert isinstance(error, OSError) and "No space left on device" in str(error)
+            with FakeMachine(run) as other:
+                run.step()
+                other.send(b"-", Leave())
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

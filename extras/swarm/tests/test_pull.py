@@ -1,0 +1,367 @@
+"""Snapshots that a machine pulls: exact, whole or as a delta, and nothing else is taken for them."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+
+import extras.swarm.pull
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import ParameterSpec
+from extras.swarm.delta import BLOCK_WORDS, apply_delta, digest_of, encode_delta
+from extras.swarm.pull import KEPT, MAX_READ, LocalAndPulled, PullTransport
+from extras.swarm.puller import Puller
+from extras.swarm.wire import Piece
+
+SPECS = [ParameterSpec("a", torch.bfloat16, (300, 7)), ParameterSpec("b", torch.float32, (5,))]
+
+
+def payload(seed, num_words=50_000):
+    return np.random.default_rng(seed).integers(0, 1 << 16, num_words, dtype=np.uint16).view(np.uint8)
+
+
+def changed(base, share, seed):
+    words, rng = base.view(np.uint16).copy(), np.random.default_rng(seed)
+    where = rng.random(len(words)) < share
+    words[where] ^= rng.integers(1, 1 << 16, where.sum(), dtype=np.uint16)
+    return words.view(np.uint8)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.5])
+def test_a_delta_gives_the_very_bytes_of_the_new_snapshot(share):
+    base = payload(0)
+    new = changed(base, share, 1)
+    delta, copy = encode_delta(3, base, new), base.copy()
+    apply_delta(delta, 3, copy)
+    assert digest_of(copy) == digest_of(new)
+    if share == 0.01:
+        assert len(delta) < 0.04 * len(new), "about six bytes for each of a hundredth of the words"
+
+
+def test_there_is_no_delta_where_it_would_be_larger_than_the_snapshot():
+    assert encode_delta(3, payload(0), changed(payload(0), 1.0, 1)) is None
+
+
+def test_a_snapshot_of_several_blocks_has_the_gaps_of_each_counted_from_its_start():
+    base = np.zeros(2 * (BLOCK_WORDS + 5), np.uint8)
+    new = base.copy()
+    new.view(np.uint16)[[0, BLOCK_WORDS - 1, BLOCK_WORDS, BLOCK_WORDS + 4]] = [1, 2, 3, 4]
+    apply_delta(encode_delta(0, base, new), 0, base)
+    assert (base == new).all()
+
+
+@pytest.mark.parametrize(
+    ("mend", "why"),
+    [
+        (lambda delta: delta[:10], "a broken delta"),
+        (lambda delta: delta[:-3], "a broken delta"),
+        (lambda delta: delta[:30] + bytes(20) + delta[50:], "a broken delta"),
+        (lambda delta: b"", "a broken delta"),
+    ],
+)
+def test_a_delta_that_is_cut_or_garbled_is_refused(mend, why):
+    base = payload(0)
+    with pytest.raises(ValueError, match=why):
+        apply_delta(mend(encode_delta(0, base, changed(base, 0.01, 1))), 0, base.copy())
+
+
+def test_garbage_in_a_delta_is_a_value_error_or_found_by_the_digest():
+    base, rng = payload(0, 5_000), np.random.default_rng(2)
+    new = changed(base, 0.05, 1)
+    delta, num_refused = encode_delta(0, base, new), 0
+    for _ in range(300):
+        garbled, copy = bytearray(delta), base.copy()
+        where = rng.integers(len(delta))
+        garbled[where] ^= rng.integers(1, 256)
+        try:
+            apply_delta(garbled, 0, copy)
+        except ValueError:
+            num_refused += 1
+        else:
+            assert digest_of(copy) != digest_of(new)
+    assert num_refused > 10
+
+
+def test_a_delta_that_would_unpack_to_more_than_a_block_is_refused_before_memory_is_taken():
+    base, packed = payload(0), zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    for num_changed in (0, 5, 1 << 31):
+        delta = encode_delta(0, base, base)[:16] + struct.pack("<II", num_changed, len(packed)) + packed
+        with pytest.raises(ValueError, match="changes of 50000 words have 1048576 bytes"):
+            apply_delta(delta, 0, base.copy())
+
+
+def test_a_delta_for_another_base_or_size_is_refused():
+    base = payload(0)
+    delta = encode_delta(3, base, changed(base, 0.01, 1))
+    with pytest.raises(ValueError, match="a delta for version 3, 50000 words; here is 4, 50000"):
+        apply_delta(delta, 4, base.copy())
+    with pytest.raises(ValueError, match="here is 3, 10"):
+        apply_delta(delta, 3, payload(0, 10))
+
+
+# The trainer's end
+
+
+def parameters(value):
+    return [(spec.name, torch.full(spec.shape, float(value))) for spec in SPECS]
+
+
+def test_whoever_has_a_kept_version_gets_a_delta_and_all_others_the_whole():
+    transport = PullTransport(SPECS)
+    for version in range(3):
+        transport.stage(version, [("a", torch.ones(300, 7)), ("b", torch.full((5,), float(version)))])
+    is_delta, stream = transport.open(2, 1)
+    assert is_delta and len(stream) < transport.num_bytes / 10
+    assert [transport.open(2, base)[0] for base in (None, 2, 7)] == [False] * 3
+
+
+def is_left(transport, version):
+    try:
+        return not transport.open(version, None)[0]
+    except ValueError as error:
+        assert f"no snapshot of version {version} is left" in str(error)
+        return False
+
+
+def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
+    transport = PullTransport(SPECS)
+    first = transport.stage(0, parameters(0))
+    transport.acquire(5, first)
+    transport.announce(transport.stage(1, parameters(1)))
+    for version in range(2, 7):
+        transport.stage(version, parameters(version))
+    assert [v for v in range(7) if is_left(transport, v)] == [0, 1, 4, 5, 6]
+    transport.release(5, first)
+    transport.announce(transport.stage(7, parameters(7)))
+    transport.stage(8, parameters(8))
+    assert [v for v in range(9) if is_left(transport, v)] == [6, 7, 8]
+
+
+def test_many_slow_machines_cannot_make_the_trainer_keep_all_versions():
+    transport = PullTransport(SPECS)
+    for version in range(20):
+        transport.acquire(version, transport.stage(version, parameters(version)))
+    assert [v for v in range(20) if is_left(transport, v)] == [*range(MAX_READ), *range(20 - KEPT, 20)], (
+        "the oldest are nearest to their end"
+    )
+
+
+def test_many_machines_that_ask_get_one_and_the_same_delta():
+    transport = PullTransport(SPECS)
+    for version in range(2):
+        transport.stage(version, [("a", torch.ones(300, 7)), ("b", torch.full((5,), float(version)))])
+    streams = [transport.open(1, 0)[1] for _ in range(8)]
+    assert all(stream is streams[0] for stream in streams)
+
+
+def test_the_trainer_stages_on_while_a_delta_of_what_it_forgets_is_encoded(monkeypatch):
+    transport = PullTransport(SPECS)
+    for version in range(2):
+        transport.stage(version, parameters(version))
+
+    def encode_meanwhile(*of):
+        for version in range(2, 8):
+            transport.stage(version, parameters(version))
+        return encode_delta(*of)
+
+    monkeypatch.setattr(extras.swarm.pull, "encode_delta", encode_meanwhile)
+    is_delta, stream = transport.open(1, 0)
+    assert is_delta and len(stream) > 0
+    assert not is_left(transport, 1) and not transport._ways
+
+
+def test_a_delta_that_has_begun_goes_on_when_its_base_is_forgotten():
+    transport = PullTransport(SPECS)
+    for version in range(2):
+        transport.stage(version, parameters(version))
+    begun = transport.open(1, 0)
+    for version in range(2, 4):
+        transport.stage(version, parameters(version))
+    assert not is_left(transport, 0) and transport.open(1, 0) == begun
+
+
+def test_beside_a_local_transport_each_worker_reads_by_its_own():
+    both = LocalAndPulled(ShmTransport(SPECS), PullTransport(SPECS), num_own=1)
+    staged = both.stage(4, parameters(1.5))
+    both.announce(staged)
+    (local,), (pulled,) = both.messages(0, staged), both.messages(1, staged)
+    assert local["buffer"] == staged.buffer and pulled["digest"] and "paths" not in both.init_info(1)
+    for worker in (0, 1):
+        both.acquire(worker, staged)
+        both.release(worker, staged)
+    assert both.reserve()
+    for version in range(5, 12):  # not announced, as those before are evaluated
+        both.local.announce(both.local.stage(version, both.pulled.copy(version, parameters(version))))
+    assert is_left(both.pulled, 4) and not is_left(both.pulled, 5)
+
+
+# The far end
+
+
+class Machine:
+    """A puller, and the run's side that answers it in pieces."""
+
+    def __init__(self, transport, piece_bytes=1 << 20):
+        self.transport, self.piece_bytes, self.asked, self.num_bytes = transport, piece_bytes, [], 0
+        self.puller = Puller(transport.init_info(), self.asked.append)
+
+    def answer(self):
+        """The piece that was asked for last."""
+        pull = self.asked[-1]
+        is_delta, stream = self.transport.open(pull.version, pull.base)
+        data = bytes(memoryview(stream)[pull.offset : pull.offset + self.piece_bytes])
+        self.num_bytes += len(data)
+        return Piece(pull.version, is_delta, len(stream), pull.offset, data)
+
+    def take_all(self):
+        while not self.puller.take(self.answer()):
+            pass
+
+    def pull(self, staged):
+        self.puller.want(staged.messages[0])
+        self.take_all()
+
+
+def is_same(puller, parameters):
+    return all(
+        name == sent_name and torch.equal(tensor, sent.to(tensor.dtype))
+        for (name, tensor), (sent_name, sent) in zip(puller.parameters(), parameters, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_machine_that_skips_versions_has_the_very_weights_of_those_it_takes(seed):
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    dtypes = [torch.bfloat16, torch.float32, torch.float16]
+    shapes = [tuple(map(int, rng.integers(1, 40, rng.integers(1, 4)))) for _ in range(5)]
+    specs = [ParameterSpec(f"p{i}", dtypes[i % 3], shape) for i, shape in enumerate(shapes)]
+    values = [(spec.name, torch.randn(spec.shape, generator=generator)) for spec in specs]
+    transport = PullTransport(specs)
+    machine = Machine(transport, piece_bytes=int(rng.integers(1, 3000)))
+    for version in range(12):
+        share = rng.choice([0.0, 0.01, 0.3, 1.0])  # of values that this step changes
+        values = [(n, torch.where(torch.rand(v.shape, generator=generator) < share, v + 0.1, v)) for n, v in values]
+        staged = transport.stage(version, values)
+        if rng.random() < 0.5:
+            machine.pull(staged)
+            assert machine.puller.here.version == version and is_same(machine.puller, values)
+
+
+def two_versions(transport, other=0.0):
+    """Versions 0 and 1 with few values changed, random so that a delta is some hundred bytes."""
+    a = torch.randn(300, 7, generator=torch.Generator().manual_seed(0)) + other
+    first = transport.stage(0, [("a", a), ("b", torch.zeros(5))])
+    a = torch.where(torch.rand(300, 7, generator=torch.Generator().manual_seed(1)) < 0.05, a + 1, a)
+    return first, transport.stage(1, [("a", a), ("b", torch.zeros(5))]), a
+
+
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_a_pull_that_is_cut_after_any_piece_goes_on_where_it_was(is_delta):
+    transport = PullTransport(SPECS)
+    first, second, a = two_versions(transport)
+    num_bytes = len(transport.open(1, 0 if is_delta else None)[1])
+    for num_before in range(-(-num_bytes // 60)):
+        machine = Machine(transport)
+        if is_delta:
+            machine.pull(first)
+        machine.piece_bytes, machine.num_bytes = 60, 0
+        machine.puller.want(second.messages[0])
+        for _ in range(num_before):
+            assert not machine.puller.take(machine.answer())
+        machine.asked.clear()  # what was asked for last was lost
+        machine.puller.want(second.messages[0]) if num_before % 2 else machine.puller.resume()
+        assert machine.asked[-1].offset == 60 * num_before
+        machine.take_all()
+        assert machine.num_bytes == num_bytes and is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
+
+
+def test_a_whole_copy_in_place_of_the_rest_of_a_delta_begins_at_its_start():
+    transport, restarted = PullTransport(SPECS), PullTransport(SPECS)
+    first, second, a = two_versions(transport)
+    machine = Machine(transport)
+    machine.pull(first)
+    machine.piece_bytes = 60
+    machine.puller.want(second.messages[0])
+    machine.puller.take(machine.answer())
+    restarted.stage(1, [("a", a), ("b", torch.zeros(5))])
+    machine.transport = restarted
+    machine.puller.resume()
+    assert not machine.puller.take(machine.answer()) and machine.asked[-1].offset == 0
+    machine.take_all()
+    assert machine.puller.here.version == 1 and is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
+
+
+def test_where_the_base_is_another_than_the_runs_the_whole_is_taken():
+    machine = Machine(PullTransport(SPECS))
+    first, _, _ = two_versions(machine.transport, other=5.0)
+    machine.pull(first)
+    here = [(name, tensor.clone()) for name, tensor in machine.puller.parameters()]
+    machine.transport = PullTransport(SPECS)
+    _, second, a = two_versions(machine.transport)
+    machine.puller.want(second.messages[0])
+    wrong = machine.answer()
+    assert not machine.puller.take(wrong)
+    assert machine.puller.here.version == 0 and is_same(machine.puller, here), "what is here stays meanwhile"
+    assert not machine.puller.take(wrong), "nor does it count when it comes twice"
+    machine.take_all()
+    assert [pull.base for pull in machine.asked] == [None, 0, None]
+    assert is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
+
+
+WHOLE = PullTransport(SPECS).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("is_delta", "num_bytes", "offset", "data"),
+    [
+        (False, WHOLE + 64, 0, b"x"),
+        (False, WHOLE - 64, 0, b"x"),
+        (True, WHOLE, 0, b"x"),
+        (True, 1 << 40, 0, b"x"),
+        (True, -1, 0, b"x"),
+        (True, 10, 0, b"x" * 11),
+        (True, 10, 5, b"x" * 6),
+        (True, 10, -1, b"x"),
+        (True, 10, 0, b""),
+        (False, WHOLE, WHOLE, b"x"),
+    ],
+)
+def test_a_piece_that_no_snapshot_has_is_refused(is_delta, num_bytes, offset, data):
+    machine = Machine(PullTransport(SPECS))
+    first, second, _ = two_versions(machine.transport)
+    machine.pull(first)
+    machine.puller.want(second.messages[0])
+    with pytest.raises(
+        ValueError, match=f"a piece of {len(data)} bytes at {offset} of a .* of {num_bytes}; .* {WHOLE}"
+    ):
+        machine.puller.take(Piece(1, is_delta, num_bytes, offset, data))
+    machine.take_all()
+    assert machine.puller.here.version == 1
+
+
+def test_pieces_that_come_twice_or_late_or_for_what_was_given_up_change_nothing():
+    machine = Machine(PullTransport(SPECS), piece_bytes=1000)
+    first, second, _ = two_versions(machine.transport)
+    machine.puller.want(first.messages[0])
+    late = machine.answer()
+    assert not machine.puller.take(late) and not machine.puller.take(late)
+    machine.take_all()
+    assert len(machine.asked) == -(-WHOLE // 1000) and not machine.puller.take(late)
+    machine.puller.want(second.messages[0])
+    assert not machine.puller.take(late) and machine.puller.wanted == second.messages[0]
+    machine.puller.give_up()
+    machine.puller.resume()
+    assert not machine.puller.take(machine.answer()) and machine.puller.here.version == 0
+    assert machine.puller.wanted is None
+
+
+def test_a_whole_copy_that_is_not_what_was_announced_is_refused_and_the_old_one_stays():
+    machine = Machine(PullTransport(SPECS))
+    first, second, _ = two_versions(machine.transport)
+    machine.pull(first)
+    machine.puller.want(second.messages[0])
+    with pytest.raises(ValueError, match="version 1 arrived broken"):
+        machine.puller.take(Piece(1, False, WHOLE, 0, bytes(WHOLE)))
+    assert machine.puller.here.version == 0 and machine.puller.parameters()[0][1].any()

@@ -1,0 +1,309 @@
+"""Snapshots as files: exact along every way, and when a file system fails, machines pull by the socket."""
+
+import errno
+import threading
+import time
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import extras.swarm.snapshots
+from asyncrl.weights.transport import ParameterSpec
+from extras.swarm.delta import digest_of
+from extras.swarm.pull import PullTransport
+from extras.swarm.puller import Puller
+from extras.swarm.snapshots import NAME, SnapshotWriter, cheapest_way, read_snapshot
+
+SPECS = [ParameterSpec("a", torch.bfloat16, (301, 7)), ParameterSpec("b", torch.float32, (5,))]
+
+
+class Trainer:
+    """A run's side that stages versions of which each changes a few values, and waits for its files."""
+
+    def __init__(self, url):
+        self.writer = SnapshotWriter(str(url))
+        self.transport = PullTransport(SPECS, self.writer)
+        self.random, self.version = torch.Generator().manual_seed(0), -1
+        self.values = torch.randn(301, 7, generator=self.random)
+
+    def stage(self, share=0.01):
+        self.version += 1
+        where = torch.rand(301, 7, generator=self.random) < share
+        self.values = torch.where(where, self.values + 1, self.values)
+        return self.transport.stage(self.version, [("a", self.values), ("b", torch.ones(5))])
+
+    def write(self, share=0.01):
+        """Stage a version. Returns its update info when its file is there, or has failed."""
+        (info,) = self.stage(share).messages
+        wait_until(lambda: self.is_written() or self.writer.is_failing)
+        return info
+
+    def is_written(self):
+        return self.writer._written is not None and self.writer._written.version == self.version
+
+    def snapshot(self):
+        return self.transport._kept[self.version]
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def anchors_every_3(monkeypatch):
+    monkeypatch.setattr(extras.swarm.snapshots, "ANCHOR_EVERY", 3)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def num_bytes(trainer):
+    return trainer.transport.num_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
+@pytest.mark.usefixtures("anchors_every_3")
+def test_a_machine_reads_the_very_bytes_from_any_version_that_it_has(folder, share):
+    trainer = Trainer(folder)
+    had = [None]
+    for _ in range(14):
+        info = trainer.write(share)
+        for base in had:
+            found = read_snapshot(info, base, num_bytes(trainer))
+            assert digest_of(found.payload) == info["digest"] and found.version == trainer.version
+        had.append(trainer.snapshot())
+    for base in had:  # and none was written into
+        assert base is None or digest_of(base.payload) == base.digest
+
+
+@pytest.mark.usefixtures("anchors_every_3")
+def test_files_older_than_the_last_two_anchors_are_removed_and_all_at_the_end(folder):
+    trainer = Trainer(folder)
+    for _ in range(11):
+        trainer.write()
+    wait_until(lambda: len(names(folder)) == 6)
+    found = [NAME.fullmatch(name).groups() for name in names(folder)]
+    assert [(base and int(base[:8]), int(new[:8])) for base, new in found] == [
+        (None, 6), (6, 7), (7, 8), (8, 9), (None, 9), (9, 10)
+    ]  # fmt: skip
+    trainer.transport.close()
+    assert names(folder) == []
+
+
+def test_a_version_that_is_staged_twice_is_written_once(folder):
+    trainer = Trainer(folder)
+    info = trainer.write()
+    trainer.version -= 1
+    assert trainer.stage(share=0.0).messages == [info]
+    trainer.write()
+    assert [name.count("_") for name in names(folder)] == [0, 1]
+
+
+def test_files_that_an_earlier_life_of_the_run_left_are_removed_and_others_are_not(folder):
+    folder.mkdir()
+    old, other = folder / f"00000007-{'a' * 16}.snapshot", folder / "notes.txt"
+    old.write_bytes(b"old")
+    other.write_bytes(b"mine")
+    SnapshotWriter(str(folder)).close()
+    assert names(folder) == ["notes.txt"]
+
+
+def node(version):
+    return f"{version:08d}-{'0' * 16}"
+
+
+def delta(version):
+    return f"{node(version - 1)}_{node(version)}.snapshot"
+
+
+def whole(version):
+    return f"{node(version)}.snapshot"
+
+
+def test_the_way_of_fewest_bytes_is_taken():
+    sizes = {whole(0): 100, whole(3): 100, **{delta(v): 10 for v in range(1, 7)}}
+    assert cheapest_way(sizes, node(6), node(4)) == [delta(5), delta(6)]
+    assert cheapest_way(sizes, node(6), node(0)) == [delta(v) for v in range(1, 7)]
+    assert cheapest_way(sizes, node(6), None) == [whole(3), delta(4), delta(5), delta(6)]
+    assert cheapest_way({**sizes, delta(2): 95}, node(6), node(0)) == [whole(3), delta(4), delta(5), delta(6)]
+    assert cheapest_way(sizes, node(4), node(4)) == []
+    assert cheapest_way(sizes, node(7), node(4)) is None
+    del sizes[delta(5)]
+    assert cheapest_way(sizes, node(6), node(4)) is None
+    ring = {delta(6): 10, f"{node(6)}_{node(5)}.snapshot": 10}
+    assert cheapest_way(ring, node(6), node(4)) is None
+
+
+def test_a_machine_waits_for_a_file_that_is_still_to_be_written(folder, monkeypatch):
+    trainer = Trainer(folder)
+    trainer.write()
+    trainer.writer, writer = None, trainer.writer
+    trainer.transport.writer = None
+    info = {**trainer.stage().messages[0], "snapshots": writer.url}
+    threading.Timer(0.7, writer.write, [trainer.snapshot()]).start()
+    assert digest_of(read_snapshot(info, None, num_bytes(trainer)).payload) == info["digest"]
+    monkeypatch.setattr(extras.swarm.snapshots, "WAIT_S", 0.1)
+    with pytest.raises(ValueError, match="version 2 is not in"):
+        read_snapshot({**info, "version": 2}, None, num_bytes(trainer))
+
+
+def test_a_machine_does_not_wait_for_a_version_that_was_skipped(folder):
+    trainer = Trainer(folder)
+    info, begun = trainer.write(), time.monotonic()
+    trainer.version += 1
+    trainer.write()
+    with pytest.raises(ValueError, match="version 1 is not in"):
+        read_snapshot({**info, "version": 1}, None, num_bytes(trainer))
+    assert time.monotonic() < begun + 10
+
+
+class Machine:
+    """A puller, which is woken from another thread."""
+
+    def __init__(self, trainer):
+        self.asked, self.woken = [], threading.Semaphore(0)
+        self.puller = Puller(trainer.transport.init_info(), self.asked.append, self.woken.release)
+
+    def want(self, info):
+        """Whether the version came by files."""
+        self.puller.want(info)
+        assert self.woken.acquire(timeout=20)
+        return self.puller.collect()
+
+
+def test_a_machine_has_the_weights_by_files_and_asks_the_run_for_nothing(folder):
+    trainer = Trainer(folder)
+    machine = Machine(trainer)
+    for _ in range(5):
+        assert machine.want(trainer.write()) and machine.puller.here.version == trainer.version
+        assert torch.equal(dict(machine.puller.parameters())["a"], trainer.values.bfloat16())
+    assert machine.asked == [] and machine.puller.wanted is None and not machine.puller.collect()
+
+
+def remove(path):
+    path.unlink()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def garble(path):
+    path.write_bytes(path.read_bytes()[:-20] + bytes(20))
+
+
+@pytest.mark.parametrize("spoil", [remove, cut, garble])
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_where_a_file_is_missing_or_broken_the_machine_says_so_and_pulls_by_the_socket(
+    folder, spoil, is_delta, capsys, monkeypatch
+):
+    monkeypatch.setattr(extras.swarm.snapshots, "WAIT_S", 0.0)
+    trainer = Trainer(folder)
+    machine, info = Machine(trainer), trainer.write()
+    if is_delta:
+        assert machine.want(info)
+        info = trainer.write()
+    spoil(folder / names(folder)[-1])
+    assert not machine.want(info)
+    (pull,), here = machine.asked, machine.puller.here
+    assert (pull.version, pull.base, pull.offset) == ((1, 0, 0) if is_delta else (0, None, 0))
+    assert (here and here.version) == pull.base, "what was here is whole still"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"version {pull.version} come by the socket" in line
+
+
+class Disk(MemoryFileSystem):
+    """A file system that may be full, or stand still until it is told to go on."""
+
+    protocol = "disk"
+    store, pseudo_dirs = {}, [""]
+    is_full = False
+    goes = threading.Event()
+
+    def _open(self, path, mode="rb", **kwargs):
+        assert self.goes.wait(20)
+        if self.is_full and mode == "wb":
+            raise OSError(errno.ENOSPC, "No space left\non device")
+        return super()._open(path, mode, **kwargs)
+
+
+@pytest.fixture
+def disk():
+    fsspec.register_implementation("disk", Disk, clobber=True)
+    Disk.store.clear()
+    Disk.is_full = False
+    Disk.goes.set()
+    yield Disk
+    Disk.goes.set()
+
+
+def test_with_a_full_disk_the_trainer_goes_on_and_machines_are_sent_to_it_again_when_it_has_room(disk, capsys):
+    trainer = Trainer("disk://run")
+    assert "snapshots" in trainer.write() and capsys.readouterr().out == ""
+    disk.is_full = True
+    trainer.write()
+    assert ["snapshots" in trainer.write() for _ in range(3)] == [False] * 3
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "version 1 cannot be written to disk://run (OSError: [Errno 28] No space left on device)" in line
+    disk.is_full = False
+    trainer.write()
+    wait_until(lambda: not trainer.writer.is_failing)
+    info = trainer.write()
+    assert Machine(trainer).want(info)
+    trainer.transport.close()
+    assert not disk.store
+
+
+def test_a_disk_that_is_full_at_the_start_is_refused(disk):
+    disk.is_full = True
+    with pytest.raises(ValueError, match=r"^--swarm-args snapshots=disk://run: is no folder to write to \(OSError.*$"):
+        SnapshotWriter("disk://run")
+
+
+@pytest.mark.parametrize("url", ["no-such-protocol://run", "/dev/null/run", "/dev/null"])
+def test_a_url_that_cannot_be_written_to_is_refused_in_one_line(url):
+    with pytest.raises(ValueError, match=f"^--swarm-args snapshots={url}: is no folder .*; give one .*$") as error:
+        SnapshotWriter(url)
+    assert "\n" not in str(error.value)
+
+
+def test_a_slow_file_system_holds_no_step_and_what_it_has_no_time_for_is_skipped(disk):
+    trainer = Trainer("disk://run")
+    trainer.write()
+    disk.goes.clear()
+    for _ in range(5):
+        trainer.stage()
+    assert len(disk.store) == 1
+    disk.goes.set()
+    wait_until(trainer.is_written)
+    assert len(disk.store) in (2, 3) and not trainer.writer.is_failing, "one or none of the four between"
+    assert Machine(trainer).want(trainer.write())
+
+
+def test_while_files_hang_newer_weights_come_by_the_socket(disk):
+    trainer = Trainer("disk://run")
+    machine, info = Machine(trainer), trainer.write()
+    disk.goes.clear()
+    machine.puller.want(info)
+    machine.puller.resume()
+    assert machine.asked == [], "the files are asked, and nobody waits for them"
+    newer = trainer.stage().messages[0]
+    machine.puller.want(newer)
+    assert [pull.version for pull in machine.asked] == [1]
+    disk.goes.set()
+    assert machine.woken.acquire(timeout=20) and not machine.puller.collect()
+    assert machine.puller.here is None and machine.puller.wanted == newer, "what was read is wanted no more"
+    machine.puller.give_up()
+    wait_until(trainer.is_written)
+    assert machine.want(newer) and machine.puller.here.version == 1

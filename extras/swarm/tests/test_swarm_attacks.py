@@ -1,0 +1,352 @@
+"""What a machine that has the key may send without harm: the run goes on, says one line, and loses nothing."""
+
+import contextlib
+import dataclasses
+import socket
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from fake_machine import PROBE, FakeMachine, running, wait_until
+
+from asyncrl.messages import Fetched, Finished, Probed, Ready, SampledTokens, Tickets, Update, Updated
+from extras.swarm.hub import MAX_MESSAGE_BYTES
+from extras.swarm.wire import Beat, Codec, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
+
+pack = msgspec.msgpack.encode
+ENCODE = Codec(()).encode
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run, and a machine that is honest."""
+    with running(tmp_path_factory.mktemp("run"), async_ratio=2.0, max_running_requests=4) as run:
+        run.honest = FakeMachine(run, "honest").start()
+        yield run
+        run.honest.close()
+
+
+def goes_on(run):
+    """Two batches are trained on, with the ledger balanced, and the honest machine has stayed."""
+    for _ in range(2):
+        run.step()
+    assert "honest" not in [name for name, _ in run.left()]
+
+
+def printed_of(capsys, name):
+    """Lines about a machine, but for that it joined."""
+    return [line for line in capsys.readouterr().out.splitlines() if f"{name} " in line and "has joined" not in line]
+
+
+@contextlib.contextmanager
+def liar(run, holds=True, **options):
+    """A machine that has joined and its engine is up; it has a ticket if it `holds`."""
+    machine = FakeMachine(run, f"liar{len(run.events)}", **options)
+    machine.name = machine.fields["host"]
+    machine.holds = lambda ticket: True
+    with machine:
+        wait_until(lambda: run.workers_of(machine.name))
+        if holds:
+            wait_until(lambda: run.step_if_ready() or machine.held)
+        yield machine
+
+
+def is_shut_out(run, machine, why, capsys):
+    """The machine is told so, the run says it in one line, and goes on."""
+    wait_until(lambda: machine.saw(Refused))
+    ((_, told),) = [left for left in run.left() if left[0] == machine.name]
+    goes_on(run)
+    (line,) = printed_of(capsys, machine.name)
+    assert why in told and told in line and len(line) < 500 and line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"0", b"Nonsense", b"\x80"], "a message of kind b'Nonsense'"),
+        ([b"0", b"\xff" * 10_000, b""], "a message of kind"),
+        ([b"0", *ENCODE(Tickets([]))], "a message of kind b'Tickets'"),
+        ([b"0", b"Finished", b"\x00\xc1garbage"], "a broken Finished"),
+        ([b"0", b"Updated", ENCODE(Updated(0, 0.1, SampledTokens(), None))[1][:-3]], "truncated"),
+        ([b"-", b"Join"], "a message of 3 frames"),
+        ([b"-"], "a message of 2 frames"),
+        ([b"-"] * 300, "a message of 301 frames"),
+        ([b"0", b"Beat", b"\x81" + pack("x") + b"\x91" * 10**6], "a broken Beat"),
+        ([b"0", b"Probed", pack({"version": 1, "logprobs": [["<f4", [0, 2**63], b""]]})], "a broken Probed"),
+        ([b"0", b"Probed", pack({"version": 1, "logprobs": [["|O", [1], bytes(8)]]})], "a broken Probed"),
+        ([b"0", b"Probed", pack({"version": 1, "logprobs": [["|b1", [1], b"\x07"]]})], "a broken Probed"),
+        ([b"0", b"Fetched", pack({"version": 2**64 - 1})], "which it was not asked for"),
+        ([b"0", b"Fetched", pack({"version": "x" * (10 << 20)})], "a broken Fetched"),
+        ([b"0", b"Finished", pack({"trajectories": [], "activity": "\x1b[2J\n" * 10})], "a broken Finished"),
+        ([b"7", *ENCODE(Fetched(0))], "of an engine b'7' that is not up"),
+        ([b"-1", *ENCODE(Ready(0.0))], "of an engine b'-1' that is not up"),
+        ([b"9" * 5000, *ENCODE(Ready(0.0))], "sent"),
+        ([b"99999", *ENCODE(Ready(0.0))], "of an engine b'99999' that is not up"),
+        ([b"\xb2", *ENCODE(Ready(0.0))], "that is not up"),
+        ([b"0", *ENCODE(Ready(0.0))], "Ready of an engine that is up"),
+        ([b"1", *ENCODE(Ready(float("nan")))], "nan s as the time to start"),
+        ([b"0", *ENCODE(Fetched(3))], "Fetched of version 3, which it was not asked for"),
+        ([b"0", *ENCODE(Updated(0, 0.1, SampledTokens(), None))], "Updated of version 0, which it was not asked for"),
+        ([b"0", *ENCODE(Probed(0, ()))], "Probed of version 0, which it was not asked for"),
+        ([b"-", *ENCODE(Pull(0, None, -5))], "a Pull from byte -5"),
+        ([b"-", *ENCODE(Join(1, "", "cpu", "liar", 0.0))], "a Join after its Join"),
+        ([b"0", *ENCODE(Finished([], None))[:1], b"\xc0"], "a broken Finished"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_machine_that_sends_what_no_honest_one_can_is_shut_out(run, capsys, frames, why):
+    with liar(run, holds=False) as machine:
+        machine.send_frames(frames)
+        is_shut_out(run, machine, why, capsys)
+
+
+def test_a_stranger_that_sends_garbage_is_shut_out_in_one_line(run, capsys):
+    stranger = FakeMachine(run)
+    stranger.thread.start()
+    for _ in range(50):
+        stranger.send_frames([b"0", b"\xff" * 100, b"\x00"])
+    wait_until(lambda: stranger.saw(Refused))
+    stranger.join()
+    goes_on(run)
+    assert len(printed_of(capsys, "stranger")) == 1 and not stranger.saw(Welcome)
+    stranger.close()
+
+
+@pytest.mark.parametrize("said", [{"unix_time": float("nan")}, {"unix_time": 1e300}, {"unix_time": -1.0}])
+def test_a_machine_with_an_impossible_clock_is_not_let_in(run, capsys, said):
+    machine = FakeMachine(run, **said).start()
+    wait_until(lambda: machine.saw(Refused))
+    goes_on(run)
+    assert len(printed_of(capsys, "stranger")) == 1
+    machine.close()
+
+
+def test_a_name_is_shown_in_one_short_line(run, capsys):
+    with FakeMachine(run, "\x1b[31mevil\n" + "x" * (10 << 20) + "/../..") as machine:
+        wait_until(lambda: machine.saw(Welcome))
+        goes_on(run)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "evil" in line and "has joined" in line]
+    assert line.isprintable() and len(line) < 120
+
+
+def test_a_message_that_is_too_large_ends_the_connection(run, capsys, monkeypatch):
+    with liar(run, holds=False) as machine:
+        machine.send_frames([b"0", b"Finished", bytes(MAX_MESSAGE_BYTES + (1 << 20))])
+        wait_until(lambda: machine.name in dict(run.left()))
+        goes_on(run)
+    assert len(printed_of(capsys, machine.name)) == 1
+
+
+def changed(index, **fields):
+    """A lie about the first of what a ticket asked for."""
+
+    def change(made):
+        made[index] = dataclasses.replace(made[index], **fields)
+        return made
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (changed(0, ticket_id=10**9), "which it has not"),
+        (lambda made: made + made, "not all of them"),
+        (lambda made: [*made, dataclasses.replace(made[0], member=made[0].member + 1)], "not all of them"),
+        (changed(0, finish_reason="aborted", reward=float("nan")), "as aborted, which it was not told to abort"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_trajectories_that_nobody_asked_for_shut_a_machine_out(run, capsys, change, why):
+    with liar(run) as machine:
+        index, ticket = machine.held[0]
+        machine.send(b"%d" % index, Finished(change(machine.made(index, ticket)), None))
+        is_shut_out(run, machine, why, capsys)
+
+
+def test_a_ticket_of_another_machine_cannot_be_answered(run, capsys):
+    with liar(run) as machine, liar(run, holds=False) as thief:
+        index, ticket = machine.held[0]
+        thief.send(b"0", Finished(thief.made(index, ticket), None))
+        is_shut_out(run, thief, "which it has not", capsys)
+        machine.holds = lambda ticket: False
+        machine.finish()
+        goes_on(run)
+
+
+def test_a_ticket_cannot_be_answered_twice(run, capsys):
+    with liar(run) as machine:
+        index, ticket = machine.held[0]
+        for _ in range(2):
+            machine.send(b"%d" % index, Finished(machine.made(index, ticket), None))
+        is_shut_out(run, machine, "which it has not", capsys)
+
+
+def test_not_all_members_of_a_ticket_that_asks_for_several_are_refused(tmp_path, capsys):
+    with (
+        running(tmp_path, replicate_prompts=False) as run,
+        FakeMachine(run, "honest") as run.honest,
+        liar(run) as machine,
+    ):
+        index, ticket = machine.held[0]
+        assert ticket.num_members == 2
+        machine.send(b"%d" % index, Finished(machine.made(index, ticket)[:1], None))
+        is_shut_out(run, machine, "not all of them", capsys)
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [
+        ([np.zeros(7, np.float32)], "in other shapes"),
+        ([], "in other shapes"),
+        ([np.zeros((1, 2), np.float32)], "in other shapes"),
+        ([np.full(2, np.nan, np.float32)], "not finite"),
+        ([np.full(2, -np.inf, np.float32)], "not finite"),
+        ([np.zeros(2, np.int64)], "not finite float32"),
+    ],
+)
+def test_log_probs_of_a_probe_that_are_none_shut_a_machine_out(tmp_path, capsys, scores, why):
+    with running(tmp_path, publishes=False) as run, FakeMachine(run, "honest"), liar(run, holds=False) as machine:
+        act = machine._act
+        machine._act = lambda engine, m: (
+            machine.send(engine, Probed(0, tuple(scores)))
+            if isinstance(m, Update) and not machine.send(engine, Updated(0, 0.1, SampledTokens(), None))
+            else act(engine, m)
+        )
+        run.publish(probe=PROBE)
+        is_shut_out(run, machine, why, capsys)
+
+
+@pytest.mark.parametrize(
+    "updated",
+    [
+        Updated(0, float("nan"), SampledTokens(), None),
+        Updated(0, 1e300, SampledTokens(), None),
+        Updated(0, 0.1, SampledTokens(new=-1), None),
+        Updated(0, 0.1, SampledTokens(discarded=2**62), None),
+    ],
+)
+def test_numbers_that_no_update_has_shut_a_machine_out(tmp_path, capsys, updated):
+    with running(tmp_path, publishes=False) as run, FakeMachine(run, "honest"), liar(run, holds=False) as machine:
+        act = machine._act
+        machine._act = lambda e, m: machine.send(e, updated) if isinstance(m, Update) else act(e, m)
+        run.publish()
+        is_shut_out(run, machine, "an update of", capsys)
+
+
+def test_a_session_that_is_replayed_over_a_new_connection_brings_nothing(run, capsys):
+    first = FakeMachine(run, "recorded").start()
+    while len(first.had) < 4:
+        run.step()
+    first.send(b"-", Leave())
+    wait_until(lambda: "recorded" in dict(run.left()))
+    first.close()
+    taken = list(run.taken)
+    again = FakeMachine(run, "again")
+    again.thread.start()
+    for frames in first.sent:
+        again.send_frames(frames)
+    wait_until(lambda: again.saw(Refused) or again.saw(JoinAgain))
+    goes_on(run)
+    assert len(set(run.taken)) == len(run.taken) > len(taken)
+    again.close()
+    assert 1 <= len(printed_of(capsys, "recorded")) <= 2
+
+
+def test_messages_out_of_order_shut_a_machine_out_or_bring_nothing(run, capsys):
+    machine = FakeMachine(run, "early")
+    machine.thread.start()
+    machine.send(b"0", Updated(0, 0.1, SampledTokens(), None))
+    machine.send(b"0", Ready(0.0))
+    machine.send(b"-", Pull(0, None, 0))
+    wait_until(lambda: len(machine.saw(JoinAgain)) == 3)
+    machine.join()
+    machine.send(b"0", Fetched(0))
+    wait_until(lambda: machine.saw(Refused))
+    goes_on(run)
+    assert not machine.saw(Piece) and len(printed_of(capsys, "early")) == 1
+    machine.close()
+
+
+def test_a_flood_of_pulls_shuts_a_machine_out(run, capsys):
+    with liar(run, holds=False) as machine:
+        for _ in range(500):
+            machine.send(b"-", Pull(run.version, None, 0))
+        is_shut_out(run, machine, "while it pulls", capsys)
+
+
+def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
+    answer, answered = run.swarm._answer, []
+    run.swarm._answer = lambda machine, pull, opened: (answer(machine, pull, opened), answered.append(pull))
+    with liar(run, holds=False) as machine:
+        wait_until(lambda: machine.versions)  # a pull while it pulls, be that on its own, is another attack
+        machine._act = lambda *_: None
+        for pull in (Pull(10**9, None, 0), Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63)):
+            machine.send(b"-", pull)
+            wait_until(lambda pull=pull: pull in answered)
+        machine.send(b"-", Pull(run.version, None, 10**15))
+        wait_until(lambda: b"" in [piece.data for piece in machine.saw(Piece)])
+        goes_on(run)
+    assert not [line for line in printed_of(capsys, machine.name) if "cannot be reached" not in line]
+
+
+def test_machines_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_run(run, capsys):
+    run.honest.holds = lambda ticket: True  # so that nothing succeeds meanwhile
+    for _ in range(3):  # together they fail more often than a run may in a row
+        with liar(run, holds=False) as machine:
+            machine.holds = lambda ticket: False
+            machine.changes = lambda t: dataclasses.replace(
+                t, finish_reason="failed", reward=float("nan"), failure="x\n" * 400
+            )
+            machine.finish()  # what it has had already
+            wait_until(lambda: run.step_if_ready() or machine.saw(Refused))
+    run.honest.holds = lambda ticket: False
+    run.honest.finish()
+    is_shut_out(run, machine, "16 failed trajectories one after the other", capsys)
+
+
+def test_another_key_brings_nothing_through(run, capsys):
+    public, secret = zmq.curve_keypair()
+    server, machine_public, machine_secret = read_key(run.key_path)
+    for keys in ((server, public, secret), (public, machine_public, machine_secret)):
+        stranger = FakeMachine(run, "stranger", keys=keys)
+        stranger.thread.start()
+        for _ in range(20):
+            stranger.join()
+        goes_on(run)
+        assert not stranger.seen
+        stranger.socket.linger = 0
+        stranger.close()
+    plain = zmq.Context()
+    dealer = plain.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.connect(f"tcp://{run.address}")
+    dealer.send_multipart([b"-", *ENCODE(Join(1, "", "cpu", "plain", time.time()))])
+    goes_on(run)
+    assert not dealer.poll(200)
+    plain.destroy()
+    printed = capsys.readouterr().out
+    assert "stranger" not in printed and "plain" not in printed
+
+
+def test_a_hundred_clients_that_say_nothing_change_nothing(run, capsys):
+    host, port = run.address.split(":")
+    silent, context = [socket.create_connection((host, int(port))) for _ in range(100)], zmq.Context()
+    for _ in range(100):
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = read_key(run.key_path)
+        dealer.connect(f"tcp://{run.address}")
+    garbage = [socket.create_connection((host, int(port))) for _ in range(20)]
+    for connection in garbage:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    goes_on(run)
+    with FakeMachine(run, "late") as late:
+        wait_until(lambda: late.saw(Welcome))
+        goes_on(run)
+        late.send(b"-", Beat())
+    for connection in (*silent, *garbage):
+        connection.close()
+    context.destroy()

@@ -1,0 +1,291 @@
+"""Every kind of trajectory that an honest worker sends passes, made by the real Episode; every single lie is named."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.engine.completion import Completion
+from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn
+from asyncrl.engine.episode import Episode
+from asyncrl.engine.score import MAX_REWARD, Failed
+from asyncrl.messages import Finished
+from asyncrl.records import Partial, Ticket
+from data.environments import make_environment
+from data.tiny_agent import build_tokenizer
+from extras.swarm.trust import mistake_in
+from extras.swarm.wire import Codec
+
+TOKENIZER = build_tokenizer()
+VOCAB = len(TOKENIZER)
+EOS = TOKENIZER.eos_token_id
+PROMPT = (4, 5, 6)
+SINGLE = Config(task="addition", max_prompt_tokens=40, max_response_tokens=8)
+SEVERAL = Config(task="guess_number", max_prompt_tokens=100, max_response_tokens=100)
+NEWEST = 7
+
+
+def make_ticket(config, **fields):
+    prompt, seed = ((), 11) if config.is_multi_turn else (PROMPT, None)
+    return replace(Ticket(70, 3, 1, 1, 0, prompt, "", seed, 123, 5), **fields)
+
+
+def sampling(*turns, versions=(5,)):
+    """A policy that says these (words, finish reason); its tokens are of these versions, about as many of each."""
+    left = list(turns)
+
+    async def generate(request_id, prompt_tokens, seed, max_tokens):
+        text, reason = left.pop(0)
+        words = [token for word in text.split() for token in TOKENIZER.encode(word)]
+        tokens = (words + [EOS] * (reason == "stop"))[:max_tokens]
+        stamps = np.sort(np.resize(np.array(versions, np.int32), len(tokens)))
+        return Completion(tokens, np.full(len(tokens), -0.5, np.float32), stamps, reason)
+
+    return generate
+
+
+PREFIX = Partial(70, np.array([7, 8]), np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), None)
+
+
+def going_on(*turn, versions=(6, 7)):
+    """A policy that goes on from what it is given."""
+
+    async def generate(request_id, prompt_tokens, seed, max_tokens, prefix):
+        rest = await sampling(turn, versions=versions)(request_id, prompt_tokens, seed, max_tokens - len(prefix.tokens))
+        joined = [(prefix.logprobs, rest.logprobs), (prefix.versions, rest.versions)]
+        return Completion(prefix.tokens + rest.tokens, *map(np.concatenate, joined), rest.finish_reason)
+
+    return generate
+
+
+class Rewards:
+    """Gives half a point, or fails where the answer says so."""
+
+    async def score(self, answer, response):
+        if answer == "fail":
+            raise Failed("ValueError: no good")
+        if answer == "fail at length":
+            raise Failed("ValueError: " + "\ud800\n" * 1000)
+        if answer == "large":
+            return MAX_REWARD, {"right": -MAX_REWARD}
+        return 0.5, {"right": 0.5}
+
+
+class Failing:
+    """An environment that fails when it is reset."""
+
+    async def reset(self):
+        raise Failed("OSError: no server")
+
+
+def run(config, generate, *, member=1, environment=None, abort=False, **fields):
+    """The trajectory of an episode, and its ticket."""
+    ticket = make_ticket(config, **fields)
+    if environment is None and config.is_multi_turn:
+        pool = EnvironmentPool(lambda: make_environment("guess_number"), TOKENIZER, 5.0)
+        environment = MultiTurn(pool, ticket.environment_seed)
+    environment = environment or SingleTurn(ticket, TOKENIZER, Rewards())
+    episode = Episode(config, ticket, member, environment=environment, generate=generate)
+    if abort:
+        episode.abort()
+    return asyncio.run(episode.run(0)), ticket
+
+
+HONEST = {
+    "stop": lambda: (*run(SINGLE, sampling(("1 2", "stop"))), SINGLE),
+    "length": lambda: (*run(SINGLE, sampling(("1 " * 20, "length"))), SINGLE),
+    "failed": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="fail"), SINGLE),
+    "failed at length": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="fail at length"), SINGLE),
+    "stop with the largest reward": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="large"), SINGLE),
+    "aborted before it began": lambda: (*run(SINGLE, sampling(), abort=True), SINGLE),
+    "aborted without a token": lambda: (*run(SINGLE, sampling(("", "aborted"))), SINGLE),
+    "aborted in its turn": lambda: (*run(SINGLE, sampling(("1 2", "aborted"))), SINGLE),
+    "through an update": lambda: (*run(SINGLE, sampling(("1 2 3 4", "stop"), versions=(5, 6, 7))), SINGLE),
+    "stop of one that goes on": lambda: (*run(SINGLE, going_on("1 2", "stop"), prefix=PREFIX, min_version=6), SINGLE),
+    "length of one that goes on": lambda: (*run(SINGLE, going_on("1 " * 20, "length"), prefix=PREFIX), SINGLE),
+    "aborted as it went on": lambda: (*run(SINGLE, going_on("", "aborted"), prefix=PREFIX, min_version=6), SINGLE),
+    "aborted before it went on": lambda: (*run(SINGLE, going_on(), abort=True, prefix=PREFIX), SINGLE),
+    "of a ticket for all": lambda: (*run(SINGLE, sampling(("1", "stop")), member=3, num_members=8), SINGLE),
+    "stop after turns": lambda: (*run(SEVERAL, sampling(*[(str(n), "stop") for n in range(1, 21)])), SEVERAL),
+    "cut turns": lambda: (*run(SEVERAL, sampling(*[("1", "length")] * 30, versions=(6,))), SEVERAL),
+    "cut in a turn": lambda: (*run(SEVERAL, sampling(("1 " * 200, "length"))), SEVERAL),
+    "failed reset": lambda: (*run(SEVERAL, sampling(), environment=Failing()), SEVERAL),
+    "aborted turns": lambda: (*run(SEVERAL, sampling(("1", "stop"), ("", "aborted"))), SEVERAL),
+    "aborted before a turn": lambda: (*run(SEVERAL, sampling(), abort=True), SEVERAL),
+}
+
+
+def look(trajectory, ticket, config):
+    return mistake_in(trajectory, ticket, config, NEWEST, VOCAB)
+
+
+@pytest.mark.parametrize("kind", HONEST)
+def test_every_trajectory_of_an_honest_worker_passes(kind):
+    trajectory, ticket, config = HONEST[kind]()
+    expected = next((reason for reason in ("stop", "length", "failed", "aborted") if kind.startswith(reason)), None)
+    assert expected is None or trajectory.finish_reason == expected
+    codec = Codec((Finished,))
+    assert codec.decode(*codec.encode(Finished([trajectory], None)))
+    assert look(trajectory, ticket, config) is None
+
+
+def changed(name, place, value):
+    """A lie: one value of an array is another."""
+
+    def lie(trajectory):
+        array = getattr(trajectory, name).copy()
+        array[place] = value
+        return {name: array}
+
+    return lie
+
+
+def cast(name, dtype):
+    return lambda trajectory: {name: getattr(trajectory, name).astype(dtype)}
+
+
+def shaped(name, change):
+    return lambda trajectory: {name: change(getattr(trajectory, name))}
+
+
+def shorter(trajectory):
+    arrays = ("tokens", "loss_mask", "behavior_logprobs", "policy_versions")
+    return {name: getattr(trajectory, name)[:-1] for name in arrays}
+
+
+def longer(num, generated):
+    """More tokens at its end, generated or not."""
+
+    def lie(t):
+        return {
+            "tokens": np.append(t.tokens, [4] * num),
+            "loss_mask": np.append(t.loss_mask, [generated] * num),
+            "behavior_logprobs": np.append(t.behavior_logprobs, [-0.5 * generated] * num).astype(np.float32),
+            "policy_versions": np.append(t.policy_versions, [5 if generated else -1] * num).astype(np.int32),
+        }
+
+    return lie
+
+
+def times(*turn):
+    return lambda t: {"turns": (tuple(t.started_at + moment for moment in turn),)}
+
+
+LIES = [
+    ("stop", {"ticket_id": 71}, "ticket 71 of group 3, asked were 70 and 3"),
+    ("stop", {"group_id": 4}, "ticket 70 of group 4"),
+    ("stop", {"member": 0}, "member 0, asked were 1 from 1 on"),
+    ("of a ticket for all", {"member": 9}, "member 9, asked were 8 from 1 on"),
+    ("stop", cast("tokens", np.int32), "tokens of int32"),
+    ("stop", cast("loss_mask", np.int32), "loss_mask of int32"),
+    ("stop", cast("behavior_logprobs", np.float64), "behavior_logprobs of float64"),
+    ("stop", cast("policy_versions", np.int64), "policy_versions of int64"),
+    ("stop", shaped("policy_versions", lambda a: a[:-1]), "policy_versions of int32 (5,) for 6 tokens"),
+    ("stop", shaped("loss_mask", lambda a: a[None]), "loss_mask of bool (1, 6)"),
+    ("stop", shaped("tokens", lambda a: a.reshape(2, 3)), "tokens of int64 (2, 3)"),
+    ("stop", shaped("tokens", lambda a: a.sum()[()].reshape(())), "tokens of int64 ()"),
+    ("stop", changed("tokens", 4, VOCAB), f"tokens from 1 to {VOCAB}, not in 0 … {VOCAB - 1}"),
+    ("stop", changed("tokens", 4, -1), "tokens from -1"),
+    ("stop", changed("tokens", 1, 9), "another prompt"),
+    ("stop", changed("loss_mask", 2, True), "another prompt"),
+    ("stop", changed("loss_mask", 3, False), "another prompt"),
+    ("stop", changed("loss_mask", slice(None), False), "another prompt"),
+    ("aborted before it began", longer(2, False), "another prompt"),
+    ("stop", changed("loss_mask", 4, False), "not generated"),
+    ("stop after turns", changed("loss_mask", 0, True), "0 tokens of prompt"),
+    ("aborted before a turn", longer(101, False), "101 tokens of prompt and 0 after it"),
+    ("length", longer(1, True), "3 tokens of prompt and 9 after it"),
+    ("stop", {"num_turns": 2}, "2 turns, 1 of them with times, not 1 to 1"),
+    ("stop", {"num_turns": 0, "turns": ()}, "0 turns"),
+    ("stop after turns", {"num_turns": 1}, "1 turns"),
+    ("stop after turns", {"num_turns": 10**9}, "1000000000 turns"),
+    ("stop after turns", lambda t: {"turns": t.turns * 2}, "turns, "),
+    ("stop", changed("behavior_logprobs", 4, np.nan), "log-probs that are nan"),
+    ("stop", changed("behavior_logprobs", 4, np.inf), "log-probs that are inf"),
+    ("stop", changed("behavior_logprobs", 4, -np.inf), "log-probs that are -inf"),
+    ("stop", changed("behavior_logprobs", 4, 0.01), "at most 0.01"),
+    ("stop", changed("behavior_logprobs", 4, -80.0), "log-probs that are -81 nats"),
+    ("stop", changed("behavior_logprobs", 0, -0.5), "a log-prob of a token that is not generated"),
+    ("stop", changed("behavior_logprobs", 0, np.nan), "a log-prob of a token that is not generated"),
+    ("stop", changed("policy_versions", 0, 5), "a version of a token that is not generated"),
+    ("stop", changed("policy_versions", 3, -1), "versions -1 … 5"),
+    ("stop", changed("policy_versions", 3, 4), "versions 4 … 5, not ascending from 5"),
+    ("stop", changed("policy_versions", 5, 8), "to 7 at most"),
+    ("stop", changed("policy_versions", 4, 6), "versions 5 … 5, not ascending"),
+    ("stop", {"finish_reason": "length"}, "cut at 3 tokens, not at 8"),
+    ("stop after turns", longer(2, False), "an end that is not after a turn"),
+    ("cut turns", lambda t: {"turns": t.turns[:-1]}, "an end that is not after a turn"),
+    ("aborted in its turn", {"finish_reason": "stop", "reward": 1.0}, "an end that is not after a turn"),
+    ("aborted before a turn", {"finish_reason": "stop", "reward": 1.0}, "an end that is not after a turn"),
+    ("aborted before it began", {"finish_reason": "failed", "failure": "no"}, "another prompt"),
+    ("stop", {"reward": float("nan")}, "a reward of nan, stop"),
+    ("stop", {"reward": float("inf")}, "a reward of inf"),
+    ("stop", {"reward": -1e300}, "a reward of -1e+300"),
+    ("stop", {"reward_parts": {"right": 1e300}}, "1 parts of a reward, stop"),
+    ("failed", {"reward": 1.0}, "a reward of 1, failed"),
+    ("aborted in its turn", {"reward": 1.0}, "a reward of 1, aborted"),
+    ("failed", {"reward_parts": {"right": 1.0}}, "1 parts of a reward, failed"),
+    ("stop after turns", {"reward_parts": {"right": 1.0}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": {"right": float("nan")}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": {"mean": 1.0}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": {"x" * 10**6: 1.0}}, "1 parts of a reward, stop"),
+    ("stop", {"reward_parts": dict.fromkeys(map(str, range(100)), 1.0)}, "100 parts of a reward, stop"),
+    ("failed", {"failure": ""}, "0 characters of failure, failed"),
+    ("stop", {"failure": "no"}, "2 characters of failure, stop"),
+    ("failed", {"failure": "x" * 10**6}, "1000000 characters of failure"),
+    ("stop", {"started_at": float("nan")}, "a time of"),
+    ("stop", {"started_at": -1e9}, "a time of"),
+    ("stop", {"ended_at": float("inf")}, "a time of inf"),
+    ("stop", {"ended_at": 0.0}, "a time of 0 after"),
+    ("stop", times(0.0, -60.0, 0.0), "a time of"),
+    ("stop", times(0.0, 60.0, 60.0), "a time of"),
+    ("stop", times(0.0, float("nan"), 0.0), "a time of nan"),
+]
+
+
+@pytest.mark.parametrize(("kind", "lie", "words"), LIES)
+def test_every_single_lie_is_named(kind, lie, words):
+    trajectory, ticket, config = HONEST[kind]()
+    lying = replace(trajectory, **(lie(trajectory) if callable(lie) else lie))
+    assert words in (look(lying, ticket, config) or "nothing")
+
+
+def test_a_response_cut_short_passes_for_one_that_stopped_as_which_tokens_end_a_turn_is_not_looked_at():
+    trajectory, ticket, config = HONEST["stop"]()
+    assert look(replace(trajectory, **shorter(trajectory)), ticket, config) is None
+
+
+def test_a_clock_that_is_set_back_a_little_is_no_lie():
+    trajectory, ticket, config = HONEST["stop"]()
+    assert look(replace(trajectory, ended_at=trajectory.ended_at - 0.5), ticket, config) is None
+
+
+@pytest.mark.parametrize("name", ["tokens", "behavior_logprobs", "policy_versions"])
+def test_one_that_does_not_go_on_from_what_there_was_is_found_out(name):
+    trajectory, ticket, config = HONEST["stop of one that goes on"]()
+    array = getattr(trajectory, name).copy()
+    array[len(PROMPT)] += 1 if name != "behavior_logprobs" else -1
+    lie = replace(trajectory, **{name: array})
+    assert look(lie, ticket, config) == "another beginning than the ticket's"
+
+
+def test_a_mask_that_is_longer_than_the_rest_is_named_where_there_was_something_before():
+    trajectory, ticket, config = HONEST["stop of one that goes on"]()
+    num_tokens = len(trajectory.tokens)
+    lie = replace(trajectory, loss_mask=np.arange(3 * num_tokens) >= num_tokens)
+    assert look(lie, ticket, config) == f"loss_mask of bool ({3 * num_tokens},) for {num_tokens} tokens"
+
+
+def test_what_comes_after_what_there_was_has_the_versions_that_were_asked_for():
+    trajectory, ticket = run(SINGLE, going_on("1 2", "stop", versions=(5, 7)), prefix=PREFIX, min_version=6)
+    assert look(trajectory, ticket, SINGLE) == "versions 5 … 7, not ascending from 6 at least to 7 at most"
+
+
+def test_under_restart_one_may_begin_anew_with_the_versions_that_were_asked_for():
+    restart = replace(SINGLE, on_update="restart")
+    ticket = make_ticket(restart, prefix=PREFIX, min_version=6)
+    for version, is_honest in ((6, True), (5, False)):
+        trajectory, _ = run(restart, sampling(("1 2", "stop"), versions=(version,)))
+        assert (look(trajectory, ticket, restart) is None) == is_honest

@@ -1,0 +1,279 @@
+"""Responses sampled by a plain model, and lies about them, before the Verifier of a real small policy."""
+
+import itertools
+import os
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from several_nodes import NODE_OF_RANK, TIMEOUT
+from tiny_policy import VOCAB, brute_force_nucleus, load, random_sequences, save_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
+from asyncrl.config import Config
+from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
+from asyncrl.trainer.batch import distribute
+from extras.swarm.verify import Verifier, allowed_distance, distance
+
+PROMPT = (4, 5, 6)
+VERSION = 3
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
+
+
+def make_config(model, **options):
+    return Config(**{"model": model, "temperature": 0.8, "env_timeout_s": 5.0, **options})
+
+
+def sample(config, num, seed=0):
+    """(ticket, trajectory) of `num` honest responses, by transformers' own forward pass one token at a time."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(config.model).eval(),
+        AutoTokenizer.from_pretrained(config.model),
+    )
+    rng, pairs = np.random.default_rng(seed), []
+    for i in range(num):
+        tokens, logprobs = list(PROMPT), []
+        for _ in range(int(rng.integers(1, 15))):
+            cuts = config.top_p, config.top_k, config.min_p
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens])).logits[0, -1]
+            likeliest = int(logits.argmax())
+            logits = brute_force_nucleus(logits, likeliest, config.temperature, *cuts)
+            of_all = torch.log_softmax(logits, dim=-1)
+            tokens.append(int(rng.choice(VOCAB, p=torch.softmax(logits.double(), dim=-1).numpy())))
+            logprobs.append(float(of_all[tokens[-1]]))
+        pairs.append(make_pair(i, tokens, logprobs, tokenizer))
+    return pairs
+
+
+def make_pair(i, tokens, logprobs, tokenizer):
+    """A ticket, and a right answer to it by worker 5."""
+    length, mask = len(tokens), np.arange(len(tokens)) >= len(PROMPT)
+    claimed, versions = np.zeros(length, np.float32), np.where(mask, VERSION, -1).astype(np.int32)
+    claimed[mask] = logprobs
+    ticket = Ticket(
+        i, i, 0, 1, 0, PROMPT, tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True), None, 0, VERSION
+    )
+    arrays = (np.array(tokens), mask, claimed, versions)
+    return ticket, Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
+
+
+def make_verifier(config, share=1.0, **options):
+    config = replace(config, swarm_args=(f"verify_share={share}",))
+    return Verifier(config, Cluster(), AutoTokenizer.from_pretrained(config.model), **options)
+
+
+def wait_for_rewards(verifier, policy, num):
+    """What is found by and by, once so many responses were scored again."""
+    found, deadline = [], time.monotonic() + 60
+    while verifier.counts["rewards_verified"] + verifier.counts["rewards_unverified"] < num:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        found += verifier.verify([], policy, VERSION)
+    return found
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}])
+def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, cuts):
+    config = make_config(model, **cuts, max_tokens_per_microbatch=40)
+    policy, verifier = load(config), make_verifier(config)
+    pairs = sample(config, 20)
+    assert verifier.verify(pairs, policy, VERSION) == []
+    assert wait_for_rewards(verifier, policy, 20) == []
+    verifier.close()
+    metrics = verifier.metrics()
+    assert 0 < metrics.pop("swarm/verify_diff_max") < 1e-5 < allowed_distance(config, torch.float32)
+    counts = {"verified": 20, "too_late": 0, "verify_failed": 0, "rewards_verified": 20, "rewards_unverified": 0}
+    assert metrics == {f"swarm/{name}": count for name, count in counts.items()}
+
+
+def exchange(t):
+    """Two different generated tokens in each other's place."""
+    places = np.flatnonzero(t.loss_mask)
+    one, other = next(pair for pair in itertools.combinations(places, 2) if t.tokens[pair[0]] != t.tokens[pair[1]])
+    tokens = t.tokens.copy()
+    tokens[[one, other]] = tokens[[other, one]]
+    return {"tokens": tokens}
+
+
+LIES = {
+    "multiplied": lambda t: {"behavior_logprobs": t.behavior_logprobs * np.float32(0.9)},
+    "shifted": lambda t: {"behavior_logprobs": np.where(t.loss_mask, t.behavior_logprobs - np.float32(0.05), 0)},
+    "made up": lambda t: {"behavior_logprobs": np.where(t.loss_mask, np.float32(-1.5), 0)},
+    "not a number": lambda t: {"behavior_logprobs": np.where(t.loss_mask, np.float32("nan"), 0)},
+    "tokens exchanged": exchange,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_about_a_response_is_found_and_the_honest_ones_beside_it_pass(model, lie):
+    config = make_config(model)
+    policy, verifier = load(config), make_verifier(config)
+    pairs = sample(config, 6)
+    liar = next(i for i, (_, t) in enumerate(pairs) if t.num_generated > 6)
+    ticket, t = pairs[liar]
+    pairs[liar] = ticket, replace(t, worker=9, **LIES[lie](t))
+    ((worker, what),) = verifier.verify(pairs, policy, VERSION)
+    assert worker == 9 and f"trainer's at version {VERSION}" in what and f"ticket {ticket.ticket_id} are" in what
+    assert "0.001 are allowed" in what and verifier.metrics()["swarm/verify_failed"] == 1
+
+
+def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
+    config = make_config(model, algo="reinforce")
+    policy, verifier = load(config), make_verifier(config)
+    for _ in range(10):
+        policy.train_step(distribute([random_sequences(4)], 1, 10_000)[0], policy_version=12)
+    pairs = sample(config, 8)
+    assert [worker for worker, _ in verifier.verify(pairs, policy, VERSION)] == [5] * 8
+
+
+def test_responses_of_another_model_are_found(model, tmp_path):
+    config, other = make_config(model), str(save_tiny_model(str(tmp_path), tied=False))
+    assert len(make_verifier(config).verify(sample(make_config(other), 8), load(config), VERSION)) == 8
+
+
+def test_what_has_a_token_of_another_version_is_counted_as_too_late_and_not_scored(model):
+    config = make_config(model)
+    policy, verifier = load(config), make_verifier(config)
+    (_, first), (_, second), *_ = pairs = sample(config, 4)
+    first.policy_versions[first.loss_mask] = VERSION - 1
+    second.policy_versions[-1] = VERSION + 1
+    second.behavior_logprobs[-1] = -20.0
+    assert verifier.verify(pairs, policy, VERSION) == []
+    assert (verifier.counts["verified"], verifier.counts["too_late"]) == (2, 2)
+
+
+def test_a_false_reward_is_found_later_and_one_that_cannot_be_scored_here_is_counted(model):
+    config = make_config(model)
+    policy, verifier = load(config), make_verifier(config)
+    (one, first), (two, second), three = sample(config, 3)
+    pairs = [(replace(one, answer="t1 t2"), replace(first, worker=9)), (replace(two, answer=""), second), three]
+    assert verifier.verify(pairs, policy, VERSION) == []
+    assert wait_for_rewards(verifier, policy, 3) == [(9, "the reward of ticket 0 is 0, not 1")]
+    verifier.close()
+    assert (verifier.counts["rewards_verified"], verifier.counts["rewards_unverified"]) == (2, 1)
+
+
+def large(response, answer):
+    return 1e11
+
+
+def test_a_large_reward_is_compared_to_within_its_rounding(model):
+    config = make_config(model, reward=(f"{__file__}:large",))
+    policy, verifier = load(config), make_verifier(config)
+    (one, first), (two, second) = sample(config, 2)
+    rounded, false = replace(first, reward=1e11 + 1e-4), replace(second, reward=1e11 + 1e6, worker=9)
+    assert verifier.verify([(one, rounded), (two, false)], policy, VERSION) == []
+    found = wait_for_rewards(verifier, policy, 2)
+    verifier.close()
+    assert [worker for worker, _ in found] == [9]
+
+
+async def judge(response, answer):
+    return 0.0
+
+
+def test_rewards_of_async_functions_are_counted_as_not_checked(model):
+    config = make_config(model, reward=(f"{__file__}:judge",))
+    policy, verifier = load(config), make_verifier(config)
+    assert verifier.verify(sample(config, 3), policy, VERSION) == []
+    assert (verifier.counts["rewards_unverified"], verifier.counts["verified"]) == (3, 3)
+
+
+def wordy(response, answer):
+    return {"right": float(response == answer), "words": len(response.split())}
+
+
+def test_rewards_of_a_function_of_ones_own_are_checked_by_it(model):
+    config = make_config(model, reward=(f"{__file__}:wordy",))
+    policy, verifier = load(config), make_verifier(config)
+    pairs = [(ticket, replace(t, reward=1.0 + len(ticket.answer.split()))) for ticket, t in sample(config, 3)]
+    (ticket, honest), *_ = pairs
+    pairs[0] = ticket, replace(honest, worker=9, reward=99.0)
+    assert verifier.verify(pairs, policy, VERSION) == []
+    ((worker, what),) = wait_for_rewards(verifier, policy, 3)
+    verifier.close()
+    assert worker == 9 and what == f"the reward of ticket 0 is {honest.reward:g}, not 99"
+
+
+def test_rewards_of_environments_are_counted_as_not_checked_and_their_log_probs_are(model):
+    config = make_config(model, task="guess_number")
+    policy, verifier = load(config), make_verifier(config)
+    assert verifier.verify(sample(config, 3), policy, VERSION) == []
+    assert (verifier.counts["rewards_unverified"], verifier.counts["verified"]) == (3, 3)
+
+
+def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_machine_has(model):
+    config = make_config(model)
+    (_, response), *_ = sample(config, 1)
+    responses = [replace(response, ticket_id=i) for i in range(2000)]
+
+    def chosen(**options):
+        verifier = make_verifier(config, 0.05, **options)
+        return [t.ticket_id for t in responses if verifier.chooses(t)]
+
+    assert 60 < len(chosen()) < 150
+    assert chosen() != chosen() and chosen(key=b"one") == chosen(key=b"one") != chosen(key=b"other")
+    for one in (response, replace(response, group_id=EVALUATION_GROUP)):
+        assert make_verifier(config).chooses(one)
+    for one in (replace(response, finish_reason="aborted"), replace(response, group_id=GREEDY_GROUP)):
+        assert not make_verifier(config).chooses(one)
+
+
+def test_neither_one_token_lifts_the_mean_of_a_short_response_nor_do_many_hide_a_false_one():
+    assert distance(np.array([-1.0]), np.array([-1.5])) == pytest.approx(0.5 / 11)
+    long = np.full(10_000, -1.0)
+    false = long.copy()
+    false[17] = -9.0
+    assert distance(long, false) == pytest.approx(8 / 50)
+    assert distance(long, long + 0.01) == pytest.approx(0.01, rel=2e-3)
+
+
+def test_more_is_allowed_in_bfloat16_and_where_rounding_may_change_the_nucleus():
+    assert allowed_distance(Config(), torch.float32) < allowed_distance(Config(), torch.bfloat16)
+    for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        assert allowed_distance(Config(**cut), torch.float32) == allowed_distance(Config(), torch.bfloat16)
+
+
+def seven_with_a_lie(config):
+    pairs = sample(config, 7)
+    pairs[4] = pairs[4][0], replace(pairs[4][1], worker=9, **LIES["made up"](pairs[4][1]))
+    return pairs
+
+
+def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
+    """Body of a spawned rank, of two nodes of two: node 0 has one response and node 1 seven, then nobody any."""
+    torch.set_num_threads(1)
+    peers, store = [Peer(node, "ab"[node]) for node in NODE_OF_RANK], dist.FileStore(f"{folder}/store", 4)
+    cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
+    policy = load(config)
+    config = replace(config, swarm_args=("verify_share=1",))
+    verifier = Verifier(config, cluster, AutoTokenizer.from_pretrained(config.model))
+    pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
+    found = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]
+    verifier.close()
+    torch.save((found, verifier.largest), os.path.join(folder, f"rank_{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and_leaders_know(model, tmp_path):
+    config = make_config(model, max_tokens_per_microbatch=30)
+    assert run_ranks(verify_on_two_nodes, 4, str(tmp_path), config) == [0, 0, 0, 0]
+    results = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(4)]
+    workers = [[[worker for worker, _ in found] for found in calls] for calls, _ in results]
+    assert workers == [[[], []], [[], []], [[9], []], [[], []]]
+    alone = make_verifier(config)
+    alone.verify(seven_with_a_lie(config), load(config), VERSION)
+    assert results[2][1] == pytest.approx(alone.largest, rel=1e-4)
+    assert 0 < results[0][1] < 1e-5 and results[1][1] == results[3][1] == 0

@@ -1,0 +1,129 @@
+"""What an honest machine cannot have sent: looked for in every trajectory of a machine that joined, before it is used.
+
+Found are contradictions: with the ticket, with the run's options, or within the trajectory; about 20 µs for one of 50
+tokens. Whether log-probs and rewards are true is another question: extras/swarm/verify.py asks it of a share of them.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+from math import isnan, log
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.engine.score import MAX_FAILURE, MAX_REWARD, are_parts
+from asyncrl.records import Ticket, Trajectory
+
+MAX_LOGPROB = 1e-4  # nats, by rounding
+MAX_SURPRISE = 40.0
+"""Nats that the tokens of a response may be less likely in total than if all of the vocabulary were equally likely. Of
+tokens that were sampled by their own probabilities p, 1/∏(p·vocabulary) is 1 on average, so by Markov's inequality an
+honest response exceeds this once in e⁴⁰. More would be a ratio of probabilities that no loss can hold."""
+CLOCK_SLACK_S = 1.0
+"""Time that an honest clock may be set back by, seconds."""
+_DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, "behavior_logprobs": np.float32, "policy_versions": np.int32}
+
+
+def mistake_in(
+    trajectory: Trajectory, ticket: Ticket, config: Config, newest_version: int, vocab_size: int
+) -> str | None:
+    """What an honest machine cannot have sent for this ticket, in a few words, or None if there is no such thing.
+
+    The types of the fields are taken as declared: extras/swarm/wire.py decodes nothing else. `ticket.min_version` is to
+    be what was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.
+    """
+    shortest = min(getattr(trajectory, name).size for name in _DTYPES)  # all are as long, if it is honest
+    generated = np.flatnonzero(trajectory.loss_mask[:shortest])
+    num_known = _num_known(trajectory, generated, ticket)
+    mistakes = chain(  # lazily: each may count on those before
+        _of_ticket_and_arrays(trajectory, ticket, vocab_size),
+        _of_places(trajectory, generated, ticket, config),
+        _of_prefix(num_known, len(generated), ticket, config),
+        _of_values(trajectory, generated, vocab_size),
+        _of_versions(trajectory, generated, num_known, (ticket.min_version, newest_version)),
+        _of_ending_and_times(trajectory, len(generated), config),
+    )
+    return next(mistakes, None)
+
+
+def _of_ticket_and_arrays(t: Trajectory, ticket: Ticket, vocab_size: int) -> Iterator[str]:
+    if (t.ticket_id, t.group_id) != (ticket.ticket_id, ticket.group_id):
+        yield f"ticket {t.ticket_id} of group {t.group_id}, asked were {ticket.ticket_id} and {ticket.group_id}"
+    if not 0 <= t.member - ticket.member < ticket.num_members:
+        yield f"member {t.member}, asked were {ticket.num_members} from {ticket.member} on"
+    for name, dtype in _DTYPES.items():
+        array = getattr(t, name)
+        if array.dtype.type is not dtype or array.shape != (t.tokens.size,):
+            yield f"{name} of {array.dtype} {array.shape} for {t.tokens.size} tokens"
+    if np.count_nonzero(t.tokens.view(np.uint64) >= vocab_size):  # as those below 0 are then, too
+        yield f"tokens from {t.tokens.min()} to {t.tokens.max()}, not in 0 … {vocab_size - 1}"
+
+
+def _of_places(t: Trajectory, generated: np.ndarray, ticket: Ticket, config: Config) -> Iterator[str]:
+    length, num_generated = len(t.tokens), len(generated)
+    start = int(generated[0]) if num_generated else length
+    if start > config.max_prompt_tokens or length - start > config.max_response_tokens or (num_generated and not start):
+        yield f"{start} tokens of prompt and {length - start} after it"
+    if not config.is_multi_turn and (length or t.finish_reason != "aborted"):
+        if start != len(ticket.prompt_tokens) or tuple(t.tokens[:start].tolist()) != ticket.prompt_tokens:
+            yield "another prompt than the ticket's"
+        if start + num_generated < length:
+            yield "tokens after the prompt that are not generated"
+    least, most = min(1, num_generated), 1
+    if config.is_multi_turn:  # in which a turn that was aborted at once has no token
+        least, most = np.count_nonzero(t.loss_mask[1:] > t.loss_mask[:-1]), num_generated + 1
+    if not least <= t.num_turns <= most or not t.num_turns - 1 <= len(t.turns) <= t.num_turns:
+        yield f"{t.num_turns} turns, {len(t.turns)} of them with times, not {least} to {most} by its tokens"
+
+
+def _num_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
+    """Generated tokens that were the ticket's prefix: all of that, or none."""
+    if ticket.prefix is None:
+        return 0
+    places = generated[: len(ticket.prefix.tokens)]
+    names = ("tokens", "behavior_logprobs", "policy_versions")
+    are_same = all(np.array_equal(getattr(t, name)[places], getattr(ticket.prefix, name)) for name in names)
+    return len(places) if are_same else 0
+
+
+def _of_prefix(num_known: int, num_generated: int, ticket: Ticket, config: Config) -> Iterator[str]:
+    if ticket.prefix is not None and num_generated and not num_known and config.on_update != "restart":
+        yield "another beginning than the ticket's"
+
+
+def _of_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterator[str]:
+    logprobs = t.behavior_logprobs[generated].tolist()
+    total, least = sum(logprobs), -len(logprobs) * log(vocab_size) - MAX_SURPRISE
+    if not total >= least or max(logprobs, default=0.0) > MAX_LOGPROB:  # NaN is not
+        yield f"log-probs that are {total:.4g} nats in total, {least:.4g} is the least, and at most {max(logprobs):.4g}"
+    if np.count_nonzero(t.behavior_logprobs) > len(logprobs) - logprobs.count(0.0):
+        yield "a log-prob of a token that is not generated"
+
+
+def _of_versions(t: Trajectory, generated: np.ndarray, num_known: int, bounds: tuple[int, int]) -> Iterator[str]:
+    versions, (oldest, newest) = t.policy_versions[generated[num_known:]].tolist(), bounds
+    if t.policy_versions.tolist().count(-1) < len(t.tokens) - len(generated):
+        yield "a version of a token that is not generated"
+    if versions and not (oldest <= versions[0] and versions[-1] <= newest and versions == sorted(versions)):
+        yield f"versions {versions[0]} … {versions[-1]}, not ascending from {oldest} at least to {newest} at most"
+
+
+def _of_ending_and_times(t: Trajectory, num_generated: int, config: Config) -> Iterator[str]:
+    reason, has_ended = t.finish_reason, t.finish_reason in ("stop", "length")
+    if has_ended and not (num_generated and t.loss_mask[-1] and len(t.turns) == t.num_turns):
+        yield "an end that is not after a turn of the policy"
+    if reason == "failed" and not (t.num_turns or config.is_multi_turn):
+        yield "a failure before the policy's turn"
+    if reason == "length" and not config.is_multi_turn and num_generated != config.max_response_tokens:
+        yield f"cut at {num_generated} tokens, not at {config.max_response_tokens}"
+    if not (abs(t.reward) <= MAX_REWARD if has_ended else isnan(t.reward)):
+        yield f"a reward of {t.reward:.4g}, {reason}"
+    if t.reward_parts and (not has_ended or config.is_multi_turn or not are_parts(t.reward_parts)):
+        yield f"{len(t.reward_parts)} parts of a reward, {reason}"
+    if len(t.failure) > MAX_FAILURE or bool(t.failure) != (reason == "failed"):
+        yield f"{len(t.failure)} characters of failure, {reason}"
+    earlier = t.started_at
+    for later in (*chain.from_iterable(t.turns), t.ended_at):
+        if not 0 <= earlier - CLOCK_SLACK_S <= later < 1e11:  # or NaN
+            yield f"a time of {later:.17g} after {earlier:.17g}"
+        earlier = later

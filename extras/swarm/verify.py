@@ -1,0 +1,149 @@
+"""Whether machines that joined say the truth: of a share of their responses the trainer checks log-probs and rewards.
+
+Log-probs are checked by a forward pass without gradient while the trainer has the version that all tokens of a response
+claim. Others come too late and are counted: none with async_ratio 0; 82% of the default job's, 97% if a response were
+looked at when its batch is taken and not when it arrives; and all of a machine that lags. Rewards are scored again of
+any version, while the trainer trains; those of environments, which cannot be played again, are counted as not checked.
+extras/swarm/trust.py looks at every response for what no honest machine sends. What all this does not stop:
+
+- A machine that samples truly but chooses: the best of several responses, say. Seeds are assigned, but that a response
+  is the seed's own is not checked.
+- A machine that always claims an older version than the trainer's, as far as tickets allow: all of it is too late.
+- Lies below `allowed_distance`: in bfloat16 engines differ by that much, and so may weights that are some steps older.
+- Few lies: n of them are all missed with probability (1 − verify_share)^n.
+- Lies found after the update that trained on them. What is found before an update never enters it (Node.take_batch).
+- False rewards of environments and async functions, and where scoring fails or takes too long here; false parts of any.
+- Machines that take work and give it back, fail or are slow, which costs time alone.
+"""
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.config import Config
+from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.engine.score import load_score
+from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory
+from asyncrl.trainer.batch import distribute, pad
+from asyncrl.trainer.model import compute_dtype
+from asyncrl.trainer.packing import TrainSequence
+from asyncrl.trainer.policy import Policy
+
+SLACK_TOKENS, LARGEST = 10, 50
+"""Tokens without a difference that are added to every response, so that one token cannot lift the mean of a short one;
+and how much larger than the mean the difference of a single token may be."""
+REWARD_ROUNDING, MAX_SCORING = 1e-6, 1000
+
+
+def distance(own: np.ndarray, claimed: np.ndarray) -> float:
+    """How far claimed log-probs of a response are from the trainer's, nats: their mean difference over its tokens and
+    SLACK_TOKENS more, or 1/LARGEST of the largest difference if that is more."""
+    differences = np.abs(own.astype(np.float64) - claimed)
+    return float(max(differences.sum() / (len(differences) + SLACK_TOKENS), differences.max() / LARGEST))
+
+
+def allowed_distance(config: Config, dtype: torch.dtype) -> float:
+    """Largest `distance` of an honest response, nats, where the trainer computes in `dtype`.
+
+    From runs of the default job with async_ratio 0, each response scored again (3 seeds of 40 steps, one of 80: 51,000
+    responses; and 7,700 of guess_number), in float32 on a CPU: the largest distance was 8e-7, the largest difference of
+    a token 1.3e-5. 1e-3 leaves 1,200 times that, and finds this share of responses with a lie (in brackets: at 0.1):
+    weights 10 steps older 88% (4%), 2 steps 70% (0.2%), log-probs times 0.9 62% (0.04%), plus 0.01 99% (0%), shuffled
+    96% (27%), two tokens exchanged 100% (99.8%). With the same weights in bfloat16 the largest distance was 0.019
+    (10,000 responses, on a CPU): 0.1 leaves 5 times that for larger models and GPUs, and holds where
+    top_p, top_k or min_p cut: rounding may move a token in or out, and a log-prob by up to log 2. So honest responses
+    are beyond it far less often than once in 10,000, and one that is beyond is enough.
+    """
+    return 1e-3 if dtype == torch.float32 and (config.top_p, config.top_k, config.min_p) == (1, 0, 0) else 0.1
+
+
+class Verifier:
+    """Checks a share of the responses of joined machines. Every trainer rank has one; a leader's has the responses."""
+
+    def __init__(self, config: Config, cluster: Cluster, tokenizer=None, *, key: bytes = b""):
+        """`key` decides which responses are checked; a random one by default, as machines know the run's seed."""
+        self.config, self.cluster, self.tokenizer = config, cluster, tokenizer
+        self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
+        self.largest, self._key = 0.0, key or secrets.token_bytes(16)
+        self._pool: RewardPool | None = None
+        self._score_by = config.task, config.reward
+        self._can_score = not (config.is_multi_turn or load_score(*self._score_by).is_async)
+        self._scoring: list[tuple[Trajectory, Future]] = []
+
+    def verify(self, answered: list[tuple[Ticket, Trajectory]], policy: Policy, version: int) -> list[tuple[int, str]]:
+        """Check a share of what came from joined machines since the last call; collective.
+
+        `answered` is of leaders, and passed `mistake_in`; `version` is that of the weights now. Returns, on leaders,
+        the worker of each lie and what it is; false rewards by a later call than the one that they came with.
+        """
+        chosen = [(ticket, t) for ticket, t in answered if self.chooses(t)]
+        in_time = [t for _, t in chosen if (t.policy_versions[t.loss_mask] == version).all()]
+        self.counts.update(verified=len(in_time), too_late=len(chosen) - len(in_time))
+        found = [*self._false_rewards()]
+        self._begin_to_score(chosen)
+        allowed = allowed_distance(self.config, compute_dtype(self.config, policy.device))
+        for i, far in distances(in_time, policy, self.cluster).items():
+            self.largest = max(self.largest, far)
+            if not far <= allowed:  # or NaN
+                what = f"log-probs of ticket {in_time[i].ticket_id} are {far:.3g} nats from the trainer's at version"
+                found.append((in_time[i].worker, f"{what} {version}, {allowed:g} are allowed"))
+        self.counts.update(verify_failed=len(found))
+        return found
+
+    def chooses(self, t: Trajectory) -> bool:
+        """Whether a response is checked, which only this process can know; vLLM's log-probs of greedy ones are raw."""
+        digest = hashlib.blake2b(f"{t.ticket_id} {t.member}".encode(), key=self._key, digest_size=8).digest()
+        is_sampled = t.finish_reason in ("stop", "length") and t.group_id != GREEDY_GROUP
+        return is_sampled and int.from_bytes(digest) < self.config.swarm.verify_share * 2**64
+
+    def _begin_to_score(self, chosen: list[tuple[Ticket, Trajectory]]) -> None:
+        """Have responses scored in the background, one by one, in a process that starts at first use."""
+        if not self._can_score or len(self._scoring) > MAX_SCORING:
+            self.counts.update(rewards_unverified=len(chosen))
+            return
+        for ticket, t in chosen:
+            self._pool = self._pool or RewardPool(*self._score_by, self.config.env_timeout_s, title="rewards verifier")
+            text = self.tokenizer.decode(t.tokens[t.loss_mask].tolist(), skip_special_tokens=True)
+            self._scoring.append((t, self._pool.begin(ticket.answer, text)))
+
+    def _false_rewards(self) -> Iterator[tuple[int, str]]:
+        under_way, self._scoring = self._scoring, []
+        for t, scoring in under_way:
+            if not scoring.done():
+                self._scoring.append((t, scoring))
+                continue
+            failed = scoring.cancelled() or scoring.exception() is not None
+            self.counts.update(["rewards_unverified" if failed else "rewards_verified"])
+            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING * max(1.0, abs(t.reward)):
+                yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}"
+
+    def metrics(self) -> dict[str, float]:
+        """`swarm/*` of what was checked since the start, on a leader."""
+        return {f"swarm/{name}": count for name, count in self.counts.items()} | {"swarm/verify_diff_max": self.largest}
+
+    def close(self) -> None:
+        """End the scoring where it stands."""
+        if self._pool:
+            self._pool.close()
+
+
+def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) -> dict[int, float]:
+    """`distance` of each of a leader's trajectories by its index, on leaders; collective, all ranks score a part."""
+    policy.clock.enter("gather")
+    arrays = [(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions) for t in trajectories]
+    sequences = [TrainSequence(*of, 0.0, 0.0, group_id=i) for i, of in enumerate(arrays)]
+    num_ranks, max_tokens = len(cluster.local_ranks), policy.config.max_tokens_per_microbatch
+    mine = cluster.scatter_on_node(distribute([sequences], num_ranks, max_tokens))
+    (bundles,) = mine if cluster.num_nodes == 1 else pad(mine, cluster)
+    policy.clock.enter("forward_backward")
+    parts, found = [[one.sequences[0] for one in microbatch] for microbatch in bundles], {}
+    for part, scores in zip(parts, policy.score(parts), strict=True):
+        for s, own in zip(part, scores.split([s.num_trained for s in part]), strict=True):
+            found[s.group_id] = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
+    return {i: far for of_rank in cluster.gather_on_node(found) or () for i, far in of_rank.items()}

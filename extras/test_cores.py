@@ -1,0 +1,110 @@
+"""An engine's own cores, with real processes and a real claim."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from asyncrl.cluster.placement import place
+from asyncrl.config import Config
+from extras import cores
+
+ALLOWED = sorted(os.sched_getaffinity(0))
+needs_two_cores = pytest.mark.skipif(len(ALLOWED) < 2, reason="one core, which nobody can have alone")
+
+
+@pytest.fixture(autouse=True)
+def claim(monkeypatch):
+    """A claim that no run of this machine is after, and all cores again at the end."""
+    monkeypatch.setattr(cores, "CLAIM", f"\0engine-cores of test {os.getpid()}")
+    yield
+    cores.bind(os.getpid(), ALLOWED)
+
+
+def on_cpu(num_ranks=1, **options):
+    return place(Config(**options), 0, len(ALLOWED), num_ranks)
+
+
+def cores_of(placement):
+    return [worker.cores for worker in placement.workers]
+
+
+@needs_two_cores
+def test_an_engine_has_cores_of_its_own_and_the_trainer_leaves_them_until_the_end():
+    with ExitStack() as on_end:
+        placement = cores.claim_cores(on_cpu(), on_end)
+        (own,) = cores_of(placement)
+        assert len(own) == placement.workers[0].cpu_threads and set(own) < set(ALLOWED)
+        assert "cores of its own" in placement.table()
+        assert os.sched_getaffinity(0) == set(ALLOWED), "starting takes all"
+        cores.leave_cores(placement, on_end)
+        seen = []
+        later = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        later.start()
+        later.join()
+        assert seen == [os.sched_getaffinity(0)] == [set(ALLOWED) - set(own)]
+    assert os.sched_getaffinity(0) == set(ALLOWED)
+
+
+@needs_two_cores
+def test_a_second_run_shares_all_cores_until_the_first_has_ended_or_died():
+    claiming = (
+        "import sys; from contextlib import ExitStack; from asyncrl.cluster.placement import place\n"
+        "from asyncrl.config import Config; from extras import cores\n"
+        f"cores.CLAIM = {cores.CLAIM!r}\n"
+        f"placed = cores.claim_cores(place(Config(), 0, {len(ALLOWED)}, 1), on_end := ExitStack())\n"
+        "print(placed.workers[0].cores, flush=True); sys.stdin.read()"
+    )
+    first = subprocess.Popen([sys.executable, "-c", claiming], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() != "()\n"
+        with ExitStack() as on_end:
+            shared = cores.claim_cores(on_cpu(), on_end)
+            assert cores_of(shared) == [()] and "of its own" not in shared.table()
+            cores.leave_cores(shared, on_end)
+            assert os.sched_getaffinity(0) == set(ALLOWED)
+    finally:
+        first.kill()
+        first.communicate()
+    with ExitStack() as on_end:
+        assert cores_of(cores.claim_cores(on_cpu(), on_end)) != [()]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        lambda: place(Config(), 2, 16, 1),
+        lambda: place(Config(), 1, 16, 1),
+        lambda: place(Config(), 0, 16, 2),
+        lambda: place(Config(num_rollout_workers=2), 0, 16, 1),
+        lambda: place(Config(), 0, 64 * len(ALLOWED), 1),
+    ],
+    ids=["own GPU", "shared GPU", "two ranks", "two engines", "more threads than cores"],
+)
+def test_nothing_is_claimed_where_cores_are_not_one_engines_and_one_ranks(placement):
+    with ExitStack() as on_end:
+        placed = placement()
+        assert cores.claim_cores(placed, on_end) == placed
+        with socket.socket(socket.AF_UNIX) as free:
+            free.bind(cores.CLAIM)
+
+
+@needs_two_cores
+def test_all_threads_of_another_process_are_bound():
+    threads = (
+        "import threading, time\n"
+        "for _ in range(3): threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print(1, flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", threads], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            cores.bind(process.pid, ALLOWED[:1])
+            ids = os.listdir(f"/proc/{process.pid}/task")
+            assert len(ids) == 4 and all(os.sched_getaffinity(int(one)) == {ALLOWED[0]} for one in ids)
+        finally:
+            process.kill()

@@ -1,0 +1,170 @@
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from trajectories import make_group, make_trajectory
+
+from algos import overlong_penalty
+from asyncrl.config import Config
+from asyncrl.controller.evaluation import Evaluation, evaluation_metrics
+from asyncrl.messages import SampledTokens
+from asyncrl.records import Group
+from asyncrl.runlog.metrics import (
+    TOKEN_MEANS,
+    RolloutReport,
+    StepOfNode,
+    batch_metrics,
+    over_nodes,
+    rollout_metrics,
+    time_metrics,
+    training_metrics,
+)
+
+
+def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
+    group = Group(0, (make_trajectory(0, 0, (3, 5)), make_trajectory(0, 1, (5, 5))))
+    metrics = batch_metrics([group], 5, Config())
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
+    assert metrics["staleness/token_mean"] == pytest.approx(0.5)
+    assert metrics["response/mixed_versions"] == 0.5
+
+
+def test_rewards_are_over_the_batch_and_zero_variance_over_its_groups():
+    metrics = batch_metrics([make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0))], 0, Config())
+    assert metrics["reward/mean"] == 0.75 and metrics["reward/zero_variance_groups"] == 0.5
+
+
+def test_each_part_of_the_rewards_has_its_mean_over_the_batch_where_a_trajectory_without_it_counts_0():
+    one, other, *_ = trajectories = [make_trajectory(0, member) for member in range(4)]
+    trajectories[:2] = (
+        dataclasses.replace(one, reward=3.0, reward_parts={"right": 1.0, "length": 2.0}),
+        dataclasses.replace(other, reward=1.0, reward_parts={"right": 1.0}),
+    )
+    metrics = batch_metrics([Group(0, tuple(trajectories))], 0, Config())
+    assert metrics["reward/right"] == 0.5 and metrics["reward/length"] == 0.5 and metrics["reward/mean"] == 1.0
+
+
+def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they_are():
+    """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
+    members = tuple(make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6)))
+    config = Config(max_response_tokens=6, advantage_args=("overlong=4",))
+    assert [overlong_penalty(t.num_beyond_prompt, config) for t in members] == [0.0, 0.5, 1.0]
+    with_it, without = (batch_metrics([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6)))
+    assert with_it == without | {"reward/overlong_penalty": 0.5} and "reward/overlong_penalty" not in without
+
+
+def test_training_stats_get_their_names_in_the_log():
+    stats = {"loss": 1.0, "tokens": 8.0, "tokens/lag_0": 8.0, "drift/k3": 0.1, "ratio": 1.0, "ratio/lag_0": 1.0}
+    assert set(training_metrics(stats | {"tokens/forward": 9.0})) == {
+        "loss/total", "tokens/trained", "tokens/trained_lag_0", "drift/k3", "loss/ratio", "loss/ratio/lag_0",
+        "tokens/forward",
+    }  # fmt: skip
+
+
+def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
+    assert evaluation_metrics([]) == {}
+    ended = Evaluation(3, set(), [make_trajectory(-1, 0)], [-1])
+    assert evaluation_metrics([Evaluation(1, set()), ended])["eval/policy_version"] == 3
+
+
+def test_accuracy_is_over_all_problems_asked_and_a_failed_response_counts_0():
+    right, wrong = (dataclasses.replace(make_trajectory(-1, i), reward=1.0 - i) for i in (0, 1))
+    metrics = evaluation_metrics([Evaluation(3, set(), [right, wrong, right], [-1])])
+    assert (metrics["eval/accuracy"], metrics["eval/problems"], metrics["eval/failed"]) == (0.5, 3, 1)
+    assert Evaluation(3, set(), [], [-1, -1]).accuracy() == 0.0 and "eval/greedy_accuracy" not in metrics
+
+
+def test_greedy_answers_have_an_accuracy_of_their_own():
+    sampled, greedy = (dataclasses.replace(make_trajectory(-1 - i, 0), reward=float(i)) for i in (0, 1))
+    metrics = evaluation_metrics([Evaluation(3, set(), [sampled, greedy, greedy, greedy], [-2])])
+    assert (metrics["eval/accuracy"], metrics["eval/greedy_accuracy"]) == (0.0, 0.75)
+
+
+def test_tokens_per_second_are_those_of_this_step():
+    sampled = SampledTokens(new=40, resumed=10, discarded=5)
+    report = RolloutReport([0.1, 0.3], sampled, Counter(), Counter(tokens_generated=500), 0)
+    metrics = rollout_metrics(report, previous_tokens=300, step_s=2.0)
+    assert metrics["rollout/tokens_per_s"] == 100 and metrics["rollout/pause_s"] == pytest.approx(0.2)
+    assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
+
+
+def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume():
+    consumed = {"measured_consumed": 2, "length_consumed": 20.0, "reward_consumed": 1.0}
+    dropped = {"measured_dropped_shut_out": 1, "length_dropped_shut_out": 25.0, "reward_dropped_shut_out": -0.5}
+    whole = sum(
+        (RolloutReport([], SampledTokens(), Counter(), Counter(of), 0) for of in (dropped, consumed)),
+        start=RolloutReport([], SampledTokens(), Counter(), Counter(consumed), 0),
+    )
+    metrics = rollout_metrics(whole, previous_tokens=0, step_s=1.0)
+    assert metrics["dropped/shut_out_length_ratio"] == 2.5 and metrics["dropped/shut_out_reward_gap"] == -1.0
+    before = RolloutReport([], SampledTokens(), Counter(), Counter(dropped), 0)
+    assert not [name for name in rollout_metrics(before, 0, 1.0) if name.startswith("dropped/")], "nothing to compare"
+
+
+def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
+    group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
+    assert batch_metrics([group], 2, Config())["response/inherited_share"] == 0.25
+    assert batch_metrics([group], 3, Config(publish_delay=1))["response/inherited_share"] == 0.25
+
+
+def test_metrics_over_nodes_are_those_of_the_whole_batch():
+    rng = np.random.default_rng(0)
+
+    def group(group_id):
+        lengths, rewards = rng.integers(1, 9, 2), rng.normal(size=2)
+        members = [make_trajectory(group_id, m, rng.integers(1, 5, n)) for m, n in enumerate(lengths)]
+        parts = {"climax": float(rewards[0])} if group_id != 4 else {"rare": 8.0}  # in the second node alone
+        members = [
+            dataclasses.replace(t, reward=float(r), reward_parts=parts) for t, r in zip(members, rewards, strict=True)
+        ]
+        return Group(group_id, tuple(members))
+
+    nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
+    config = Config(publish_delay=1, advantage_args=("overlong=47",))
+    whole = batch_metrics([group for groups in nodes for group in groups], 5, config)
+    evaluations = ({"eval/accuracy": 0.5}, {}, {}, {})  # only the first samples held-out problems
+    of_nodes = zip(nodes, evaluations, strict=True)
+    known = over_nodes([StepOfNode(batch_metrics(groups, 5, config), make_report(), e, {}) for groups, e in of_nodes])
+    found = known.batch
+    assert known.evaluation == {"eval/accuracy": 0.5}
+    assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
+
+
+def make_report(num_restarts=0, worker_time=None):
+    ledger = Counter({"tokens_generated": 5, "groups_resident": 0})
+    return RolloutReport([0.1], SampledTokens(4, 2, 1), worker_time or Counter(), ledger, num_restarts)
+
+
+def test_ledgers_tokens_and_restarts_are_added_over_nodes_and_the_worst_mismatch_is_told():
+    report = make_report(num_restarts=1, worker_time=Counter(decoding=7, paused=0))
+    batch = {"response/length_mean": 1.0, "reward/std": 0.0, "reward/mean": 0.0} | dict.fromkeys(TOKEN_MEANS, 0.0)
+    mismatches = ({"mismatch/k3": 1.0}, {"mismatch/k3": 2.0}, {})
+    known = over_nodes([StepOfNode(batch, report, {}, mismatch) for mismatch in mismatches])
+    assert known.rollout == RolloutReport(
+        [0.1] * 3,
+        SampledTokens(12, 6, 3),
+        Counter(decoding=21),
+        Counter({"tokens_generated": 15, "groups_resident": 0}),
+        3,
+    )
+    assert known.mismatch == {"mismatch/k3": 2.0}
+
+
+def test_one_nodes_metrics_are_left_as_they_are():
+    mine = StepOfNode({"any": 1.0}, make_report(), {}, {})
+    assert over_nodes([mine]) is mine
+
+
+def test_a_steps_time_is_split_into_shares_that_sum_to_1():
+    trainer = Counter(wait=4_000, evaluate=1_000, gather=500, forward_backward=2_500, optimizer=1_000, publish=1_000)
+    metrics = time_metrics(trainer, Counter(decoding=3_000, gated=1_000))
+    assert metrics["time/step_s"] == 10e-6 and metrics["time/wait_s"] == 5e-6 and metrics["time/train_s"] == 4e-6
+    assert metrics["trainer_time/wait"] == 0.4 and metrics["trainer_time/save"] == 0
+    assert metrics["worker_time/decoding"] == 0.75 and metrics["worker_time/starting"] == 0
+    for who in ("trainer", "worker"):
+        assert sum(share for name, share in metrics.items() if name.startswith(f"{who}_time/")) == pytest.approx(1)
+
+
+def test_a_step_in_which_no_worker_reported_says_nothing_of_them():
+    assert not any(name.startswith("worker_time/") for name in time_metrics(Counter(wait=1), Counter()))

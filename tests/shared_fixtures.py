@@ -1,0 +1,67 @@
+"""What tests of several modules start from, and which of them are begun first."""
+
+from pathlib import Path
+
+import pytest
+
+LONG = (
+    "job/test_resume_job.py",
+    "trainer/test_trainer_options.py",
+    "trainer/test_policy.py",
+    "trainer/test_attention.py",
+    "engine/test_gpu_config.py",
+    "controller/test_controller_walk.py",
+    "../extras/planning/tests/test_memory_of_a_step.py",
+    "data/test_tiny_agent.py",
+    "../extras/swarm/tests/test_verify.py",
+    "trainer/test_checkpoint.py",
+    "job/test_brought.py",
+    "test_rollout.py",
+    "engine/test_in_flight.py",
+    "engine/test_proxy.py",
+    "scripts/test_ablate.py",
+    "scripts/test_scripts.py",
+    "scripts/test_staleness.py",
+    "trainer/test_value_head.py",
+    "trainer/test_logprobs.py",
+    "trainer/test_compute_dtype.py",
+    "test_docs.py",
+)
+"""The files that take longest, in this order: one that is begun last leaves the other processes nothing to do.
+
+The first makes the tiny models. Others that need them come later, as they would wait for it.
+"""
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, as --dist loadfile deals them out in this order if told --no-loadscope-reorder."""
+    places = {(Path(__file__).parent / name).resolve(): place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Where whole jobs alone are chosen, no file without one is read: each process would import for a long time."""
+    if not config.option.markexpr.startswith("e2e and ") or not collection_path.match("test_*.py"):
+        return None
+    return True if "pytest.mark.e2e" not in collection_path.read_text() else None
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone, as a run without torchrun has."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)  # two threads on a busy core wait for each other, and take many times as long
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tiny_models():
+    """The tiny models are there: made before the clock of any job starts."""
+    from asyncrl.weights.models import resolve_model
+
+    for task in ("addition", "frozen_lake", "guess_number"):
+        resolve_model("tiny", task)
