@@ -57,5 +57,6 @@ def hyperparameters(algo: str, algo_args: Iterable[str], loss: Callable | None =
     `loss` is a user's own, where `algo` is FILE.py:NAME. Raises ValueError, in one line, for a name that the loss does
     not take and for a value that it does not allow.
     """
-    _, *keywords = inspect.signature(loss or LOSSES[algo], eval_str=True).parameters.values()
+    _, *parameters = inspect.signature(loss or LOSSES[algo], eval_str=True).parameters.values()
+    keywords = [parameter for parameter in parameters if parameter.name != "update"]
     return read_arguments("algo-args", algo_args, f"--algo {algo}", keywords)

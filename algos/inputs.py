@@ -1,5 +1,6 @@
 """What a policy loss sees: the trained tokens of one micro-batch, flat, with no padding and no mask."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -23,26 +24,23 @@ class LossInputs:
     """[N] task reward of the token's sequence."""
     sequence_ids: Tensor
     """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch."""
-    update: "LossInputs | None" = None
-    """All trained tokens of the optimizer update, of all micro-batches and ranks, without gradient, for a loss that
-    couples them (`needs_update`); None for others."""
 
     def to(self, device: torch.device | str) -> "LossInputs":
         """Return a copy on `device`, without gradient."""
-        return LossInputs(*(getattr(self, name).detach().to(device) for name in _TENSORS))
+        return LossInputs(*(getattr(self, name).detach().to(device) for name in _NAMES))
 
 
-_TENSORS = [field.name for field in fields(LossInputs) if field.name != "update"]
+_NAMES = [field.name for field in fields(LossInputs)]
 
 
-def needs_update(loss: Callable) -> Callable:
-    """Mark a loss that couples all tokens of an optimizer update: it gets them as `inputs.update`.
+def couples_tokens(loss: Callable) -> bool:
+    """Return whether a loss couples all tokens of an optimizer update: then its second parameter is named `update`.
 
-    The trainer then makes one more pass over the update, without gradient. Given `inputs.update`, a token's loss must
-    not depend on what else is in its micro-batch, so that micro-batches, packing and ranks never change the gradient.
+    The loss gets there the LossInputs of all trained tokens of the update, of all micro-batches and ranks, without
+    gradient. The trainer makes one more pass over the update for it. A token's loss must depend on what else is in its
+    micro-batch through `update` alone, so that micro-batches, packing and ranks never change the gradient.
     """
-    loss.needs_update = True
-    return loss
+    return "update" in inspect.signature(loss).parameters
 
 
 def needs_equal_advantages(loss: Callable) -> Callable:
@@ -53,7 +51,7 @@ def needs_equal_advantages(loss: Callable) -> Callable:
 
 def joined(parts: Sequence[LossInputs]) -> LossInputs:
     """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
-    columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
+    columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in _NAMES}
     counts = [int(part.sequence_ids.max()) + 1 if len(part.sequence_ids) else 0 for part in parts]
     firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
     ids = [part.sequence_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from algos.arguments import Positive
-from algos.inputs import LossInputs, needs_update
+from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 
 
-@needs_update
-def loss(inputs: LossInputs, *, m2_threshold: Positive = 0.04) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.04) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where a token is left out)."""
     moments, goes_on = _moments(inputs)
-    left_out = goes_on & (moments >= _least_left_out(*_moments(inputs.update), m2_threshold))
+    left_out = goes_on & (moments >= _least_left_out(*_moments(update), m2_threshold))
     ratio = importance_ratio(inputs.logprobs - inputs.behavior_logprobs)
     per_token_loss = torch.where(left_out, 0.0, -ratio * inputs.advantages)
     return per_token_loss, {"ratio": ratio.detach(), "clipped": left_out.to(ratio.dtype)}

@@ -6,13 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from algos import LossInputs
+from algos.inputs import couples_tokens
 from asyncrl import user_code as own
 from asyncrl.config import Config
 from asyncrl.engine.score import load_score
@@ -50,12 +51,12 @@ def test_the_loss_is_a_loss(folder):
 
 def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):
     loss = own.load(f"{folder}/my_update_loss.py:loss", "--algo")
-    assert loss.needs_update
+    assert couples_tokens(loss)
     logprobs, zeros = torch.tensor([-1.0, -2.0, -0.5]), torch.zeros(3)
     whole = LossInputs(logprobs, zeros - 1, zeros, zeros + 1, zeros, zeros.long())
-    parts = [LossInputs(*(getattr(whole, f.name)[i : i + 1] for f in fields(whole)[:-1]), whole) for i in range(3)]
-    weights = torch.cat([loss(part)[1]["weight"] for part in parts])
-    assert torch.equal(weights, loss(replace(whole, update=whole))[1]["weight"])
+    parts = [LossInputs(*(getattr(whole, f.name)[i : i + 1] for f in fields(whole))) for i in range(3)]
+    weights = torch.cat([loss(part, whole)[1]["weight"] for part in parts])
+    assert torch.equal(weights, loss(whole, whole)[1]["weight"])
     assert float(weights.mean()) == pytest.approx(1.0)
 
 

@@ -7,6 +7,7 @@ the compute dtype, and is the embedding where the two are tied.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,17 @@ from asyncrl.trainer.attention import ONE_ROW, attention_inputs
 
 CHUNK_ROWS = 1024
 """Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
+
+
+class Scored(NamedTuple):
+    """What a forward pass says of the N trained tokens of a micro-batch."""
+
+    logprobs: Tensor
+    """[N] float32, nats, under the sampling transform."""
+    entropy: Tensor
+    """[N] float32, nats, of the distribution that each token was drawn from."""
+    values: Tensor
+    """[N] float32, of the state before each token; 0 without a value head."""
 
 
 class TokenLogprobs(nn.Module):
@@ -44,9 +56,8 @@ class TokenLogprobs(nn.Module):
         targets: Tensor,
         sampling: Sampling,
         visible_until: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probs of the targets and the entropy under the sampling transform, [N] float32 nats, and values
-        of the states before them, [N] float32, 0 without a value head.
+    ) -> Scored:
+        """Return the scores of the targets, [N] each.
 
         Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass, once
         for all branches that train a token of a shared prefix. Beside the head's weight and its gradient, the most
@@ -68,8 +79,9 @@ class TokenLogprobs(nn.Module):
             for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
         ]
         values = torch.zeros(len(rows), device=rows.device) if self.value_head is None else self.value_head(rows)
-        columns = *(torch.cat(column) for column in zip(*parts, strict=True)), values
-        return columns if places is None else tuple(column[places] for column in columns)
+        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        scored = Scored(logprobs, entropy, values)
+        return scored if places is None else Scored(*(column[places] for column in scored))
 
     def _score_rows(self, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()

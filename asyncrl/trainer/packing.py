@@ -9,9 +9,9 @@ Numpy and torch only, no model and no process group: everything here can be chec
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -91,8 +91,10 @@ class MicroBatch:
     """[N] float32."""
     num_trained: tuple[int, ...] = field(default=())
     """Trained tokens of each of the S sequences."""
+    proximal_logprobs: Tensor | None = None
+    """[N] float32 nats, of the weights before the step's first update; None where the loss derives them."""
     returns: Tensor | None = None
-    """[N] float32, what the value head is to foretell; None without one."""
+    """[N] float32, what the value head is to predict; None without one."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -176,21 +178,47 @@ def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]
     return bundles
 
 
-def token_weights(
-    num_trained: list[int], aggregation: Aggregation, total_tokens: int, total_sequences: int, max_response_tokens: int
-) -> list[float]:
-    """Weight of every trained token of each sequence in the summed loss of one optimizer update.
+class UpdateTotals(NamedTuple):
+    """What the sequences of one optimizer update add up to, on all ranks."""
 
-    `num_trained`: trained tokens (≥ 1) of the sequences at hand. The totals are over all sequences of the update that
-    have a trained token, on all ranks: so micro-batches, packing and ranks cannot change the gradient.
+    tokens: float
+    """Trained tokens."""
+    sequences: float
+    """Sequences that have a trained token."""
+    max_response_tokens: int
+    """Longest response, tokens."""
+
+
+def token_weights(num_trained: list[int], aggregation: Aggregation, totals: UpdateTotals) -> Tensor:
+    """Return the weight [S] float32 of every trained token of each sequence in the summed loss of one update.
+
+    `num_trained` are the trained tokens (≥ 1) of the sequences at hand. The totals are of the whole update, so
+    micro-batches, packing and ranks cannot change the gradient.
     """
     if aggregation == "token_mean":
-        return [1 / total_tokens for _ in num_trained]
-    if aggregation == "sequence_mean":
-        return [1 / (total_sequences * tokens) for tokens in num_trained]
-    if aggregation == "constant":
-        return [1 / (total_sequences * max_response_tokens) for _ in num_trained]
-    raise ValueError(f"loss aggregation must be token_mean, sequence_mean or constant, got {aggregation!r}")
+        weights = [1 / totals.tokens for _ in num_trained]
+    elif aggregation == "sequence_mean":
+        weights = [1 / (totals.sequences * tokens) for tokens in num_trained]
+    else:
+        weights = [1 / (totals.sequences * totals.max_response_tokens) for _ in num_trained]
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def tokens_read(updates: list[list[list[Bundle]]], sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Return the tokens that a pass over the step reads on all ranks, and the shares that sharing prefixes saves.
+
+    `saved_share` is what this step saved, `shareable` what one tree of each update would save, of all sequences' tokens
+    (ERR and POR of Tree Training, arXiv 2511.00413).
+    """
+    counts = torch.zeros(3, dtype=torch.float64)
+    for bundle in (bundle for update in updates for microbatch in update for bundle in microbatch):
+        counts += torch.tensor([bundle.num_tokens, bundle.num_tokens + sum(bundle.shared), bundle.num_distinct])
+    num_read, num_all, num_distinct = sum_over_ranks(counts).tolist()
+    return {
+        "tokens/forward": num_read,
+        "tokens/saved_share": 1 - num_read / num_all,
+        "tokens/shareable": 1 - num_distinct / num_all,
+    }
 
 
 def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") -> MicroBatch:

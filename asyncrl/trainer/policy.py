@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from algos import KL_ESTIMATORS, LOSSES, AdvantageOptions, LossInputs, choose_loss, gae
-from algos.inputs import joined
+from algos.inputs import couples_tokens, joined
 from algos.proximal import loglinear
 from algos.sampling import Sampling
 from asyncrl import user_code as own
@@ -22,11 +22,20 @@ from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import restore_training_state, save_for_people, trained_names, training_state
 from asyncrl.trainer.lag_stats import TokenStats, drift
-from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from asyncrl.trainer.model import as_in_files, compute_dtype, load_model, named_persistent_buffers, trainer_mesh
 from asyncrl.trainer.optimizer import OptimizerState, OptimOptions, make_optimizer, parameter_groups
-from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence, bundle, pack, token_weights
+from asyncrl.trainer.packing import (
+    Bundle,
+    MicroBatch,
+    TrainSequence,
+    UpdateTotals,
+    bundle,
+    pack,
+    token_weights,
+    tokens_read,
+)
 from asyncrl.weights.transport import ParameterSpec
 
 
@@ -58,9 +67,9 @@ class Policy:
     num_updates: int = 0
 
     def __post_init__(self) -> None:
-        self._optim, self._advantage = OptimOptions.of(self.config), AdvantageOptions.of(self.config)
-        head, head_lr = self.module.value_head, self._advantage.value_lr
-        groups = parameter_groups(self.config, self.module.model, head, head_lr)
+        self._optim = OptimOptions.of(self.config)
+        self._advantage = AdvantageOptions.of(self.config)
+        groups = parameter_groups(self.config, self.module.model, self.module.value_head, self._advantage.value_lr)
         self._clipped = [group["params"] for group in groups]
         self.optimizer = make_optimizer(self.config, groups)
         self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
@@ -75,52 +84,63 @@ class Policy:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
         `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
-        first in a random order of seed, version and epoch; proximal log-probs and values are those before the first.
+        first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
-        changes in bfloat16), means over the updates; `lr` of the last; what _tokens_read counts; with a value head what
-        gae.of_step says of it; and the means of TokenStats over all trained tokens.
+        changes in bfloat16), means over the updates; `lr` of the last; what `tokens_read` counts; with a value head
+        what gae.of_step says of it; and the means of TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
         self.clock.enter("forward_backward")
         packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
-        anchors, of_values = [[None] * len(update) for update in packed], {}
         order = self._order(len(packed), policy_version)
-        recomputes = len(order) > 1 and self.config.proximal == "recompute"
-        if recomputes or self.module.value_head is not None:
-            with torch.no_grad():
-                before = [[self._forward(self.module, batch) for batch in update] for update in packed]
-            anchors = [[logprobs for logprobs, *_ in update] for update in before] if recomputes else anchors
-        if self.module.value_head is not None:
-            values = [[of for *_, of in update] for update in before]
-            packed, of_values = gae.of_step(packed, values, self._advantage, self._sum_over_ranks)
+        packed, metrics = self._score_before(packed, has_several_updates=len(order) > 1)
         stats = TokenStats()
-        results = [
-            self._update(packed[i], anchors[i], StepPosition(policy_version, made / len(order)), stats)
-            for made, i in enumerate(order)
-        ]
-        mean = of_values | {name: sum(r[name] for r in results) / len(results) for name in results[0]}
-        return {**mean, "lr": results[-1]["lr"], **self._tokens_read(updates), **stats.reduce(), **self._memory()}
+        results = []
+        for num_made, index in enumerate(order):
+            position = StepPosition(policy_version, num_made / len(order))
+            results.append(self._update(packed[index], position, stats))
+        for name in results[0]:
+            metrics[name] = sum(result[name] for result in results) / len(results)
+        metrics["lr"] = results[-1]["lr"]
+        metrics |= tokens_read(updates, self._sum_over_ranks)
+        metrics |= stats.reduce()
+        if self.device.type != "cpu":
+            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics
 
     def _order(self, num_minibatches: int, policy_version: int) -> list[int]:
-        """Which minibatch each update of a step trains on."""
-        seeds = [(self.config.seed, policy_version, epoch) for epoch in range(1, self._optim.epochs)]
-        again = [np.random.default_rng(seed).permutation(num_minibatches) for seed in seeds]
-        return [*range(num_minibatches), *(int(i) for order in again for i in order)]
+        """Return which minibatch each update of a step trains on."""
+        order = list(range(num_minibatches))
+        for epoch in range(1, self._optim.epochs):
+            generator = np.random.default_rng((self.config.seed, policy_version, epoch))
+            order += generator.permutation(num_minibatches).tolist()
+        return order
 
-    def _tokens_read(self, updates: list[list[list[Bundle]]]) -> dict[str, float]:
-        """Tokens that a pass over the step reads, on all ranks; shares of all sequences' tokens that this saved, and
-        that one tree of each update would save (ERR and POR of Tree Training, arXiv 2511.00413)."""
-        bundles = [b for update in updates for microbatch in update for b in microbatch]
-        counts = [(b.num_tokens, b.num_tokens + sum(b.shared), b.num_distinct) for b in bundles]
-        of_rank = torch.tensor([(0, 0, 0), *counts], dtype=torch.float64).sum(dim=0)
-        read, total, distinct = self._sum_over_ranks(of_rank).tolist()
-        saved, shareable = 1 - read / total, 1 - distinct / total
-        return {"tokens/forward": read, "tokens/saved_share": saved, "tokens/shareable": shareable}
+    def _score_before(
+        self, updates: list[list[MicroBatch]], has_several_updates: bool
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """Add what the weights before the first update say: proximal log-probs, and advantages from values.
 
-    def _memory(self) -> dict[str, float]:
-        """Most memory that tensors held on this rank's GPU so far; nothing on the CPU."""
-        return {} if self.device.type == "cpu" else {"memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        Returns the micro-batches with it, and the metrics of the value head. Makes no pass where neither is needed.
+        """
+        needs_proximal = has_several_updates and self.config.proximal == "recompute"
+        if not needs_proximal and self.module.value_head is None:
+            return updates, {}
+        with torch.no_grad():
+            scores = [[self._forward(self.module, batch) for batch in update] for update in updates]
+        if needs_proximal:
+            updates = [
+                [
+                    replace(batch, proximal_logprobs=score.logprobs)
+                    for batch, score in zip(update, scores_of_update, strict=True)
+                ]
+                for update, scores_of_update in zip(updates, scores, strict=True)
+            ]
+        if self.module.value_head is None:
+            return updates, {}
+        values = [[score.values for score in scores_of_update] for scores_of_update in scores]
+        return gae.of_step(updates, values, self._advantage, self._sum_over_ranks)
 
     @torch.no_grad()
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
@@ -129,7 +149,7 @@ class Policy:
         Token order is that of the sequences given. `raw` leaves the sampling transform out.
         """
         packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
-        return [self._forward(self.module, batch.to(self.device), raw)[0].cpu() for batch in packed]
+        return [self._forward(self.module, batch.to(self.device), raw).logprobs.cpu() for batch in packed]
 
     def named_full_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
@@ -185,88 +205,96 @@ class Policy:
             )
         return batch.to(self.device)
 
-    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropy [N] of the trained tokens, and the values [N] before them."""
-        c = self.config
-        sampling = Sampling() if raw else Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
-        inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets)
-        scored = module(*inputs, sampling, batch.visible_until)
+    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> Scored:
+        """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
+        config = self.config
+        sampling = Sampling() if raw else Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
+        scored = module(
+            batch.input_ids, batch.position_ids, batch.sources, batch.targets, sampling, batch.visible_until
+        )
         if not torch.is_grad_enabled():
             module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
         return scored
 
-    def _update(
-        self, batches: list[MicroBatch], anchors: list[Tensor | None], position: StepPosition, stats: TokenStats
-    ) -> dict[str, float]:
+    def _update(self, batches: list[MicroBatch], position: StepPosition, stats: TokenStats) -> dict[str, float]:
         """Make one optimizer update; return its loss, grad_norm, lr and share of changed weights."""
-        totals = [sum(sum(b.num_trained) for b in batches), sum(len(b.num_trained) for b in batches)]
-        total_tokens, total_sequences = self._sum_over_ranks(torch.tensor(totals, dtype=torch.float64)).tolist()
-        if not total_tokens:
+        totals = self._totals(batches)
+        if not totals.tokens:
             raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
-        whole = self._all_tokens(batches, anchors, position) if hasattr(self.loss, "needs_update") else None
-        loss, before = torch.zeros((), dtype=torch.float64, device=self.device), stats.num_added
-        for i, (batch, anchor) in enumerate(zip(batches, anchors, strict=True)):
+        update = self._all_tokens(batches, position) if couples_tokens(self.loss) else None
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        num_added_before = stats.num_added
+        for index, batch in enumerate(batches):
             # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
-            self.module.set_requires_all_reduce(i == len(batches) - 1)
-            per_token_loss = self._per_token_loss(batch, anchor, position, whole, stats)
-            summed = (per_token_loss * self._weights(batch, total_tokens, total_sequences)).sum()
+            self.module.set_requires_all_reduce(index == len(batches) - 1)
+            per_token_loss = self._per_token_loss(batch, position, update, stats)
+            weights = token_weights(list(batch.num_trained), self.config.loss_aggregation, totals)
+            summed = (per_token_loss * weights.to(self.device)[batch.sequence_ids]).sum()
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()
-        ess = stats.sequence_ess(before) if self._optim.by_ess else 1.0
-        lr = self._optim.learning_rate(self.config, self.num_updates, position.policy_version + position.progress, ess)
+        ess = stats.sequence_ess(num_added_before) if self._optim.by_ess else 1.0
+        steps_made = position.policy_version + position.progress
+        lr = self._optim.learning_rate(self.config, self.num_updates, steps_made, ess)
         return self._step(float(self._sum_over_ranks(loss)), lr)
 
-    def _weights(self, batch: MicroBatch, total_tokens: float, total_sequences: float) -> Tensor:
-        """Weight [N] of each trained token in the summed loss of the update."""
-        totals = (total_tokens, total_sequences, self.config.max_response_tokens)
-        of_sequence = token_weights(list(batch.num_trained), self.config.loss_aggregation, *totals)
-        return torch.tensor(of_sequence, dtype=torch.float32, device=self.device)[batch.sequence_ids]
+    def _totals(self, batches: list[MicroBatch]) -> UpdateTotals:
+        """Count the trained tokens and sequences of an update, on all ranks; collective."""
+        num_tokens = sum(sum(batch.num_trained) for batch in batches)
+        num_sequences = sum(len(batch.num_trained) for batch in batches)
+        counts = self._sum_over_ranks(torch.tensor([num_tokens, num_sequences], dtype=torch.float64))
+        return UpdateTotals(*counts.tolist(), self.config.max_response_tokens)
 
     def _per_token_loss(
-        self,
-        batch: MicroBatch,
-        anchor: Tensor | None,
-        position: StepPosition,
-        whole: LossInputs | None,
-        stats: TokenStats,
+        self, batch: MicroBatch, position: StepPosition, update: LossInputs | None, stats: TokenStats
     ) -> Tensor:
-        """Loss [N] of each trained token, KL penalty included; its stats go to `stats`."""
-        if self.reference is not None:
-            with torch.no_grad(), without_adapters(self.reference):
-                ref_logprobs, *_ = self._forward(self.reference, batch)
-        logprobs, entropy, values = self._forward(self.module, batch)
+        """Return the loss [N] of each trained token, penalties included; its statistics go to `stats`."""
+        ref_logprobs = self._reference_logprobs(batch)
+        scored = self._forward(self.module, batch)
         if not len(batch.targets):
-            return logprobs + values  # [0], but in the graph: this rank's FSDP collectives must still run backwards
-        behavior, lags = batch.behavior_logprobs, position.policy_version - batch.policy_versions
-        loss, loss_stats = self.loss(replace(_loss_inputs(batch, logprobs, anchor, position), update=whole))
-        of_batch = {"entropy": entropy.detach(), "advantage": batch.advantages, "reward": batch.rewards}
-        of_batch["length"] = torch.tensor(batch.num_trained, device=self.device)[batch.sequence_ids]
-        token_stats = drift(logprobs.detach(), behavior) | of_batch | loss_stats
-        if self.reference is not None:
-            kl = KL_ESTIMATORS[self.config.kl_estimator](logprobs, ref_logprobs, behavior)
-            loss = loss + self.config.kl_coef * kl
+            # [0], but in the graph: this rank's FSDP collectives must still run backwards.
+            return scored.logprobs + scored.values
+        inputs = _loss_inputs(batch, scored.logprobs, position)
+        loss, loss_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
+        lags = position.policy_version - batch.policy_versions
+        lengths = torch.tensor(batch.num_trained, device=self.device)[batch.sequence_ids]
+        token_stats = drift(scored.logprobs.detach(), batch.behavior_logprobs)
+        token_stats |= {"entropy": scored.entropy.detach(), "advantage": batch.advantages, "reward": batch.rewards}
+        token_stats |= {"length": lengths} | loss_stats
+        if ref_logprobs is not None:
+            estimator = KL_ESTIMATORS[self.config.kl_estimator]
+            kl = estimator(scored.logprobs, ref_logprobs, batch.behavior_logprobs)
             token_stats["kl_ref"] = kl.detach()
+            loss = loss + self.config.kl_coef * kl
         if self._optim.entropy:
-            loss = loss - self._optim.entropy * entropy
+            loss = loss - self._optim.entropy * scored.entropy
         if batch.returns is not None:
-            token_stats["value/loss"] = (errors := (values - batch.returns) ** 2 / 2).detach()
+            errors = (scored.values - batch.returns) ** 2 / 2
+            token_stats["value/loss"] = errors.detach()
             loss = loss + self._advantage.value_coef * errors
         stats.add(token_stats, lags)
-        stats.add_ratios(logprobs.detach() - behavior, batch.sequence_ids)
-        logprobs.register_hook(lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags))
+        stats.add_ratios(scored.logprobs.detach() - batch.behavior_logprobs, batch.sequence_ids)
+        scored.logprobs.register_hook(lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags))
         return loss
 
     @torch.no_grad()
-    def _all_tokens(
-        self, batches: list[MicroBatch], anchors: list[Tensor | None], position: StepPosition
-    ) -> LossInputs:
-        """Inputs of all trained tokens of an update, on all ranks; collective."""
-        pairs = zip(batches, anchors, strict=True)
-        mine = [_loss_inputs(batch, self._forward(self.module, batch)[0], a, position).to("cpu") for batch, a in pairs]
-        of_ranks: list[LossInputs | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, joined(mine))
-        return joined(of_ranks).to(self.device)
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        """Return the log-probs [N] of the frozen reference, nats; None without a KL term."""
+        if self.reference is None:
+            return None
+        with without_adapters(self.reference):
+            return self._forward(self.reference, batch).logprobs
+
+    @torch.no_grad()
+    def _all_tokens(self, batches: list[MicroBatch], position: StepPosition) -> LossInputs:
+        """Return the inputs of all trained tokens of an update, on all ranks; collective."""
+        parts = []
+        for batch in batches:
+            logprobs = self._forward(self.module, batch).logprobs
+            parts.append(_loss_inputs(batch, logprobs, position).to("cpu"))
+        inputs_of_ranks: list[LossInputs | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(inputs_of_ranks, joined(parts))
+        return joined(inputs_of_ranks).to(self.device)
 
     def _step(self, loss: float, lr: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
@@ -274,8 +302,8 @@ class Policy:
         self.clock.enter("optimizer")
         # Each by itself: errors of values, which are large at first, must not scale down the model's gradient.
         norms = [nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm) for parameters in self._clipped]
-        grad_norm, *of_head = [float(norm.full_tensor()) for norm in norms]
-        if not all(map(math.isfinite, [loss, grad_norm, *of_head])):
+        grad_norm, *head_norms = [float(norm.full_tensor()) for norm in norms]
+        if not all(map(math.isfinite, [loss, grad_norm, *head_norms])):
             raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
@@ -283,17 +311,18 @@ class Policy:
         for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
             group["lr"] = lr * scale
         parameters = self._clipped[0]
-        before = [_in_bfloat16(parameter) for parameter in parameters]
+        weights_before = [_in_bfloat16(parameter) for parameter in parameters]
         self.optimizer.step()
-        changed = sum((old != _in_bfloat16(p)).sum() for old, p in zip(before, parameters, strict=True))
+        pairs = zip(weights_before, parameters, strict=True)
+        num_changed = sum((weight != _in_bfloat16(parameter)).sum() for weight, parameter in pairs)
         self.optimizer.zero_grad()
         self.num_updates += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # costs no overlap: the next thing the host does is to read a sum
         self.clock.enter("forward_backward")
-        counts = torch.stack([changed.double(), changed.new_tensor(sum(old.numel() for old in before))])
-        changed, size = self._sum_over_ranks(counts).tolist()
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "changed_weights": changed / size}
+        num_weights = num_changed.new_tensor(sum(weight.numel() for weight in weights_before))
+        num_changed, num_weights = self._sum_over_ranks(torch.stack([num_changed.double(), num_weights])).tolist()
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "changed_weights": num_changed / num_weights}
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         values = values.to(self.device)
@@ -307,14 +336,21 @@ def _in_bfloat16(parameter: DTensor) -> Tensor:
     return parameter.to_local().to(torch.bfloat16)
 
 
-def _loss_inputs(batch: MicroBatch, logprobs: Tensor, anchor: Tensor | None, position: StepPosition) -> LossInputs:
-    """What a loss sees of a micro-batch; `anchor`: proximal log-probs [N], or None to derive them from `logprobs`."""
-    if anchor is None:
+def _loss_inputs(batch: MicroBatch, logprobs: Tensor, position: StepPosition) -> LossInputs:
+    """Return what a loss sees of a micro-batch whose current log-probs are `logprobs` [N]."""
+    proximal_logprobs = batch.proximal_logprobs
+    if proximal_logprobs is None:
         # Before the first update the proximal policy is the current one, so with one update this is exact.
         lags = position.policy_version - batch.policy_versions
-        anchor = loglinear(logprobs, batch.behavior_logprobs, lags, position.progress)
-    of_sequences = batch.advantages, batch.rewards, batch.sequence_ids
-    return LossInputs(logprobs, batch.behavior_logprobs, anchor, *of_sequences)
+        proximal_logprobs = loglinear(logprobs, batch.behavior_logprobs, lags, position.progress)
+    return LossInputs(
+        logprobs=logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        proximal_logprobs=proximal_logprobs,
+        advantages=batch.advantages,
+        rewards=batch.rewards,
+        sequence_ids=batch.sequence_ids,
+    )
 
 
 def load_policy(config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None) -> Policy:

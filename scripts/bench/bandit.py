@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from algos import LOSSES, LossInputs
+from algos.inputs import couples_tokens
 from scripts.bench.harness import ROOT, provenance
 from scripts.lines import markdown, read
 
@@ -35,7 +36,7 @@ MEASURES = {
 }
 """What is measured of a loss's negative gradient g: its formula, and how it is shown."""
 SHOWN_LAGS = (0, 1, 2, 4, 8, 16)
-ROWS = tuple(algo for algo, loss in LOSSES.items() if not hasattr(loss, "needs_update"))
+ROWS = tuple(algo for algo, loss in LOSSES.items() if not couples_tokens(loss))
 """What is measured: every loss that gives an arm the same gradient whatever the others are."""
 
 

@@ -1,5 +1,7 @@
 """Random loss inputs, and the checks that every loss is put through; slow and obvious, in float64."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,21 +47,27 @@ def random_inputs(num_tokens: int = 60, seed: int = 0, spread: float = 0.5, toke
 
     behavior = -normal().abs() - 1.0
     sequence_ids = torch.arange(num_tokens) // tokens_per_sequence
-    return as_update(
-        LossInputs(
-            logprobs=(behavior + spread * normal()).requires_grad_(),
-            behavior_logprobs=behavior,
-            proximal_logprobs=behavior + spread * normal(),
-            advantages=normal()[sequence_ids],
-            rewards=normal()[sequence_ids],
-            sequence_ids=sequence_ids,
-        )
+    return LossInputs(
+        logprobs=(behavior + spread * normal()).requires_grad_(),
+        behavior_logprobs=behavior,
+        proximal_logprobs=behavior + spread * normal(),
+        advantages=normal()[sequence_ids],
+        rewards=normal()[sequence_ids],
+        sequence_ids=sequence_ids,
     )
 
 
-def as_update(inputs: LossInputs) -> LossInputs:
-    """The same tokens as those of a whole update in one micro-batch."""
-    return replace(inputs, update=inputs.to("cpu"))
+def within(loss: Callable, update: LossInputs) -> Callable:
+    """The loss of micro-batches of an update, which it is handed if it couples tokens and has none yet."""
+    parameter = inspect.signature(loss).parameters.get("update")
+    if parameter is None or parameter.default is not parameter.empty:
+        return loss
+    return functools.partial(loss, update=update.to("cpu"))
+
+
+def evaluate(loss: Callable, inputs: LossInputs, **options) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and stats of a micro-batch that is a whole update."""
+    return within(loss, inputs)(inputs, **options)
 
 
 def one_token(log_ratio: float, advantage: float, reward: float | None = None, proximal: float = 0.0) -> LossInputs:
@@ -81,19 +89,19 @@ def one_token(log_ratio: float, advantage: float, reward: float | None = None, p
 
 def select(inputs: LossInputs, chosen: Tensor) -> LossInputs:
     """The tokens `chosen` ([K] int64 or [N] bool) as a micro-batch of the update, their sequences numbered anew."""
-    columns = [name for name in inputs.__dataclass_fields__ if name != "update"]
-    kept = {name: getattr(inputs, name)[chosen] for name in columns} | {"update": inputs.update}
+    kept = {name: getattr(inputs, name)[chosen] for name in inputs.__dataclass_fields__}
     kept["sequence_ids"] = kept["sequence_ids"].unique(return_inverse=True)[1]
     return LossInputs(**kept)
 
 
 def gradient(loss: Callable, inputs: LossInputs) -> Tensor:
     """d Σ loss / d logprobs, [N]."""
-    return torch.autograd.grad(loss(inputs)[0].sum(), inputs.logprobs)[0]
+    return torch.autograd.grad(evaluate(loss, inputs)[0].sum(), inputs.logprobs)[0]
 
 
 def check_values_and_gradients(loss: Callable, oracle: SequenceOracle, inputs: LossInputs) -> None:
     """Compare with the oracle token by token, and its gradient with central differences of the oracle."""
+    loss = within(loss, inputs)
     losses, _ = loss(inputs)
     slopes = gradient(loss, inputs)
     step = 1e-6
@@ -125,6 +133,7 @@ def _token(inputs: LossInputs, t: int) -> Token:
 
 def check_tokens_are_independent(loss: Callable, inputs: LossInputs) -> None:
     """The loss of a token is the same without the other tokens, and has no gradient to them."""
+    loss = within(loss, inputs)
     losses, _ = loss(inputs)
     for t in (0, 17, len(losses) - 1):
         alone, _ = loss(select(inputs, torch.tensor([t])))
@@ -135,6 +144,7 @@ def check_tokens_are_independent(loss: Callable, inputs: LossInputs) -> None:
 
 def check_sequences_are_independent(loss: Callable, inputs: LossInputs) -> None:
     """The losses of a sequence are the same without the other sequences, and have no gradient to them."""
+    loss = within(loss, inputs)
     losses, _ = loss(inputs)
     for ids in inputs.sequence_ids.unique():
         mine = inputs.sequence_ids == ids

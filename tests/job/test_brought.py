@@ -69,11 +69,11 @@ def test_a_loss_that_is_none_is_one_line_with_its_file(tmp_path, capsys, change,
 
 
 def test_a_loss_that_couples_an_update_is_tried_with_one(tmp_path, capsys):
-    needing = "from algos.inputs import needs_update\n" + LOSS.replace("def loss(", "@needs_update\ndef loss(")
-    coupled = needing.replace("ratio = ", "inputs.update.advantages.mean()\n    ratio = ", 1)
+    coupled = LOSS.replace("def loss(inputs", "def loss(inputs, update", 1)
+    coupled = coupled.replace("ratio = ", "update.advantages.mean()\n    ratio = ", 1)
     assert parse_config(["--algo", f"{write_own(tmp_path, coupled)}:loss"]).algo.endswith(":loss")
-    unmarked = write_own(tmp_path, coupled.replace("@needs_update\n", ""))
-    assert "'NoneType' object has no attribute 'advantages'" in refusal(capsys, "--algo", f"{unmarked}:loss")
+    unnamed = write_own(tmp_path, coupled.replace("inputs, update", "inputs, whole"))
+    assert "its second may be `update`" in refusal(capsys, "--algo", f"{unnamed}:loss")
 
 
 def test_arguments_of_a_loss_are_checked_against_its_signature(tmp_path, capsys):

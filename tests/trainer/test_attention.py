@@ -1,7 +1,6 @@
 """A prefix that is read once gives the log-probs and the gradient of one that is read for every sequence."""
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
+from algos.inputs import couples_tokens
 from algos.sampling import Sampling
 from asyncrl.trainer.attention import _block_mask_maker, attention_inputs, check_layers, dense_mask, mask_function
 from asyncrl.trainer.batch import distribute
@@ -199,7 +199,8 @@ def loss_of_the_definition(config, sequences, logits, ref_logits=None, kept=None
 
     logprobs, entropy = (torch.stack(column) for column in zip(*scores(logits), strict=True))
     inputs = LossInputs(logprobs, of["behavior_logprobs"], logprobs.detach(), of["advantage"], of["reward"], of["ids"])
-    loss, stats = choose_loss(config.algo, config.algo_args)(replace(inputs, update=inputs.to("cpu")))
+    chosen_loss = choose_loss(config.algo, config.algo_args)
+    loss, stats = chosen_loss(inputs, inputs.to("cpu")) if couples_tokens(chosen_loss) else chosen_loss(inputs)
     stats = {**stats, "entropy": entropy}
     if ref_logits is not None:
         ref_logprobs = torch.stack([logprob for logprob, _ in scores(ref_logits)])

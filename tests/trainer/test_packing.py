@@ -4,13 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import grouped_sequences, random_sequences, random_tree
 
 from asyncrl.trainer.attention import dense_mask
 from asyncrl.trainer.batch import choose_bundles, distribute, split_into_microbatches
-from asyncrl.trainer.packing import TrainSequence, bundle, common_prefix, first_fit_decreasing, pack, token_weights
+from asyncrl.trainer.packing import (
+    TrainSequence,
+    UpdateTotals,
+    bundle,
+    common_prefix,
+    first_fit_decreasing,
+    pack,
+    token_weights,
+)
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
@@ -105,11 +114,10 @@ def test_a_trained_first_token_is_refused():
 
 def test_token_weights_are_those_of_each_aggregation():
     lengths = [4, 1]  # of an update that has 10 tokens in 5 sequences, elsewhere included
-    assert token_weights(lengths, "token_mean", 10, 5, 8) == [1 / 10, 1 / 10]
-    assert token_weights(lengths, "sequence_mean", 10, 5, 8) == [1 / 20, 1 / 5]
-    assert token_weights(lengths, "constant", 10, 5, 8) == [1 / 40, 1 / 40]
-    with pytest.raises(ValueError, match="got 'median'"):
-        token_weights(lengths, "median", 10, 5, 8)
+    totals = UpdateTotals(tokens=10, sequences=5, max_response_tokens=8)
+    expected = {"token_mean": [1 / 10, 1 / 10], "sequence_mean": [1 / 20, 1 / 5], "constant": [1 / 40, 1 / 40]}
+    for aggregation, weights in expected.items():
+        assert torch.equal(token_weights(lengths, aggregation, totals), torch.tensor(weights))
 
 
 # Shared prefixes

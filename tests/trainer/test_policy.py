@@ -324,8 +324,8 @@ def test_every_loss_has_its_stats_drift_and_effective_sample_size_in_each_lag_bu
     policy = load(make_config(tied, algo=algo, **wide_clip(algo)))
     seen, loss = [], policy.loss
 
-    def record(inputs):
-        per_token_loss, stats = loss(inputs)
+    def record(inputs, *update):
+        per_token_loss, stats = loss(inputs, *update)
         seen.append((inputs, stats))
         return per_token_loss, stats
 
@@ -354,7 +354,7 @@ def test_proximal_logprobs_are_those_of_the_step_s_start(tied, minibatches):
     at_start = [policy.score([update])[0] for update in updates]
     seen = []
 
-    def record(inputs):
+    def record(inputs, *update):
         seen.append(inputs)
         return -inputs.advantages * inputs.logprobs, {}
 
@@ -385,7 +385,7 @@ def test_loglinear_proximal_logprobs_interpolate_by_version_and_make_no_forward_
     policy = load(make_config(tied, minibatches=3, proximal="loglinear", lr=0.05, optim_args=("warmup=0",)))
     seen, num_forwards, forward = [], [], policy.module.forward
 
-    def record(inputs):
+    def record(inputs, *update):
         seen.append(inputs)
         return -inputs.advantages * inputs.logprobs, {}
 
