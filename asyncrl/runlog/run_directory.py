@@ -98,11 +98,15 @@ class RunDirectory:
             made |= self._copy_user_code()
         self._made = made
         self._since = int(time.time())
-        if resumed is None:
+        self._record_start()
+
+    def _record_start(self) -> None:
+        """Write the header of a new run, and the first event of this start."""
+        if self._resumed is None:
             self._begin()
             self.record("run_started", **legend(self._since))
         else:
-            self.record("run_resumed", **resumed, **legend(self._since))
+            self.record("run_resumed", **self._resumed, **legend(self._since))
 
     def _copy_user_code(self) -> dict:
         """Copy what the user brings into the run. Returns what run.json says of it, if there is any."""
