@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import gc
 from contextlib import contextmanager
 
@@ -21,7 +22,7 @@ class Pair:
     """A trainer's policy and an engine, joined by the shm transport or another one."""
 
     def __init__(self, config, transport="shm", make_transport=ShmTransport):
-        self.config = config
+        self.config, self.sends = config, transport == "nccl"
         self.policy = load(config)
         self.transport = make_transport(self.policy.sent_specs())
         self.loop = asyncio.new_event_loop()
@@ -58,8 +59,13 @@ class Pair:
         return self.transport.stage(version, self.policy.sent_parameters())
 
     def sync(self, version):
-        staged = self.stage(version)
-        return self.run(self.proxy.update(version, staged.messages))
+        return self.load(version, self.policy.sent_parameters())
+
+    def load(self, version, parameters):
+        """Have the engine load these as a version."""
+        staged = self.transport.stage(version, parameters)
+        receiving = functools.partial(self.transport.send, 0, staged) if self.sends else None
+        return self.run(self.proxy.update(version, staged.messages, receiving))
 
     @contextmanager
     def on_update(self, mode):

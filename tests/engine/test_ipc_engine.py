@@ -3,16 +3,14 @@ CUDA IPC, and all else is what runs on a GPU."""
 
 import functools
 import itertools
-import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_transports import patch_ipc
 from engine_pair import Pair
 from tiny_policy import save_tiny_model
-from torch.multiprocessing import reductions
 
 import asyncrl.weights.ipc
 from asyncrl.cluster.placement import WorkerPlacement
@@ -21,21 +19,6 @@ from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.weights.ipc import IpcTransport
 
 CHUNK_BYTES = 1 << 16
-DEVICE_INDEX = 6
-"""Argument that the receiving end replaces by its own device."""
-
-
-def share(tensor):
-    """In the place of reduce_tensor: what another process needs to map this memory."""
-    file, size = tensor.untyped_storage()._share_fd_cpu_()
-    path = f"/proc/{os.getpid()}/fd/{file}"
-    return None, (path, size, tensor.storage_offset(), len(tensor), None, None, "the trainer's GPU", "never freed")
-
-
-def map_shared(path, size, start, length, *rest):
-    """In the place of rebuild_cuda_tensor."""
-    assert rest == (None, None, None, "never freed"), "the device is the engine's own"
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)[start : start + length]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +27,7 @@ def pair(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in worker_environment(WorkerPlacement(0, None, None, 1, 0.0)).items():
             patch.setenv(name, value)
-        patch.setattr(asyncrl.weights.ipc, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(reductions, "reduce_tensor", share)
-        patch.setattr(reductions, "rebuild_cuda_tensor", map_shared)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
-        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch_ipc(patch, CHUNK_BYTES)
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         path = save_tiny_model(str(tmp_path_factory.mktemp("model")), tied=False)

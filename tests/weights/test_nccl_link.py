@@ -1,102 +1,33 @@
 """NcclLink and vLLM's own receiving engine on the CPU: gloo has NCCL's part, and threads that of CUDA's streams."""
 
-import contextlib
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
+from cpu_transports import TIMEOUT_S, Communicator, patch_nccl
 
-import asyncrl.weights.ipc
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.transport import ParameterSpec
 
 CHUNK_BYTES = 1 << 24  # more than the buffers of a socket, so that a sender waits for who does not receive
 SIZES = (3 << 22, 5, 1 << 22, 1, 1 << 23, 7)
 SPECS = [ParameterSpec(f"p{i}", torch.bfloat16, (size,)) for i, size in enumerate(SIZES)]
-TIMEOUT_S = 30.0
 
 
 def parameters(value):
     return [(spec.name, torch.full(spec.shape, float(value + i))) for i, spec in enumerate(SPECS)]
 
 
-class Stream:
-    """Does what is put on it in order, beside all other streams."""
-
-    def __init__(self, device=None):
-        self._thread, self._last = ThreadPoolExecutor(1), None
-
-    def put(self, work):
-        self._last = self._thread.submit(work)
-
-    def synchronize(self):
-        if self._last is not None:
-            self._last.result()
-
-
-class Communicator:
-    """In the place of vLLM's communicator; who receives does so at once, as if the stream were waited for."""
-
-    disabled = False
-    sent: ClassVar[list[tuple[int, int]]] = []
-    """Address and bytes of each chunk."""
-
-    def __init__(self, group, device):
-        self.rank = group.rank
-        limit = timedelta(seconds=TIMEOUT_S)
-        store = dist.PrefixStore("gloo", group.store)
-        self._gloo = dist.ProcessGroupGloo(store, group.rank, group.world_size, limit)
-
-    def broadcast(self, tensor, src, stream=None):
-        if self.rank != src:
-            self._broadcast(tensor, src)
-            return
-        Communicator.sent.append((tensor.data_ptr(), len(tensor)))
-        (stream or _current.stream).put(lambda: self._broadcast(tensor, src))
-
-    def _broadcast(self, tensor, src):
-        if self._gloo is None:
-            raise RuntimeError("the group was given up")
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        self._gloo.broadcast([tensor], options).wait()
-
-    def destroy(self):
-        """Also what waits in it ends, here when the connection is closed."""
-        self._gloo = None
-
-
-_current = threading.local()
-
-
-@contextlib.contextmanager
-def current_stream(stream):
-    _current.stream = stream
-    yield
-
-
 @pytest.fixture
 def on_gloo(monkeypatch):
-    from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import packed_tensor
 
-    monkeypatch.setattr(pynccl, "PyNcclCommunicator", Communicator)
-    monkeypatch.setattr(asyncrl.weights.ipc, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr("asyncrl.weights.nccl.CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", current_stream)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    Communicator.sent.clear()
+    patch_nccl(monkeypatch, CHUNK_BYTES)
     packed_tensor._get_streams.cache_clear()
     yield
     packed_tensor._get_streams.cache_clear()
@@ -145,7 +76,7 @@ def test_vllms_import_takes_no_threads_from_the_trainers_compiler(told):
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
     environment |= {} if told is None else {"TORCHINDUCTOR_COMPILE_THREADS": told}
     says = (
-        "import os, weights.nccl; weights.nccl.import_communicator(); import torch._inductor.config; "
+        "import os, weights.nccl; asyncrl.weights.nccl.import_communicator(); import torch._inductor.config; "
         "print(os.environ.get('TORCHINDUCTOR_COMPILE_THREADS'), torch._inductor.config.compile_threads)"
     )
     run = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, check=True)
