@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncrl.job.node import Node, is_due
 from asyncrl.records import Group
+from asyncrl.trainer.checkpoint import differing_names
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.policy import Policy
 from asyncrl.weights.ipc import IpcTransport
@@ -26,6 +27,8 @@ class Publisher:
         self.node, self.policy, self.config = node, policy, node.config
         if node.cluster.is_first:
             print(f"attention of the trainer: {policy.module.attention}", flush=True)
+            if differs := differing_names(policy.model_path, [spec.name for spec in policy.sent_specs()]):
+                print(f"warning: beside --model {policy.model_path}, checkpoints {differs}", flush=True)
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
         self._has_warned = False

@@ -9,14 +9,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -74,6 +74,20 @@ class WeightWriter:
             Path(folder, name).write_bytes(content)
         if adapters:
             lora.write_adapter(os.path.join(folder, "adapter"), adapters, self.base_path)
+
+
+def differing_names(folder: str, saved: Collection[str]) -> str:
+    """What checkpoints with tensors of these names have otherwise than the model's own folder; empty if nothing."""
+    read = set()
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            read |= set(tensors.keys())
+    kinds = {"will lack": sorted(read - set(saved)), "will have, and it lacks,": sorted(set(saved) - read)}
+    return "; ".join(
+        f"{kind} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
+        for kind, names in kinds.items()
+        if names
+    )
 
 
 def write_folder(writer: WeightWriter, weights: dict[str, Tensor], adapters: dict[str, Tensor], path: str) -> None:

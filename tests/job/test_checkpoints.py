@@ -105,6 +105,19 @@ def train(policy, steps) -> None:
 # What is saved
 
 
+def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(model, capsys):
+    cluster, config = SimpleNamespace(is_first=True), SimpleNamespace(listen=None)
+    node = SimpleNamespace(cluster=cluster, config=config, controller=None, resumed=None)
+    names = sorted(load_file(os.path.join(model, "model.safetensors")))
+    specs = [SimpleNamespace(name=name) for name in names]
+    policy = SimpleNamespace(module=SimpleNamespace(attention="a"), model_path=model, sent_specs=lambda: specs)
+    Publisher(node, policy)
+    assert "warning" not in capsys.readouterr().out
+    del specs[0]
+    Publisher(node, policy)
+    assert f"warning: beside --model {model}, checkpoints will lack {names[0]}\n" in capsys.readouterr().out
+
+
 def test_a_run_that_saves_nothing_at_its_end_still_saves_where_it_is_stopped(saved):
     checkpoints = saved(save_every=None, steps=5)
     for step in (4, 5):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_policy import error_of, load, random_sequences, save_tiny_model
 
 from asyncrl.config import Config
@@ -18,6 +18,7 @@ from asyncrl.trainer.checkpoint import (
     WeightWriter,
     check_finite,
     copies_on_rank_0,
+    differing_names,
     make_stager,
     read_full_weights,
     write_shards,
@@ -306,6 +307,16 @@ def test_a_rank_that_cannot_write_is_known_to_all_in_one_line(tmp_path, model):
     assert run_ranks(save_to_a_full_disk, 2, str(tmp_path), make_config(model)) == [0, 0]
     error = (tmp_path / "error 0").read_text()
     assert error.startswith("OSError: rank 1: ") and "File too large" in error and "\n" not in error
+
+
+def test_tensors_that_checkpoints_have_otherwise_than_the_model_are_named(tmp_path, model):
+    read = load_file(os.path.join(model, "model.safetensors"))
+    assert differing_names(model, read) == ""
+    norm, *others = sorted(read, reverse=True)
+    extra = {f"extra.{i}": torch.zeros(1) for i in range(5)}
+    save_file({name: read[name] for name in others} | extra, tmp_path / "model.safetensors")
+    said = f"will lack extra.0, extra.1, extra.2 and 2 more; will have, and it lacks, {norm}"
+    assert differing_names(str(tmp_path), read) == said
 
 
 def test_what_is_not_finite_is_never_saved_over_a_good_checkpoint():
