@@ -131,11 +131,12 @@ def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path,
     assert not job.metrics()
 
 
-def test_later_weights_that_do_not_arrive_are_warned_of_once_on_the_terminal_and_in_the_report(tmp_path):
-    job = start_job(tmp_path, steps=8, async_ratio=1, script="tests/corrupt_job.py 2 4")
+@pytest.mark.parametrize(("first", "last"), [(2, 4), pytest.param(8, 8, marks=pytest.mark.slow)])
+def test_later_weights_that_do_not_arrive_are_warned_of_once_on_the_terminal_and_in_the_report(tmp_path, first, last):
+    job = start_job(tmp_path, steps=8, async_ratio=1, script=f"tests/corrupt_job.py {first} {last}")
     assert job.wait() == 0, job.output()[-3000:]
     (line,) = [line for line in job.output().splitlines() if line.startswith("warning: step")]
     (event,) = job.events("warning")
-    assert "worker 0 does not have the trainer's weights: at version 2" in line and event["text"] in line
+    assert f"worker 0 does not have the trainer's weights: at version {first}" in line and event["text"] in line
     assert subprocess.run([sys.executable, "scripts/report.py", job.run_path], cwd=ROOT, check=False).returncode == 0
     assert "worker 0 does not have the trainer" in (job.run_path / "report.html").read_text()
