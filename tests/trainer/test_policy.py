@@ -385,7 +385,7 @@ def test_loglinear_proximal_logprobs_interpolate_by_version_and_make_no_forward_
     policy = load(make_config(tied, minibatches=3, proximal="loglinear", lr=0.05, optim_args=("warmup=0",)))
     seen, num_forwards, forward = [], [], policy.module.forward
 
-    def record(inputs, *update):
+    def record(inputs):
         seen.append(inputs)
         return -inputs.advantages * inputs.logprobs, {}
 
