@@ -74,12 +74,7 @@ class RunDirectory:
             self._make()
         self.path.mkdir(parents=True, exist_ok=True)  # of a node that is new in a run that goes on
         self._lock = threading.Lock()
-        self._files = {
-            name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-            for name in (("events",) if node_folder else ("metrics", "events", "samples"))
-        }
-        if not _lock(self._files["events"]):
-            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
+        self._open_files(("events",) if node_folder else ("metrics", "events", "samples"))
         self._config = config
         self._is_first = not node_folder
         self._resumed = resumed
@@ -99,6 +94,12 @@ class RunDirectory:
         self._made = made
         self._since = int(time.time())
         self._record_start()
+
+    def _open_files(self, names: Iterable[str]) -> None:
+        """Open the files of records. Raises ValueError if another process has them."""
+        self._files = {name: open(self.path / f"{name}.jsonl", "a", encoding="utf-8") for name in names}  # noqa: SIM115
+        if not _lock(self._files["events"]):
+            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
 
     def _record_start(self) -> None:
         """Write the header of a new run, and the first event of this start."""
