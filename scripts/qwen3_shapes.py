@@ -22,9 +22,9 @@ def save_random_qwen3(path: Path, size: str, device: str = "cpu", **changes) -> 
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from data.tiny import build_tokenizer
+    from asyncrl.weights.models import load_tokenizer, resolve_model
 
-    tokenizer = build_tokenizer()
+    tokenizer = load_tokenizer(resolve_model("tiny", "addition"))
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
     with torch.device(device):

@@ -43,7 +43,6 @@ def copy_without_the_optional(folder: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
-    (folder / ".cache").symlink_to(ROOT / ".cache")
     for name in OPTIONAL:
         (folder / name).unlink()
     return folder

@@ -12,7 +12,7 @@ LONG = (
     "engine/test_gpu_config.py",
     "controller/test_controller_walk.py",
     "../extras/planning/tests/test_memory_of_a_step.py",
-    "data/test_tiny_agent.py",
+    "scripts/test_make_tiny.py",
     "../extras/swarm/tests/test_verify.py",
     "trainer/test_checkpoint.py",
     "job/test_brought.py",
@@ -27,10 +27,7 @@ LONG = (
     "trainer/test_compute_dtype.py",
     "test_docs.py",
 )
-"""The files that take longest, in this order: one that is begun last leaves the other processes nothing to do.
-
-The first makes the tiny models. Others that need them come later, as they would wait for it.
-"""
+"""The files that take longest, in this order: one that is begun last leaves the other processes nothing to do."""
 
 
 def pytest_collection_modifyitems(items):
@@ -56,12 +53,3 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def tiny_models():
-    """The tiny models are there: made before the clock of any job starts."""
-    from asyncrl.weights.models import resolve_model
-
-    for task in ("addition", "frozen_lake", "guess_number"):
-        resolve_model("tiny", task)

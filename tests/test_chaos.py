@@ -6,7 +6,7 @@ import pytest
 from chaos import campaign
 from real_job import SMALL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
+pytestmark = pytest.mark.e2e
 
 
 def test_a_run_whose_trainer_is_killed_while_it_saves_goes_on_and_loses_nothing(tmp_path):

@@ -16,7 +16,7 @@ from real_job import ROOT, Job, assert_ledger_balances, copy_without_the_optiona
 from asyncrl.runlog.batches import weights_sha256
 from asyncrl.weights.models import resolve_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
+pytestmark = pytest.mark.e2e
 
 
 def assert_time_is_accounted_for(job):

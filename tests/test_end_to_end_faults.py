@@ -15,7 +15,7 @@ from tiny_policy import save_unservable_model
 
 from asyncrl.runlog.manifest import newest_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture

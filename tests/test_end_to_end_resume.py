@@ -10,7 +10,7 @@ from real_job import Job, assert_ledger_balances, resume_job, start_job, without
 
 from asyncrl.runlog.batches import weights_sha256
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
+pytestmark = pytest.mark.e2e
 
 
 def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:

@@ -6,7 +6,7 @@ import pytest
 from real_job import assert_ledger_balances, run_job
 from tiny_policy import save_byte_llama
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
+pytestmark = pytest.mark.e2e
 
 
 def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_members_and_failing_steps(tmp_path):

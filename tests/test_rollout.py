@@ -34,13 +34,12 @@ from asyncrl.messages import (
     Updated,
     Waiting,
 )
-from asyncrl.weights.models import load_tokenizer
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import ParameterSpec
 from data.conversation import Conversation
 from data.environments import make_environment
 from data.tasks import load_task
-from data.tiny_agent import TinyAgent
 from rollout import start_worker
 from scripts.latency import run_latency_worker
 
@@ -51,7 +50,7 @@ class Driver:
     """The controller's end of a worker's pipe, and the trainer's weights."""
 
     def __init__(self, tmp_path):
-        self.model_path = str(TinyAgent(TASK).path())
+        self.model_path = resolve_model("tiny", TASK)
         self.config = Config(
             task=TASK,
             group_size=8,
@@ -322,7 +321,7 @@ class FullPipe:
 def serve(engine, messages, said=None):
     """Have a worker with that engine serve to the end, which comes soon. Returns what it says, also in `said`."""
     config = Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
-    spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), str(TinyAgent(TASK).path()), "shm", "")
+    spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", "")
     pipe = FullPipe(messages, said)
 
     async def start_proxy(spec, stop_token_ids):
@@ -337,7 +336,7 @@ def serve(engine, messages, said=None):
 
 @pytest.fixture
 def ticket():
-    task, tokenizer = load_task(TASK, seed=0), load_tokenizer(str(TinyAgent(TASK).path()))
+    task, tokenizer = load_task(TASK, seed=0), load_tokenizer(resolve_model("tiny", TASK))
     encode = lambda problem: task.encode_prompt(problem, tokenizer)  # noqa: E731
     config = Config(task=TASK, max_prompt_tokens=64)
     return TicketSource(config, PromptSource(task.train_problem, task.eval_problems(4), encode)).for_group(0, -1)[0]
@@ -366,7 +365,7 @@ def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):
 
 
 def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
-    spec = WorkerSpec(Config(), WorkerPlacement(0, None, None, 1, 0.0), str(TinyAgent(TASK).path()), "shm", "")
+    spec = WorkerSpec(Config(), WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", "")
     steps, pipe = [], FullPipe([])
 
     async def start_proxy(spec, stop_token_ids):

@@ -10,7 +10,7 @@ from real_job import assert_ledger_balances, assert_nothing_is_left, start_nodes
 from asyncrl.controller.tickets import IDS_PER_NODE
 from scripts.lines import read_events
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tiny_models")]
+pytestmark = pytest.mark.e2e
 
 
 def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):

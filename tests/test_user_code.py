@@ -11,9 +11,9 @@ from own_files import ENVIRONMENT, TASK, write_own
 from test_tasks import chat_tokenizer, write_jsonl
 
 from asyncrl import user_code as own
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import make_environment, prepare_environment
 from data.tasks import Problem, load_task, score_of
-from data.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -349,7 +349,7 @@ def test_rows_and_arguments_that_cannot_be_used_are_one_line(tmp_path, rows, tas
 
 def test_rows_of_additions_suit_the_tiny_tokenizer(tmp_path):
     task = jsonl(tmp_path / "a.jsonl", [{"prompt": f"a{n} b34 =", "answer": "?"} for n in range(10, 30)])
-    assert len(task.encode_prompt(task.train_problem(0), build_tokenizer())) == 5
+    assert len(task.encode_prompt(task.train_problem(0), load_tokenizer(resolve_model("tiny", "addition")))) == 5
 
 
 def test_loading_needs_no_torch(tmp_path):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from data import tiny_agent
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.conversation import Conversation
 
 CHATML = (
@@ -92,7 +92,7 @@ def test_turns_put_together_are_the_template_of_the_whole(template, ended):
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_turns_of_the_tiny_agent_put_together_are_the_template_of_the_whole(ended):
-    tokenizer = tiny_agent.build_tokenizer()
+    tokenizer = load_tokenizer(resolve_model("tiny", "guess_number"))
     talk = [("lower", "12"), ("higher", "left"), ("correct", "12left")]
     assert built(tokenizer, talk, "higher", ended) == whole(tokenizer, talk, "higher")
     assert Conversation(tokenizer).end_of_turn == tokenizer.eos_token_id

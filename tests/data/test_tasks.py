@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from asyncrl.config import MULTI_TURN_TASKS
-from data import tiny_agent
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.conversation import Conversation
 from data.environments import make_environment
 from data.tasks import ADDITION_LABELS, GSM8K_INSTRUCTION, Addition, Problem, addition_answer, load_task, score_of
-from data.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -69,7 +68,7 @@ def test_response_lengths_have_a_long_tail():
 
 
 def test_prompt_and_response_have_one_token_per_label_column_and_digit():
-    tokenizer = build_tokenizer()
+    tokenizer = load_tokenizer(resolve_model("tiny", "addition"))
     for problem in Addition(1).eval_problems(200):
         assert len(Addition(1).encode_prompt(problem, tokenizer)) == 2 * len(problem.prompt.split()) - 1
         assert len(tokenizer.encode(problem.answer)) + 1 == response_tokens(problem)
@@ -265,7 +264,7 @@ def test_problems_of_an_environment_are_repeatable_seeds(name):
 
 @pytest.mark.parametrize("name", MULTI_TURN_TASKS)
 def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(name):
-    task, tokenizer = load_task(name, seed=0), tiny_agent.build_tokenizer()
+    task, tokenizer = load_task(name, seed=0), load_tokenizer(resolve_model("tiny", name))
     for index in range(20):
         problem = task.train_problem(index)
         observation, _ = make_environment(name).reset(seed=problem.environment_seed)
@@ -273,7 +272,7 @@ def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(
         assert tokens == Conversation(tokenizer).first(observation)
         assert tokenizer.decode(tokens) == f"{observation}<assistant>"
     with pytest.raises(ValueError, match="has no chat template"):
-        task.encode_prompt(problem, build_tokenizer())
+        task.encode_prompt(problem, load_tokenizer(resolve_model("tiny", "addition")))
 
 
 def test_an_unknown_task_is_an_error_with_the_list():

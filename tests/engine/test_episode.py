@@ -15,11 +15,11 @@ from asyncrl.engine.environments import CallThreads, EnvironmentPool, MultiTurn,
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import Failed
 from asyncrl.records import EVALUATION_GROUP, Partial, Ticket
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import TextEnvironment, make_environment
-from data.tiny_agent import build_tokenizer
 from scripts.latency import Delayed, LatencyLaw
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 EOS = TOKENIZER.eos_token_id
 
 

@@ -201,7 +201,6 @@ def test_a_run_that_was_moved_goes_on_with_its_copies(own_run, tmp_path):
         ("What is 1 + 1?", "its tokenizer cannot encode 'What is 1 + 1?' of --task jsonl"),
     ],
 )
-@pytest.mark.usefixtures("tiny_models")
 def test_prompts_that_do_not_fit_are_said_before_anything_is_written_or_started(tmp_path, prompt, said):
     rows = [{"prompt": text, "answer": "x"} for text in ("a12 =", "b13 =", "a14 =", prompt)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

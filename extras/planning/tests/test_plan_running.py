@@ -36,7 +36,7 @@ REPEATS, STEPS = 6, 6
 UP_S = 200.0
 
 pytestmark = [
-    pytest.mark.e2e, pytest.mark.study, pytest.mark.timeout(1200), pytest.mark.usefixtures("tiny_models"),
+    pytest.mark.e2e, pytest.mark.study, pytest.mark.timeout(1200),
     pytest.mark.skipif(os.geteuid() != 0 or not CGROUPS.is_dir(), reason="needs root and cgroups of version 1"),
 ]  # fmt: skip
 

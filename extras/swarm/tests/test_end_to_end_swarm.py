@@ -10,7 +10,7 @@ import time
 import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, join_machine, start_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.study, pytest.mark.usefixtures("tiny_models")]
+pytestmark = [pytest.mark.e2e, pytest.mark.study]
 
 
 def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):

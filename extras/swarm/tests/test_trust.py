@@ -13,12 +13,12 @@ from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import MAX_REWARD, Failed
 from asyncrl.messages import Finished
 from asyncrl.records import Partial, Ticket
+from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import make_environment
-from data.tiny_agent import build_tokenizer
 from extras.swarm.trust import mistake_in
 from extras.swarm.wire import Codec
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 VOCAB = len(TOKENIZER)
 EOS = TOKENIZER.eos_token_id
 PROMPT = (4, 5, 6)

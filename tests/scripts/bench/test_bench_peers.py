@@ -13,11 +13,10 @@ import train_async
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.weights.models import resolve_model
 from data.tasks import load_task
-from data.tiny import TinyAdder, build_tokenizer
-from data.tiny_model import untrained_model
 from scripts.bench import harness, peers, peers_ours, peers_trl
 from scripts.bench.work import LONG, NATURAL, SHORT, SMOLLM2
 from scripts.lines import read
+from scripts.make_tiny import Adder, addition_tokenizer, success_rate, untrained_model
 
 
 def run_of(arm, work="long", **measured):
@@ -66,9 +65,9 @@ def test_time_to_an_accuracy_is_that_of_the_first_weights_which_have_it():
 
 def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "EVAL_RESPONSES", 8)
-    model = untrained_model(build_tokenizer())
+    model = untrained_model(addition_tokenizer())
     model.save_pretrained(tmp_path / "model")
-    build_tokenizer().save_pretrained(tmp_path / "model")
+    addition_tokenizer().save_pretrained(tmp_path / "model")
     for folder, seconds in (("snapshots/step_12", 30.0), ("run/checkpoints/step_4", 20.0)):
         (tmp_path / folder).mkdir(parents=True)
         weights = {name: p.detach() + 0.1 * seconds for name, p in model.named_parameters()}
@@ -79,7 +78,7 @@ def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkey
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 3.0
-    expected = TinyAdder().success_rate(model, load_task("addition", 0).eval_problems(8))
+    expected = success_rate(Adder(), model, load_task("addition", 0).eval_problems(8))
     assert curve == [(4, 20.0, curve[0][2]), (12, 30.0, expected)]
 
 
@@ -147,7 +146,7 @@ def test_trl_is_asked_and_rewarded_as_the_task_says():
 
 
 def test_trl_is_asked_in_the_tokens_of_our_prompts_where_there_is_a_chat_template(tmp_path):
-    tokenizer = build_tokenizer()
+    tokenizer = addition_tokenizer()
     tokenizer.chat_template = "a ={% for message in messages %} b ={% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     row = peers_trl.problems(SMOLLM2.config(model=str(tmp_path)), False)[0]
@@ -180,7 +179,7 @@ def test_accuracy_is_the_share_of_right_responses_as_many_to_each_problem(monkey
             assert len(prompts) == 12 and (attention_mask[:, -1] == 1).all(), "padded on the left"
             return torch.cat([prompts, written], dim=1)
 
-    tokenizer, task = build_tokenizer(), load_task("addition", 0)
+    tokenizer, task = addition_tokenizer(), load_task("addition", 0)
     problems = task.eval_problems(4)
     few = type("Few", (), {"eval_problems": lambda _, n: list(problems), "encode_prompt": task.encode_prompt})
     few.score = staticmethod(task.score)
@@ -197,7 +196,7 @@ def test_a_line_of_the_start_is_written_once_training_begins(tmp_path):
 
 
 def test_the_template_of_a_conversation_is_the_text_as_it_is(tmp_path):
-    build_tokenizer().save_pretrained(tmp_path)
+    addition_tokenizer().save_pretrained(tmp_path)
     tokenizer = peers_trl.plain_tokenizer(str(tmp_path))
     prompt = load_task("addition", 0).train_problem(0).prompt
     messages = [{"role": "user", "content": prompt}]
