@@ -18,6 +18,7 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
+from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
 from asyncrl.engine.environments import Environments, start_environments, turn_ends
@@ -280,9 +281,10 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
 def main() -> None:
     """Sample for a run elsewhere: `python rollout.py --join HOST:PORT --key FILE`."""
-    from extras.swarm.join import main
-
-    main(run_worker)
+    try:
+        extras.load("--join").main(run_worker)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

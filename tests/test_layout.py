@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"algos", "data"},
-    {"asyncrl.config", "asyncrl.messages", "asyncrl.records", "asyncrl.user_code"},
+    {"asyncrl.config", "asyncrl.extras", "asyncrl.messages", "asyncrl.records", "asyncrl.user_code"},
     {"asyncrl.cluster", "asyncrl.runlog", "asyncrl.weights"},
     {"asyncrl.controller", "asyncrl.engine", "asyncrl.trainer"},
     {"asyncrl.job"},
@@ -28,7 +28,7 @@ STILL_UPWARDS = {
     "algos", "algos.advantages", "data.environments", "data.tasks",
     "asyncrl.cluster.placement", "asyncrl.controller.dispatcher", "asyncrl.controller.waiting",
     "asyncrl.controller.workers", "asyncrl.engine.extension", "asyncrl.engine.proxy", "asyncrl.engine.vllm_setup",
-    "asyncrl.job.command_line", "asyncrl.job.node", "asyncrl.job.publisher", "asyncrl.job.step_log",
+    "asyncrl.job.node", "asyncrl.job.publisher", "asyncrl.job.step_log",
     "asyncrl.trainer.checkpoint_writer", "extras.planning.plan", "extras.planning.plan_inputs",
     "extras.simulation.report", "extras.simulation.scenarios", "extras.simulation.simulate",
     "extras.simulation.workload", "rollout",

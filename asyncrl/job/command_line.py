@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl import extras
 from asyncrl import user_code as own
 from asyncrl.config import Config, flag, nearest
 from asyncrl.engine.score import load_score
@@ -39,9 +40,9 @@ def parse_config(args: list[str] | None = None) -> Config:
             return config
         if "dry_run" not in dry:
             raise ValueError(f"--gpus {dry.gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES")
-        from extras.planning.dry_run import dry_run
-
-        print(*(dry_run(config, vars(dry).get("gpus")) if os.environ.get("LOCAL_RANK", "0") == "0" else ()), sep="\n")
+        planning = extras.load("--dry-run")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(*planning.dry_run(config, vars(dry).get("gpus")), sep="\n")
         raise SystemExit(0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

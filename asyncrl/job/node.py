@@ -17,6 +17,7 @@ import torch.distributed as dist
 from setproctitle import setproctitle
 
 from algos import LOSSES, hyperparameters
+from asyncrl import extras
 from asyncrl import user_code as own
 from asyncrl.cluster.cluster import Cluster, check_shares, join
 from asyncrl.cluster.gpus import visible_gpus
@@ -207,9 +208,7 @@ def start_rollout(start: Start) -> Node:
     start.on_end.callback(controller.stop)
     swarm = None
     if config.listen is not None:
-        from extras.swarm.swarm import listen
-
-        swarm = listen(start, model_path, run)
+        swarm = extras.load("--listen").listen(start, model_path, run)
     controller.launch()
     if any(worker.shared_with_rank is not None for worker in start.placement.workers):
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.

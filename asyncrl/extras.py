@@ -1,0 +1,35 @@
+"""The one place where the system names optional systems: a table from option to module of extras/.
+
+A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
+"""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+MODULES = {
+    "--listen": "extras.swarm.swarm",
+    "--join": "extras.swarm.join",
+    "--dry-run": "extras.planning.dry_run",
+}
+
+
+def load(option: str) -> ModuleType:
+    """Return the module of an option. Raises ValueError if this copy of the code lacks it."""
+    module = find(option)
+    if module is None:
+        path = MODULES[option].replace(".", "/")
+        raise ValueError(
+            f"{option} needs {path}.py, which this copy of the code lacks; bring it back, or leave the option out"
+        )
+    return module
+
+
+def find(option: str) -> ModuleType | None:
+    """Return the module of an option; None if this copy of the code lacks it."""
+    name = MODULES[option]
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a folder above it is missing
+        is_there = False
+    return importlib.import_module(name) if is_there else None
