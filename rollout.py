@@ -21,6 +21,7 @@ from setproctitle import setproctitle
 from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
+from asyncrl.cluster.stacks import write_stacks_to
 from asyncrl.engine.environments import Environments, start_environments, turn_ends
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
@@ -48,7 +49,6 @@ from asyncrl.messages import (
 )
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.weights.models import load_tokenizer
-from extras.watchdog import write_stacks_to
 
 
 class RolloutWorker:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.controller.announcements import Announcements
 from asyncrl.controller.workers import Workers
-from extras.watchdog import dump_stacks
 
 
 class Changes(threading.Condition):

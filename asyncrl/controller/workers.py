@@ -13,13 +13,13 @@ from typing import Literal
 
 from asyncrl.cluster.placement import Placement, WorkerSpec
 from asyncrl.cluster.processes import kill_session
+from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
 from asyncrl.messages import Cut, Fetch, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from asyncrl.records import Ticket
 from asyncrl.user_code import digest, found_again, texts_of
 from asyncrl.weights.transport import Announcement
-from extras.watchdog import dump_stacks
 
 MAX_RESTARTS = 3
 """Restarts of a worker from which nothing came back between them; one more death of it ends the run."""

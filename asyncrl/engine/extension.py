@@ -6,7 +6,7 @@ stacks. Imports vllm, so only an engine process may import this module.
 
 import asyncrl.weights.extension  # noqa: F401
 from asyncrl.cluster.processes import exit_with_parent
-from extras.watchdog import write_stacks_to
+from asyncrl.cluster.stacks import write_stacks_to
 
 
 class EngineExtension:

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 
 from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
 from asyncrl.engine import vllm_setup
 from asyncrl.engine.completion import Completion, Request, read_completion
 from asyncrl.messages import SampledTokens
 from asyncrl.runlog.time_ledger import Activity
-from extras.watchdog import dump_stacks
 
 ABORT_AGAIN_S = 0.02
 WATCH_S = 0.2

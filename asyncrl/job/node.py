@@ -24,6 +24,7 @@ from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import Placement, available_cores, first_that_fits, place, plan_memory
 from asyncrl.cluster.processes import Interrupted, exit_with_parent, ignore_signals, keep_freed_memory
+from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.state import ControllerState
@@ -43,7 +44,7 @@ from data.tasks import Problem, Task, check_rows, encode, load_task
 from extras.cores import claim_cores
 from extras.planning.memory import Sharing, ways_to_fit
 from extras.planning.shape import read_shape
-from extras.watchdog import dump_stacks, end_what_is_stopped, write_stacks_to
+from extras.watchdog import end_what_is_stopped
 
 if TYPE_CHECKING:
     from extras.swarm.swarm import Swarm

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.batches import weights_sha256
 from asyncrl.runlog.manifest import PART, checkpoints_in, flush, measured, remove, write_manifest
 from asyncrl.runlog.plain import encode
@@ -33,7 +34,6 @@ from asyncrl.trainer.checkpoint import (
 )
 from asyncrl.trainer.lora import named_base_parameters
 from asyncrl.trainer.policy import Policy
-from extras.watchdog import dump_stacks
 
 KEPT_TO_RESUME = 2
 """Checkpoints that keep what --resume needs where all are kept."""

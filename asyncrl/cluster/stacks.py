@@ -1,0 +1,81 @@
+"""The Python stacks of all processes of a run, in one file: what a timeout leaves behind."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from asyncrl.cluster.processes import RUN_ID
+
+STACKS_FILE = "ASYNC_RL_STACKS"
+"""Environment variable: the file to which the processes of a run write their stacks."""
+DUMP_S = 0.2
+"""Time that a process has to write its stacks."""
+_kept_open: list = []
+
+
+def run_root() -> psutil.Process:
+    """Return the first process of this node's run: torchrun's agent, or without one the trainer or the joined host.
+
+    To be called in a trainer rank, or in a process that a rank started.
+    """
+    process = psutil.Process()
+    if multiprocessing.parent_process() is not None:
+        process = process.parent()
+    return process.parent() if RUN_ID in os.environ else process
+
+
+def title(process: psutil.Process) -> str:
+    """Return what ps calls a process, cut to 60 characters, and its pid."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"{' '.join(process.cmdline()).strip()[:60]} (pid {process.pid})"
+    return f"process {process.pid}"
+
+
+def write_stacks_to(path: Path | None = None) -> None:
+    """Have this process, and those that it will start, append the stacks of all threads to a file at SIGUSR1.
+
+    Without a path it is the file of the process that started this one, or stderr.
+    """
+    if path is not None:
+        os.environ[STACKS_FILE] = str(path)
+    name = os.environ.get(STACKS_FILE)
+    file = open(name, "a", encoding="utf-8") if name else sys.stderr  # noqa: SIM115 (the handler needs it open)
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    _kept_open.append(file)
+
+
+def dump_stacks(pid: int | None = None) -> str:
+    """Have a process and its descendants, by default all of this node's run, dump their Python stacks.
+
+    Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others. This process dumps
+    its stacks while it holds the interpreter's lock: a signal's handler would walk frames that may be changing.
+    Returns, for an error line, where the stacks are.
+    """
+    name = os.environ.get(STACKS_FILE)
+    with contextlib.suppress(psutil.NoSuchProcess), open(name, "a") if name else os.fdopen(os.dup(2), "w") as file:
+        root = run_root() if pid is None else psutil.Process(pid)
+        for member in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                print(f"\n=== {title(member)}, {member.status()}, {time.strftime('%H:%M:%S')}", file=file, flush=True)
+            if member.pid == os.getpid():
+                faulthandler.dump_traceback(file=file, all_threads=True)
+            elif _handles_sigusr1(member.pid):
+                os.kill(member.pid, signal.SIGUSR1)
+                time.sleep(DUMP_S)
+    return f"stacks of all processes are in {name}" if name else "stacks are in what this process printed"
+
+
+def _handles_sigusr1(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            caught = next(line for line in status if line.startswith("SigCgt:"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
