@@ -1,67 +1,21 @@
-"""Advantage estimators: how good a response was, compared with others, and what `--advantage-args` say of them.
+"""Advantage estimators: how good a response was, compared with others.
 
 Each takes rewards [S] float64 and group_ids [S] int64 (any integers; equal means same prompt), S sequences of one step,
 and returns advantages [S] float64. All raise RuntimeError on a reward that is not finite.
 """
 
-import functools
-import inspect
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-from algos.arguments import Count, NonNegative, Positive, Share
-from asyncrl.config import Config, read_arguments
 
 EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class AdvantageOptions:
-    """Options of the advantages, by the names and with the defaults of `--advantage-args`; all but `overlong` are for
-    --advantage gae, algos/gae.py."""
+def overlong_penalty(num_tokens: int, max_tokens: int, overlong: int) -> float:
+    """Return what a trajectory of `num_tokens` of at most `max_tokens` loses of its reward, 0 to 1.
 
-    overlong: Count = 0
-    """Last tokens below max_response_tokens over which a reward falls, linearly, by 1 at the limit; 0: by none. DAPO,
-    arXiv 2503.14476, equation 13. Only advantages know of it: metrics, samples and filters have the reward as it is."""
-    gamma: Share = 1.0
-    """Discount per trained token (γ)."""
-    lam: Share = 1.0
-    """λ of the advantages. At 1 what was gained alone counts: no bias, and the choice of most for one reward at the
-    end; below 1 the values say more, which has less variance."""
-    value_lam: Share = 1.0
-    """λ of the returns that the values are fitted to; apart from the other as in VAPO, arXiv 2504.05118."""
-    whiten: bool = True
-    """Whether a step's advantages, of all ranks, get mean 0 and standard deviation 1, as PPO for language models mostly
-    has it: lr and kl_coef then mean the same whatever rewards are, and while the values know nothing."""
-    value_coef: NonNegative = 0.1
-    """Weight of half the squared error of a token's value beside the token's loss: what the model below the head gets;
-    the head itself, by AdamW, learns as fast with any above 0."""
-    value_lr: Positive = 10.0
-    """Learning rate of the value head, times that of the model."""
-
-    @classmethod
-    @functools.cache
-    def of(cls, config: Config) -> "AdvantageOptions":
-        """The options of a run. Raises ValueError, in one line, for what is none of them, or is for values that it has
-        not."""
-        owner, taken = f"--advantage {config.advantage}", inspect.signature(cls, eval_str=True).parameters
-        if config.advantage != "gae":
-            owner, taken = f"{owner}, which has no values as gae has,", {"overlong": taken["overlong"]}
-        options = cls(**read_arguments("advantage-args", config.advantage_args, owner, taken.values()))
-        if options.overlong >= config.max_response_tokens:
-            raise ValueError(
-                f"--advantage-args overlong={options.overlong} must be below --max-response-tokens "
-                f"{config.max_response_tokens}, or no response is short enough; change one of the two"
-            )
-        return options
-
-
-def overlong_penalty(num_tokens: int, config: Config) -> float:
-    """What a trajectory of `num_tokens` beyond its prompt loses of its reward by its length, 0 to 1."""
-    left, overlong = config.max_response_tokens - num_tokens, AdvantageOptions.of(config).overlong
-    return max(0.0, 1 - left / overlong) if overlong else 0.0
+    The loss is linear over the `overlong` last tokens below the limit. DAPO, arXiv 2503.14476, equation 13.
+    """
+    return max(0.0, 1 - (max_tokens - num_tokens) / overlong) if overlong else 0.0
 
 
 def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:

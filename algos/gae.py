@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from algos.advantages import EPS, AdvantageOptions
+from algos.advantages import EPS
 
 T = TypeVar("T", bound="Tokens")
 
@@ -54,7 +54,14 @@ class Tokens(Protocol):
 
 
 def of_step(
-    updates: list[list[T]], values: list[list[Tensor]], options: AdvantageOptions, total: Callable[[Tensor], Tensor]
+    updates: list[list[T]],
+    values: list[list[Tensor]],
+    total: Callable[[Tensor], Tensor],
+    *,
+    gamma: float,
+    lam: float,
+    value_lam: float,
+    whiten: bool,
 ) -> tuple[list[list[T]], dict[str, float]]:
     """Give the tokens of all micro-batches of a step, [update][micro-batch], their own advantages and returns.
 
@@ -65,13 +72,13 @@ def of_step(
     batches, found = [batch for update in updates for batch in update], []
     for batch, of in zip(batches, itertools.chain(*values), strict=True):
         tokens = batch.advantages.cpu(), of.cpu(), batch.sequence_ids.cpu()
-        advantages, errors = (gae(*tokens, options.gamma, lam) for lam in (options.lam, options.value_lam))
+        advantages, errors = (gae(*tokens, gamma, decay) for decay in (lam, value_lam))
         found.append(torch.stack([advantages, tokens[1] + errors, errors]))
     columns = torch.cat(found, dim=1)
     sums = total(torch.cat([columns.sum(1), (columns**2).sum(1), columns.new_tensor([columns.shape[1]])])).cpu()
     mean = sums[:3] / sums[-1]
     variance = (sums[3:6] - sums[-1] * mean**2).clamp(min=0) / (sums[-1] - 1).clamp(min=1)
-    if options.whiten:
+    if whiten:
         for of in found:
             of[0] = (of[0] - mean[0]) / (variance[0].sqrt() + EPS)
     made = iter([_with(batch, *of[:2]) for batch, of in zip(batches, found, strict=True)])

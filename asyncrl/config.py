@@ -4,23 +4,27 @@ here.
 Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv 2510.11345).
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-ALGOS = (
-    "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo",
-    "m2po", "dppo", "sapo", "opsm", "mis", "tis_ppo", "gmpo", "vespo", "sequence_is",
-)  # fmt: skip
-"""Policy losses that come with this code: each is `loss` in the file of algos/ with its name."""
+import msgspec
+from msgspec import Meta
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=10**9)]
+NonNegative = Annotated[float, Meta(ge=0, le=10**9)]
+Positive = Annotated[float, Meta(gt=0, le=10**9)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline", "gae"]
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 MAX_RESUMES = 4
@@ -228,6 +232,11 @@ class Config:
         return SwarmOptions.read(self.swarm_args)
 
     @property
+    def advantage_options(self) -> "AdvantageOptions":
+        """What `advantage_args` say."""
+        return AdvantageOptions.read(self)
+
+    @property
     def is_multi_turn(self) -> bool:
         """Whether the task is an environment that may take more than one step."""
         return is_environment(self.task)
@@ -250,6 +259,46 @@ class Config:
         if isinstance(shares := options.get("share_prefix"), bool):
             options = options | {"share_prefix": "prompt" if shares else "off"}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """Options of the advantages, by the names and with the defaults of `--advantage-args`; all but `overlong` are for
+    --advantage gae, algos/gae.py."""
+
+    overlong: Count = 0
+    """Last tokens below max_response_tokens over which a reward falls, linearly, by 1 at the limit; 0: by none. DAPO,
+    arXiv 2503.14476, equation 13. Only advantages know of it: metrics, samples and filters have the reward as it is."""
+    gamma: Share = 1.0
+    """Discount per trained token (γ)."""
+    lam: Share = 1.0
+    """λ of the advantages. At 1 what was gained alone counts: no bias, and the choice of most for one reward at the
+    end; below 1 the values say more, which has less variance."""
+    value_lam: Share = 1.0
+    """λ of the returns that the values are fitted to; apart from the other as in VAPO, arXiv 2504.05118."""
+    whiten: bool = True
+    """Whether a step's advantages, of all ranks, get mean 0 and standard deviation 1, as PPO for language models mostly
+    has it: lr and kl_coef then mean the same whatever rewards are, and while the values know nothing."""
+    value_coef: NonNegative = 0.1
+    """Weight of half the squared error of a token's value beside the token's loss: what the model below the head gets;
+    the head itself, by AdamW, learns as fast with any above 0."""
+    value_lr: Positive = 10.0
+    """Learning rate of the value head, times that of the model."""
+
+    @classmethod
+    @functools.cache
+    def read(cls, config: Config) -> "AdvantageOptions":
+        """The options of a run. Raises ValueError, in one line, for an unknown name, or one that only gae has."""
+        owner, taken = f"--advantage {config.advantage}", inspect.signature(cls).parameters
+        if config.advantage != "gae":
+            owner, taken = f"{owner}, which has no values as gae has,", {"overlong": taken["overlong"]}
+        options = cls(**read_arguments("advantage-args", config.advantage_args, owner, taken.values()))
+        if options.overlong >= config.max_response_tokens:
+            raise ValueError(
+                f"--advantage-args overlong={options.overlong} must be below --max-response-tokens "
+                f"{config.max_response_tokens}, or no response is short enough; change one of the two"
+            )
+        return options
 
 
 @dataclass(frozen=True)
@@ -300,6 +349,7 @@ def _mistakes(config: Config) -> Mistakes:
             for is_wrong, allowed in _ranges(name, value):
                 yield is_wrong, f"--{flag(name)} must be {allowed}, got {value}"
     yield from _mistakes_in_texts(config)
+    AdvantageOptions.read(config)
     groups, updates, tokens = config.groups_per_step, config.minibatches, config.max_tokens_per_microbatch
     yield (
         groups % updates > 0,
@@ -357,10 +407,9 @@ def _mistakes_in_texts(config: Config) -> Mistakes:
         for name, item in zip(names, items, strict=True):
             yield not re.fullmatch(r"(?s)\w+=.+", item), f"{option} takes NAME=VALUE, as in {example}, got {item!r}"
             yield names.count(name) > 1, f"{option} gives {name} {names.count(name)} times, got {item!r}; leave one"
-    for option, known in (("algo", ALGOS), ("task", _TASKS)):
-        text, allowed = getattr(config, option), f"{', '.join(known)}, or your own, FILE.py:NAME"
-        is_known = re.fullmatch("|".join(known).replace("NAME", r"\w+"), text) or re.fullmatch(OWN, text)
-        yield not is_known, f"--{option} must be one of {allowed}, got {text!r}{nearest(text, known)}"
+    allowed = f"{', '.join(_TASKS)}, or your own, FILE.py:NAME"
+    is_known = re.fullmatch("|".join(_TASKS).replace("NAME", r"\w+"), config.task) or re.fullmatch(OWN, config.task)
+    yield not is_known, f"--task must be one of {allowed}, got {config.task!r}{nearest(config.task, _TASKS)}"
     for text in config.reward:
         yield not re.fullmatch(OWN, text), f"--reward takes FILE.py:FUNCTION, or FILE.py:FUNCTION*WEIGHT, got {text!r}"
     yield (
@@ -436,51 +485,55 @@ def _conflicts_of_joining(config: Config) -> Iterator[tuple[bool, str, str]]:
 def read_arguments(
     option: str, items: Iterable[str], owner: str, parameters: Iterable[inspect.Parameter]
 ) -> dict[str, Any]:
-    """Read the NAME=VALUE items of an option as arguments for the `parameters` of `owner`, by annotation or default.
+    """Convert the NAME=VALUE items of an option to arguments for the `parameters` of `owner`.
 
-    Raises ValueError, in one line, for a name that is none of them, and for a value that is not allowed.
+    The type is the annotation of the parameter, or else the type of its default. Raises ValueError, in one line, for an
+    unknown name and for a value that is not allowed.
     """
     named = [k for k in parameters if k.kind in (k.POSITIONAL_OR_KEYWORD, k.KEYWORD_ONLY)]
-    kinds = {k.name: k.annotation if k.annotation is not k.empty else type(k.default) for k in named}
-    chosen = {}
+    kinds = {k.name: _kind_of(k) for k in named}
+    arguments = {}
     for item in items:
         name, _, text = item.partition("=")
-        if name not in kinds or name in chosen:
-            what = "is given twice" if name in chosen else f"{owner} takes {', '.join(kinds) or 'none'}"
-            raise ValueError(f"--{option} {item}: {what}{nearest(name, kinds.keys() - chosen.keys())}")
+        if name not in kinds or name in arguments:
+            problem = "is given twice" if name in arguments else f"{owner} takes {', '.join(kinds) or 'none'}"
+            raise ValueError(f"--{option} {item}: {problem}{nearest(name, kinds.keys() - arguments.keys())}")
         try:
-            chosen[name] = read_value(text, kinds[name])
+            arguments[name] = msgspec.convert(text, kinds[name], strict=False, dec_hook=lambda kind, text: kind(text))
         except ValueError as error:
-            raise ValueError(f"--{option} {item}: {name} of {owner} {error}") from None
-    return chosen
+            allowed = allowed_values(kinds[name])
+            problem = f"must be {allowed}" if allowed else error
+            raise ValueError(f"--{option} {item}: {name} of {owner} {problem}") from None
+    return arguments
 
 
-def read_value(text: str, kind: Any) -> Any:
-    """Return `text` as a `kind`: float, int, bool, str, a Literal, or with a range, as in algos/arguments.py; as the
-    first of several kinds, and as it is for any other kind.
+def _kind_of(parameter: inspect.Parameter) -> Any:
+    """Return the type of a parameter; a number that has no range of its own must be finite."""
+    kind = parameter.annotation
+    if kind is parameter.empty:
+        kind = type(parameter.default)
+    return {float: Finite, NoneType: Any, parameter.empty: Any}.get(kind, kind)
 
-    Raises ValueError that says what is allowed.
-    """
-    options = get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        return read_value(text, options[0])
-    if get_origin(kind) is Annotated:
-        kind, words, is_allowed = options
-        value = read_value(text, kind)
-        if not is_allowed(value):
-            raise ValueError(f"must be {words}")
-        return value
-    if kind is bool or get_origin(kind) is Literal:
-        choices = {"true": True, "false": False} if kind is bool else {str(option): option for option in options}
-        if text not in choices:
-            raise ValueError(f"must be {' or '.join(choices)}")
-        return choices[text]
-    if kind not in (int, float):
-        return text
-    with contextlib.suppress(ValueError):
-        if math.isfinite(value := kind(text)):
-            return value
-    raise ValueError(f"must be {'a finite number' if kind is float else 'a whole number'}")
+
+def allowed_values(annotation: Any) -> str:
+    """Return the values that an annotation allows, in words; nothing if it allows all values of its type."""
+    metas = getattr(annotation, "__metadata__", ())
+    for meta in metas:
+        if isinstance(meta, Meta):
+            return _range_in_words(meta)
+    if get_origin(annotation) in (Union, UnionType):
+        return allowed_values(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    return {bool: "true or false", int: "a whole number", float: "a finite number"}.get(annotation, "")
+
+
+def _range_in_words(meta: Meta) -> str:
+    if meta is Finite.__metadata__[0]:
+        return "a finite number"
+    low = f"({meta.gt:g}" if meta.ge is None else f"[{meta.ge:g}"
+    high = f"{meta.lt:g})" if meta.le is None else f"{meta.le:g}]"
+    return f"in {low}, {high}{f', {meta.description}' if meta.description else ''}"
 
 
 def is_environment(task: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from algos import LOSSES
 from asyncrl.config import Config, flag
 from asyncrl.job.command_line import option_texts
+from asyncrl.trainer.loss import keywords_of
 from extras.simulation import report as simulation_report
 from extras.simulation.workload import LONGEST_TO_MEDIAN
 from scripts import grids
@@ -55,7 +56,7 @@ def options() -> str:
         value = getattr(default, name)
         shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
         rows.append([f"`--{flag(name)}`", f"`{shown}`", " ".join(text.split()).replace("|", "\\|")])
-    words = {algo: [*inspect.signature(loss).parameters.values()][1:] for algo, loss in LOSSES.items()}
+    words = {algo: keywords_of(loss) for algo, loss in LOSSES.items()}
     own = ([f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"] for a, of in words.items())
     heading, keywords = ["option", "default", "meaning"], ["`--algo`", "keyword arguments and their defaults"]
     text = "".join(f"**{title}**\n\n{lines(markdown(heading, rows))}\n" for title, rows in blocks)

@@ -6,12 +6,12 @@ from statistics import fmean
 import pandas as pd
 from matplotlib.figure import Figure
 
-from asyncrl.config import ALGOS
+from algos import LOSSES
 
 
 def draw_lags(rows: pd.DataFrame, out: Path) -> None:
     """Draw what compare of grids.py found over lag: a panel per loss, mean and interval."""
-    losses = [name for name in dict.fromkeys(rows["loss"]) if name in ALGOS]
+    losses = [name for name in dict.fromkeys(rows["loss"]) if name in LOSSES]
     settings = list(dict.fromkeys(rows["setting"]))
     figure = Figure(figsize=(10, 1.9 * -(-len(losses) // 4) + 0.6), layout="constrained")
     axes = list(figure.subplots(-(-len(losses) // 4), 4, sharex=True, sharey=True, squeeze=False).flat)

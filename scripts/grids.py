@@ -21,7 +21,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy import stats
 
-from asyncrl.config import ALGOS
+from algos import LOSSES
 from asyncrl.runlog.batches import weights_sha256
 from scripts.lines import markdown, read
 from scripts.runs import Run, evaluations, progress, summarise
@@ -120,7 +120,7 @@ def summaries(records: list[dict]) -> pd.DataFrame:
     Settings are in the order of their values, losses in that of asyncrl/config.py; those that it does not know are
     last.
     """
-    runs, settings, losses, known = [], {}, {}, [*ALGOS]
+    runs, settings, losses, known = [], {}, {}, [*LOSSES]
     for record in records:
         cell, metrics = record["cell"], metrics_of(record)
         own = {"setting": ", ".join(f"`{k}` {show(v)}" for k, v in setting(cell).items()), "loss": loss(cell)}
@@ -209,7 +209,7 @@ def fresh_of(record: dict, runs: dict[str, dict]) -> dict | None:
     """
     fresh = record["cell"] | {"async_ratio": 0.0, "publish_delay": 0}
     several = fresh.get("minibatches", 1) != 1 or any("minibatches" in word for word in record.get("options", ()))
-    others = [] if several or fresh.get("algo_args") or fresh["algo"] not in ALGOS else [fresh | {"algo": "grpo"}]
+    others = [] if several or fresh.get("algo_args") or fresh["algo"] not in LOSSES else [fresh | {"algo": "grpo"}]
     return next((runs[key(cell)] for cell in (fresh, *others) if key(cell) in runs), None)
 
 

@@ -66,7 +66,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--share-prefix"], "--share-prefix expected one argument"),
         (["--drop-zero-variance", "--group-size", "1", "--advantage", "gae"], "every group would be dropped"),
         (["--run-name", ""], "--run-name may hold letters"),
-        (["--algo", "grop"], "got 'grop'; did you mean grpo?"),
+        (["--algo", "grop"], "nor FILE.py:NAME; did you mean grpo?"),
         (["--task", "addtion"], "got 'addtion'; did you mean addition?"),
         (["--warmup", "5"], "--warmup is no option; write --optim-args warmup=VALUE;"),
         (["--weight_decay=0.1"], "--weight-decay is no option; write --optim-args weight_decay=VALUE;"),

@@ -25,7 +25,7 @@ FOLDERS = ("algos", "data", "asyncrl", "extras", "scripts")
 FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 FILES = sorted(path for path in FILES if "tests" not in path.parts and not path.name.startswith(("test_", "conftest")))
 STILL_UPWARDS = {
-    "algos", "algos.advantages", "data.environments", "data.tasks",
+    "data.environments", "data.tasks",
     "asyncrl.cluster.placement", "asyncrl.controller.dispatcher",
     "asyncrl.engine.vllm_setup",
     "asyncrl.job.node", "asyncrl.job.publisher", "asyncrl.job.step_log",

@@ -54,10 +54,9 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     args = sys.argv[1:] if args is None else args
     args = [re.sub(r"^--\w[\w-]*", lambda found: flag(found[0]), arg) for arg in args]  # --async_ratio is meant well
     if {"-h", "--help"} & set(args) and (algo := _value_of("--algo", args)):
-        from algos import LOSSES
-        from algos.own_loss import describe
+        from asyncrl.trainer.loss import describe
 
-        print(describe(algo, own.load(own.resolved(algo), "--algo", LOSSES)))
+        print(describe(own.resolved(algo)))
         raise SystemExit(0)
     given, unknown = _make_parser(default or Config()).parse_known_args(args)
     if unknown:
@@ -98,28 +97,17 @@ def resolved(options: dict[str, typing.Any]) -> dict[str, typing.Any]:
 def check(config: Config) -> None:
     """Raise ValueError, in one line, for what a loss, an optimizer or a task does not take, or what of the user's own
     is unfit."""
-    from algos import AdvantageOptions
+    from asyncrl.trainer.loss import choose_loss, try_loss
     from asyncrl.trainer.optimizer import try_optimizer
 
-    _check_loss(config)
+    loss = choose_loss(config)
+    with own.blamed(config.algo, "--algo"):
+        try_loss(loss)
     try_optimizer(config)
-    AdvantageOptions.of(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:
         load_score(config.task, config.reward)
     own.files(own.texts_of(config))
-
-
-def _check_loss(config: Config) -> None:
-    from algos import LOSSES, choose_loss
-    from algos.own_loss import check_signature, try_loss
-
-    loss = own.load(config.algo, "--algo", LOSSES)
-    with own.blamed(config.algo, "--algo"):
-        check_signature(loss)
-    chosen = choose_loss(config.algo, config.algo_args, loss, config.advantage)
-    with own.blamed(config.algo, "--algo"):
-        try_loss(chosen)
 
 
 def with_lengths(config: Config, given: Collection[str]) -> Config:

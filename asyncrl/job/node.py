@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from setproctitle import setproctitle
 
-from algos import LOSSES, hyperparameters
 from asyncrl import extras
 from asyncrl import user_code as own
 from asyncrl.cluster.cluster import Cluster, check_shares, join
@@ -141,7 +140,6 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     `lead` instead of `start_rollout`. Raises ValueError for what the user can mend, RuntimeError if another node ends.
     """
     config.checked()
-    hyperparameters(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES))
     write_stacks_to()
     end_watch = end_what_is_stopped(config.timeout_s / 2)
     if os.environ.get("TORCHELASTIC_RUN_ID"):

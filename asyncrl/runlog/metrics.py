@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from algos import AdvantageOptions, overlong_penalty
+from algos.advantages import overlong_penalty
 from asyncrl.config import Config
 from asyncrl.messages import SampledTokens
 from asyncrl.records import Group
@@ -22,12 +22,13 @@ def batch_metrics(groups: list[Group], policy_version: int, config: Config) -> d
     lengths = np.array([t.num_generated for t in trajectories])
     versions, published = [t.policy_versions[t.loss_mask] for t in trajectories], policy_version - config.publish_delay
     rewards = np.array([t.reward for t in trajectories])
-    penalties = [overlong_penalty(t.num_beyond_prompt, config) for t in trajectories]
+    overlong = config.advantage_options.overlong
+    penalties = [overlong_penalty(t.num_beyond_prompt, config.max_response_tokens, overlong) for t in trajectories]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         **_part_means([t.reward_parts for t in trajectories]),
-        **({"reward/overlong_penalty": float(np.mean(penalties))} if AdvantageOptions.of(config).overlong else {}),
+        **({"reward/overlong_penalty": float(np.mean(penalties))} if overlong else {}),
         "reward/zero_variance_groups": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": int(lengths.max()),

@@ -7,7 +7,8 @@ the whole step, and the number of micro-batches.
 import numpy as np
 import torch
 
-from algos import ADVANTAGES, overlong_penalty
+from algos import ADVANTAGES
+from algos.advantages import overlong_penalty
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.records import Group
@@ -51,7 +52,11 @@ def make_updates(
     if config.minibatches > 1:
         groups = [groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))]
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = [(t.reward - overlong_penalty(t.num_beyond_prompt, config), t.group_id) for t in trajectories]
+    max_tokens = config.max_response_tokens
+    overlong = config.advantage_options.overlong
+    rewards = [
+        (t.reward - overlong_penalty(t.num_beyond_prompt, max_tokens, overlong), t.group_id) for t in trajectories
+    ]
     advantages = _advantages(rewards, config, cluster or Cluster())
     sequences = [
         TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, advantage, t.reward, t.group_id)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from algos.arguments import AtLeastOne, Count, NonNegative, Share
 from asyncrl import user_code as own
-from asyncrl.config import Config, read_arguments
+from asyncrl.config import AtLeastOne, Config, Count, NonNegative, Share, read_arguments
 
 
 class Adafactor(torch.optim.Adafactor):

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from algos import KL_ESTIMATORS, LOSSES, AdvantageOptions, LossInputs, choose_loss, gae
+from algos import KL_ESTIMATORS, LossInputs, gae
 from algos.inputs import couples_tokens, joined
 from algos.proximal import loglinear
 from algos.sampling import Sampling
-from asyncrl import user_code as own
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import restore_training_state, save_for_people, trained_names, training_state
 from asyncrl.trainer.lag_stats import TokenStats, drift
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
+from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.model import as_in_files, compute_dtype, load_model, named_persistent_buffers, trainer_mesh
 from asyncrl.trainer.optimizer import OptimizerState, OptimOptions, make_optimizer, parameter_groups
 from asyncrl.trainer.packing import (
@@ -68,7 +68,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._optim = OptimOptions.of(self.config)
-        self._advantage = AdvantageOptions.of(self.config)
+        self._advantage = self.config.advantage_options
         groups = parameter_groups(self.config, self.module.model, self.module.value_head, self._advantage.value_lr)
         self._clipped = [group["params"] for group in groups]
         self.optimizer = make_optimizer(self.config, groups)
@@ -140,7 +140,15 @@ class Policy:
         if self.module.value_head is None:
             return updates, {}
         values = [[score.values for score in scores_of_update] for scores_of_update in scores]
-        return gae.of_step(updates, values, self._advantage, self._sum_over_ranks)
+        return gae.of_step(
+            updates,
+            values,
+            self._sum_over_ranks,
+            gamma=self._advantage.gamma,
+            lam=self._advantage.lam,
+            value_lam=self._advantage.value_lam,
+            whiten=self._advantage.whiten,
+        )
 
     @torch.no_grad()
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
@@ -359,7 +367,7 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
     ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
     """
-    loss = choose_loss(config.algo, config.algo_args, own.load(config.algo, "--algo", LOSSES), config.advantage)
+    loss = choose_loss(config)
     mesh = trainer_mesh(config.replicas, device)
     module, reference = load_model(config, model_path, mesh, device), None
     if config.kl_coef > 0 and config.lora_rank:

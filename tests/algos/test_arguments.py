@@ -8,10 +8,10 @@ import torch
 from loss_checks import evaluate, gradient, random_inputs
 from own_files import LOSS, write_own
 
-from algos import LOSSES, LossInputs, choose_loss, hyperparameters
-from algos.own_loss import try_loss
-from asyncrl.config import read_value
+from algos import LOSSES, LossInputs
+from asyncrl.config import Config, read_arguments
 from asyncrl.job.command_line import parse_config
+from asyncrl.trainer.loss import choose_loss, try_loss
 
 GIVEN = {
     "clip_low": ("0.5", 0.5), "clip_high": ("1.5", 1.5), "dual_clip": ("3", 3.0), "behavior_weight_cap": ("1.2", 1.2),
@@ -29,6 +29,11 @@ KEYWORDS = [
     for name in list(inspect.signature(loss).parameters)[1:]
     if name != "update"
 ]
+
+
+def hyperparameters(algo: str, items: tuple[str, ...]) -> dict:
+    """The keyword arguments that a loss gets from --algo-args."""
+    return choose_loss(Config(algo=algo, algo_args=items)).keywords
 
 
 @pytest.mark.parametrize(("algo", "name"), KEYWORDS)
@@ -62,43 +67,43 @@ def test_several_arguments_are_read_and_none_is_none():
         ("reinforce", "clip_low=0.1", "--algo reinforce takes none"),
         ("grpo", "clip_low=1.1", "clip_low of --algo grpo must be in [0, 1]"),
         ("grpo", "clip_low=-0.1", "clip_low of --algo grpo must be in [0, 1]"),
-        ("gspo", "clip_high=-1", "clip_high of --algo gspo must be in [0, 1e9]"),
-        ("grpo", "dual_clip=1", "dual_clip of --algo grpo must be in (1, 1e9]"),
+        ("gspo", "clip_high=-1", "clip_high of --algo gspo must be in [0, 1e+09]"),
+        ("grpo", "dual_clip=1", "dual_clip of --algo grpo must be in (1, 1e+09]"),
         (
             "tis",
             "clip_high=0.4",
-            "clip_high of --algo tis must be in [1, 1e9], where 1 is the ratio of a fresh token",
+            "clip_high of --algo tis must be in [1, 1e+09], where 1 is the ratio of a fresh token",
         ),
         ("icepop", "low=1.5", "low of --algo icepop must be in [0, 1), where 1 is the ratio of a fresh token"),
-        ("aipo", "cap=0", "cap of --algo aipo must be in [1, 1e9], where 1 is the ratio of a fresh token"),
-        ("aipo", "cap=inf", "cap of --algo aipo must be a finite number"),
-        ("aipo", "cap=nan", "cap of --algo aipo must be a finite number"),
-        ("aipo", "cap=two", "cap of --algo aipo must be a finite number"),
-        ("aipo", "cap", "cap of --algo aipo must be a finite number"),
-        ("kimi", "tau=0", "tau of --algo kimi must be in (0, 1e9]"),
+        ("aipo", "cap=0", "cap of --algo aipo must be in [1, 1e+09], where 1 is the ratio of a fresh token"),
+        ("aipo", "cap=inf", "cap of --algo aipo must be in [1, 1e+09], where 1 is the ratio of a fresh token"),
+        ("aipo", "cap=nan", "cap of --algo aipo must be in [1, 1e+09], where 1 is the ratio of a fresh token"),
+        ("aipo", "cap=two", "cap of --algo aipo must be in [1, 1e+09], where 1 is the ratio of a fresh token"),
+        ("aipo", "cap", "cap of --algo aipo must be in [1, 1e+09], where 1 is the ratio of a fresh token"),
+        ("kimi", "tau=0", "tau of --algo kimi must be in (0, 1e+09]"),
         (
             "weighted_topr",
             "positive_weight=-1",
-            "positive_weight of --algo weighted_topr must be in [0, 1e9]",
+            "positive_weight of --algo weighted_topr must be in [0, 1e+09]",
         ),
         ("cispo", "unified_mask=yes", "unified_mask of --algo cispo must be true or false"),
         ("decoupled_ppo", "action=cut", "action of --algo decoupled_ppo must be mask or truncate"),
         ("icepop", "level=tokens", "level of --algo icepop must be token or sequence"),
         ("dppo", "divergence=js", "divergence of --algo dppo must be tv or kl"),
-        ("dppo", "delta_high=0", "delta_high of --algo dppo must be in (0, 1e9]"),
-        ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be in [1e-6, 1e6]"),
-        ("opsm", "delta=0", "delta of --algo opsm must be in (0, 1e9]"),
+        ("dppo", "delta_high=0", "delta_high of --algo dppo must be in (0, 1e+09]"),
+        ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be in [1e-06, 1e+06]"),
+        ("opsm", "delta=0", "delta of --algo opsm must be in (0, 1e+09]"),
         ("mis", "low=1", "low of --algo mis must be in [0, 1), where 1 is the ratio of a fresh token"),
-        ("mis", "high=0.9", "high of --algo mis must be in [1, 1e9], where 1 is the ratio of a fresh token"),
+        ("mis", "high=0.9", "high of --algo mis must be in [1, 1e+09], where 1 is the ratio of a fresh token"),
         ("mis", "level=batch", "level of --algo mis must be token or sequence or geometric"),
-        ("tis_ppo", "cap=0.8", "cap of --algo tis_ppo must be in [1, 1e9], where 1 is the ratio of a fresh token"),
-        ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be in (0, 1e9]"),
-        ("vespo", "k_positive=-1", "k_positive of --algo vespo must be in [0, 1e9]"),
-        ("vespo", "lambda_negative=0", "lambda_negative of --algo vespo must be in (0, 1e9]"),
+        ("tis_ppo", "cap=0.8", "cap of --algo tis_ppo must be in [1, 1e+09], where 1 is the ratio of a fresh token"),
+        ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be in (0, 1e+09]"),
+        ("vespo", "k_positive=-1", "k_positive of --algo vespo must be in [0, 1e+09]"),
+        ("vespo", "lambda_negative=0", "lambda_negative of --algo vespo must be in (0, 1e+09]"),
         (
             "sequence_is",
             "cap=0.5",
-            "cap of --algo sequence_is must be in [1, 1e9], where 1 is the ratio of a fresh token",
+            "cap of --algo sequence_is must be in [1, 1e+09], where 1 is the ratio of a fresh token",
         ),
     ],
 )
@@ -113,7 +118,9 @@ def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(a
     [("3", int, 3), ("a=b", str, "a=b"), ("2", Literal[1, 2], 2), ("0.5", float | None, 0.5), ("false", bool, False)],
 )
 def test_text_is_read_as_the_type_of_the_annotation(text, kind, value):
-    assert read_value(text, kind) == value and type(read_value(text, kind)) is type(value)
+    parameter = inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+    converted = read_arguments("task-args", (f"x={text}",), "a task", (parameter,))["x"]
+    assert converted == value and type(converted) is type(value)
 
 
 def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch):
@@ -137,7 +144,7 @@ def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
     num_trained = 0
     for name, value, option in itertools.product(names, EXTREMES, OPTIONS):
         try:
-            loss = choose_loss(algo, (f"{name}={value}", *option))
+            loss = choose_loss(Config(algo=algo, algo_args=(f"{name}={value}", *option)))
             try_loss(loss)
         except ValueError as error:
             words = ("must be in", "takes", "is allowed", "must be token or", "take other arguments")
@@ -185,7 +192,7 @@ def test_a_loss_without_a_gradient_on_fresh_tokens_is_refused():
 
 @pytest.mark.parametrize("algo", LOSSES)
 def test_the_defaults_of_every_loss_train_tokens_that_rounding_has_moved(algo):
-    try_loss(choose_loss(algo, ()))
+    try_loss(choose_loss(Config(algo=algo, algo_args=())))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +214,7 @@ def test_the_defaults_of_every_loss_train_tokens_that_rounding_has_moved(algo):
 )
 def test_a_clip_or_band_that_rounding_alone_leaves_is_refused(algo, items):
     with pytest.raises(ValueError, match=r"only rounding has moved, .+ nothing would be trained; take other arguments"):
-        try_loss(choose_loss(algo, items))
+        try_loss(choose_loss(Config(algo=algo, algo_args=items)))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +229,7 @@ def test_a_clip_or_band_that_rounding_alone_leaves_is_refused(algo, items):
     ],
 )
 def test_a_clip_that_trains_good_tokens_or_bad_ones_alone_or_only_levels_their_weights_is_taken(algo, items):
-    try_loss(choose_loss(algo, items))
+    try_loss(choose_loss(Config(algo=algo, algo_args=items)))
 
 
 @pytest.mark.parametrize("algo", LOSSES)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from algos import AdvantageOptions
 from algos.advantages import EPS
 from algos.gae import gae, of_step
-from asyncrl.config import Config
+from asyncrl.config import AdvantageOptions, Config
 
 
 def oracle(reward, values, gamma, lam):
@@ -45,12 +44,15 @@ class Batch:
     returns: torch.Tensor | None = None
 
 
+DEFAULTS = {"gamma": 1.0, "lam": 1.0, "value_lam": 1.0, "whiten": True}
+
+
 def made(sequences, split, **options):
     """What `of_step` makes of sequences in micro-batches [:split] and [split:]: advantages, returns, what it says."""
     parts = [columns(part) for part in (sequences[:split], sequences[split:])]
     batches = [[Batch(rewards, ids) for rewards, _, ids in parts]]
     values = [[values for _, values, _ in parts]]
-    found, said = of_step(batches, values, AdvantageOptions(**options), lambda tensor: tensor)
+    found, said = of_step(batches, values, lambda tensor: tensor, **(DEFAULTS | options))
     assert [len(update) for update in found] == [2]
     return *(torch.cat([getattr(batch, name) for batch in found[0]]) for name in ("advantages", "returns")), said
 
@@ -119,18 +121,18 @@ def test_equal_advantages_are_whitened_to_zero():
             "--advantage gae takes overlong, gamma, lam, value_lam, whiten, value_coef, value_lr; did",
         ),
         ("gae", "gamma=1.1", "gamma of --advantage gae must be in [0, 1]"),
-        ("gae", "value_lr=0", "value_lr of --advantage gae must be in (0, 1e9]"),
+        ("gae", "value_lr=0", "value_lr of --advantage gae must be in (0, 1e+09]"),
         ("gae", "whiten=yes", "whiten of --advantage gae must be true or false"),
-        ("grpo", "overlong=-1", "overlong of --advantage grpo, which has no values as gae has, must be in [0, 1e9]"),
+        ("grpo", "overlong=-1", "overlong of --advantage grpo, which has no values as gae has, must be in [0, 1e+09]"),
         ("grpo", "overlong=48", "overlong=48 must be below --max-response-tokens 48"),
     ],
 )
 def test_what_an_estimator_does_not_take_is_one_line(advantage, item, said):
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
-        AdvantageOptions.of(Config(advantage=advantage, advantage_args=(item,)))
+        Config(advantage=advantage, advantage_args=(item,)).checked()
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_given_is_read():
-    options = AdvantageOptions.of(Config(advantage="gae", advantage_args=("lam=0.9", "overlong=47", "whiten=false")))
+    options = Config(advantage="gae", advantage_args=("lam=0.9", "overlong=47", "whiten=false")).advantage_options
     assert options == AdvantageOptions(lam=0.9, overlong=47, whiten=False)

@@ -111,7 +111,7 @@ def test_help_for_a_loss_lists_its_keyword_arguments_with_defaults_and_ranges(tm
     path = write_own(tmp_path, LOSS)
     for algo, shown in (
         ("tis", "clip_low=0.0                in [0, 1]"),
-        ("grpo", "dual_clip=None              in (1, 1e9]"),
+        ("grpo", "dual_clip=None              in (1, 1e+09]"),
         ("dppo", "divergence=tv               tv or kl"),
         (f"{path}:loss", "  clip=0.2"),
     ):

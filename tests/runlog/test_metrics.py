@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from trajectories import make_group, make_trajectory
 
-from algos import overlong_penalty
+from algos.advantages import overlong_penalty
 from asyncrl.config import Config
 from asyncrl.controller.evaluation import Evaluation, evaluation_metrics
 from asyncrl.messages import SampledTokens
@@ -49,7 +49,7 @@ def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they
     """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
     members = tuple(make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6)))
     config = Config(max_response_tokens=6, advantage_args=("overlong=4",))
-    assert [overlong_penalty(t.num_beyond_prompt, config) for t in members] == [0.0, 0.5, 1.0]
+    assert [overlong_penalty(t.num_beyond_prompt, 6, 4) for t in members] == [0.0, 0.5, 1.0]
     with_it, without = (batch_metrics([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6)))
     assert with_it == without | {"reward/overlong_penalty": 0.5} and "reward/overlong_penalty" not in without
 

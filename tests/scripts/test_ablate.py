@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import ALGOS
+from algos import LOSSES
 from scripts import ablate
 from scripts.ablate import cell_name, grid, options, read_value, run_cell, run_missing
 from scripts.grids import key, read_records, record_of, replay_table
@@ -177,7 +177,7 @@ def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
     script = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-from asyncrl.config import ALGOS
+from algos import LOSSES
 from scripts import ablate
 
 def run(cell, command, keep_in):
@@ -254,7 +254,7 @@ def test_the_study_is_cells_that_runs_accept_each_once_with_whole_seeds_first():
     of_lag = [(cell["algo"], cell["publish_delay"]) for cell in parts["lag"][0] if cell["seed"] == 4]
     assert len({algo for algo, lag in of_lag if lag == 16}) == 12, "twelve losses at the longest lag"
     assert {lag for _, lag in of_lag} == {0, 1, 4, 16}
-    assert {cell["algo"] for part in ("lag", "others") for cell in parts[part][0]} == set(ALGOS)
+    assert {cell["algo"] for part in ("lag", "others") for cell in parts[part][0]} == set(LOSSES)
 
 
 def test_a_part_of_the_study_goes_on_where_it_stopped_and_one_that_is_not_there_is_refused(tmp_path):

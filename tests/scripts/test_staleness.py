@@ -8,7 +8,6 @@ import pytest
 from matplotlib.image import imread
 
 from algos import LOSSES
-from asyncrl.config import ALGOS
 from scripts import blocks, grids, staleness
 
 
@@ -42,10 +41,6 @@ def write(tmp_path, monkeypatch):
         (tmp_path / part / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
     return write
-
-
-def test_losses_that_come_with_the_code_are_those_whose_gradient_on_fresh_data_is_tested():
-    assert set(LOSSES) == set(ALGOS)
 
 
 def test_a_page_of_a_study_that_has_not_run_says_so_and_nothing_else(write):

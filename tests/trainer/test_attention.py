@@ -199,7 +199,7 @@ def loss_of_the_definition(config, sequences, logits, ref_logits=None, kept=None
 
     logprobs, entropy = (torch.stack(column) for column in zip(*scores(logits), strict=True))
     inputs = LossInputs(logprobs, of["behavior_logprobs"], logprobs.detach(), of["advantage"], of["reward"], of["ids"])
-    chosen_loss = choose_loss(config.algo, config.algo_args)
+    chosen_loss = choose_loss(config)
     loss, stats = chosen_loss(inputs, inputs.to("cpu")) if couples_tokens(chosen_loss) else chosen_loss(inputs)
     stats = {**stats, "entropy": entropy}
     if ref_logits is not None:

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 import asyncrl.trainer.model
+from algos import LOSSES
 from asyncrl.cluster.placement import place
-from asyncrl.config import ALGOS, Config
+from asyncrl.config import Config
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.model import _read_model
 
@@ -63,7 +64,7 @@ OPTIONS = {
     "two updates, interpolated": {"minibatches": 2, "proximal": "loglinear", "algo": "decoupled_ppo"},
     "cold": {"temperature": 0.7},
     "every loss aggregated by sequence": {"loss_aggregation": "sequence_mean"},
-    **{algo: {"algo": algo, "algo_args": ()} for algo in ALGOS},
+    **{algo: {"algo": algo, "algo_args": ()} for algo in LOSSES},
     # A token that rounding puts beyond the clip would change the gradient of its whole sequence.
     "gmpo": {"algo": "gmpo", "algo_args": ("clip_low=9", "clip_high=9")},
 }

@@ -55,8 +55,8 @@ def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
             "--optimizer adamw takes epochs, warmup, schedule, least, by_ess, entropy, eps, weight_decay, amsgrad, "
             "beta1, beta2; did you mean schedule?",
         ),
-        ("epochs=0", "epochs of --optimizer adamw must be in [1, 1e9]"),
-        ("warmup=-1", "warmup of --optimizer adamw must be in [0, 1e9]"),
+        ("epochs=0", "epochs of --optimizer adamw must be in [1, 1e+09]"),
+        ("warmup=-1", "warmup of --optimizer adamw must be in [0, 1e+09]"),
         ("least=2", "least of --optimizer adamw must be in [0, 1]"),
         ("beta2=1", "--optimizer adamw: Invalid beta parameter at index 1: 1.0"),
         ("weight_decay=-1", "--optimizer adamw: Invalid weight_decay value: -1.0"),

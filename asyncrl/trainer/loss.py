@@ -1,13 +1,17 @@
-"""A loss of the user's own, which comes from a file elsewhere: what it must be, tried before anything heavy starts."""
+"""The loss that --algo and --algo-args choose. It is tried on six tokens before anything heavy starts."""
 
+import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from algos.inputs import LossInputs, couples_tokens
+from algos import LOSSES, LossInputs
+from algos.inputs import couples_tokens
+from asyncrl import user_code
+from asyncrl.config import Config, allowed_values, read_arguments
 
 _MUST_TRAIN = {
     0.0: "fresh tokens, whose ratio is 1",
@@ -15,6 +19,42 @@ _MUST_TRAIN = {
 }
 """Tokens that a loss must train some of, by how far they moved, nats: clips and bands are to be wider than what engine
 and trainer differ by at one version."""
+
+
+def choose_loss(config: Config) -> Callable:
+    """Return the loss of a run as a function of the inputs alone.
+
+    Raises ValueError, in one line, for a loss that is missing or is none, for an argument that it does not take, and
+    for a loss that needs one advantage per sequence where the estimator has one per token.
+    """
+    loss = user_code.load(config.algo, "--algo", LOSSES)
+    with user_code.blamed(config.algo, "--algo"):
+        check_signature(loss)
+    if config.advantage == "gae" and hasattr(loss, "needs_equal_advantages"):
+        raise ValueError(
+            f"--algo {config.algo} needs one advantage for all tokens of a response, and --advantage gae gives each "
+            "its own; take another --advantage, as grpo, or a loss that weighs tokens one by one, as tis_ppo"
+        )
+    arguments = read_arguments("algo-args", config.algo_args, f"--algo {config.algo}", keywords_of(loss))
+    return functools.update_wrapper(functools.partial(loss, **arguments), loss)
+
+
+def keywords_of(loss: Callable) -> list[inspect.Parameter]:
+    """The parameters of a loss that `--algo-args` may set."""
+    _, *parameters = inspect.signature(loss, eval_str=True).parameters.values()
+    return [parameter for parameter in parameters if parameter.name != "update"]
+
+
+def describe(algo: str) -> str:
+    """One line about a loss, and its keyword arguments with their defaults and ranges."""
+    loss = user_code.load(algo, "--algo", LOSSES)
+    text = (inspect.getmodule(loss).__doc__ if loss.__module__.startswith("algos.") else inspect.getdoc(loss)) or ""
+    summary = text.strip().splitlines()[0] if text else "no docstring"
+    rows = [
+        f"  {f'{keyword.name}={keyword.default}':28}{allowed_values(keyword.annotation)}".rstrip()
+        for keyword in keywords_of(loss)
+    ]
+    return "\n".join([f"--algo {algo}: {summary}", "", "--algo-args, NAME=VALUE each:", *(rows or ["  none"])])
 
 
 def check_signature(loss: Any) -> None:
@@ -69,21 +109,3 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
     log_ratio = moved * advantages
     others = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
     return LossInputs(logprobs, **others, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids)
-
-
-def describe(algo: str, loss: Callable) -> str:
-    """What a loss is, in a line, and its keyword arguments with their defaults and ranges."""
-    text = (inspect.getmodule(loss).__doc__ if loss.__module__.startswith("algos.") else inspect.getdoc(loss)) or ""
-    _, *keywords = inspect.signature(loss, eval_str=True).parameters.values()
-    rows = [(f"{k.name}={k.default}", _allowed(k.annotation)) for k in keywords if k.name != "update"]
-    what = text.strip().splitlines()[0] if text else "no docstring"
-    shown = [f"  {row:28}{words}".rstrip() for row, words in rows] or ["  none"]
-    return "\n".join([f"--algo {algo}: {what}", "", "--algo-args, NAME=VALUE each:", *shown])
-
-
-def _allowed(annotation: Any) -> str:
-    """The values that an annotation allows, in words; none where any of its type is."""
-    if get_origin(annotation) is Literal:
-        return " or ".join(map(str, get_args(annotation)))
-    kinds = (annotation, *get_args(annotation))  # with None, the range is that of the other
-    return next((kind.__metadata__[0] for kind in kinds if hasattr(kind, "__metadata__")), "")
