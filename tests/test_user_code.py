@@ -106,7 +106,7 @@ def brought(folder: Path) -> str:
     (folder / "package_of_mine" / "deep.py").write_text("x = 1\n")
     (folder / "sibling_of_mine.py").write_text("import package_of_mine.deep\n")
     (folder / "neighbour.py").write_text("")
-    (folder / "main_of_mine.py").write_text("import torch, config\nfrom sibling_of_mine import x\n")
+    (folder / "main_of_mine.py").write_text("import torch, asyncrl\nfrom sibling_of_mine import x\n")
     return f"{folder}/main_of_mine.py:loss*2"
 
 

@@ -76,7 +76,7 @@ def test_vllms_import_takes_no_threads_from_the_trainers_compiler(told):
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
     environment |= {} if told is None else {"TORCHINDUCTOR_COMPILE_THREADS": told}
     says = (
-        "import os, weights.nccl; asyncrl.weights.nccl.import_communicator(); import torch._inductor.config; "
+        "import os, asyncrl.weights.nccl; asyncrl.weights.nccl.import_communicator(); import torch._inductor.config; "
         "print(os.environ.get('TORCHINDUCTOR_COMPILE_THREADS'), torch._inductor.config.compile_threads)"
     )
     run = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, check=True)
