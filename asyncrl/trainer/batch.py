@@ -1,8 +1,10 @@
-"""From the groups of a step to each rank's micro-batches: advantages, optimizer updates, ranks, micro-batches.
+"""Turns the groups of a step into each rank's micro-batches: advantages, optimizer updates, ranks, micro-batches.
 
-Every node shares its own groups among its own ranks. What must be known of the others' are rewards, for advantages over
-the whole step, and the number of micro-batches.
+Every node deals its own groups to its own ranks. Nodes exchange two things only: rewards, as advantages are estimated
+over the whole step, and the number of micro-batches.
 """
+
+import itertools
 
 import numpy as np
 import torch
@@ -23,21 +25,32 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
     `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
     """
     policy.clock.enter("gather")
-    config, shares = policy.config, None
+    config = policy.config
+    shares = None
     if groups is not None:
-        updates = make_updates(groups, config, cluster, step=step)
-        num_ranks, max_tokens = len(cluster.local_ranks), config.max_tokens_per_microbatch
-        hidden_size = policy.module.model.config.get_text_config().hidden_size
-        shares = distribute(updates, num_ranks, max_tokens, config.share_prefix, policy.one_row, hidden_size)
-    mine = cluster.scatter_on_node(shares)
-    return mine if cluster.num_nodes == 1 else pad(mine, cluster)
+        shares = distribute(
+            make_updates(groups, config, cluster, step=step),
+            len(cluster.local_ranks),
+            config.max_tokens_per_microbatch,
+            config.share_prefix,
+            policy.one_row,
+            policy.module.model.config.get_text_config().hidden_size,
+        )
+    share = cluster.scatter_on_node(shares)
+    return share if cluster.num_nodes == 1 else pad(share, cluster)
 
 
-def pad(mine: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bundle]]]:
-    """Add empty micro-batches, as FSDP's collectives need the same number of them on all ranks of all nodes; collective
-    over ranks."""
-    largest = cluster.max_over_ranks([len(update) for update in mine])
-    return [update + [[] for _ in range(num - len(update))] for update, num in zip(mine, largest, strict=True)]
+def pad(share: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bundle]]]:
+    """Add empty micro-batches until every rank of every node has as many of them; collective over ranks.
+
+    FSDP's collectives need the same number on all ranks.
+    """
+    counts = cluster.max_over_ranks([len(update) for update in share])
+    return [_with_empty_microbatches(update, count) for update, count in zip(share, counts, strict=True)]
+
+
+def _with_empty_microbatches(microbatches: list[list], count: int) -> list[list]:
+    return microbatches + [[] for _ in range(count - len(microbatches))]
 
 
 def make_updates(
@@ -51,7 +64,7 @@ def make_updates(
     """
     if config.minibatches > 1:
         groups = [groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))]
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     max_tokens = config.max_response_tokens
     overlong = config.advantage_options.overlong
     rewards = [
@@ -63,16 +76,16 @@ def make_updates(
         for t, advantage in zip(trajectories, advantages, strict=True)
     ]
     size = len(sequences) // config.minibatches
-    return [sequences[i * size : (i + 1) * size] for i in range(config.minibatches)]
+    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
-def _advantages(mine: list[tuple[float, int]], config: Config, cluster: Cluster) -> list[float]:
-    """Advantages of this node's (reward, group_id) pairs, estimated from those of all nodes."""
-    of_nodes = cluster.gather(mine)
-    rewards, group_ids = zip(*(pair for pairs in of_nodes for pair in pairs), strict=True)
-    advantages = ADVANTAGES[config.advantage](torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids))
-    start = sum(map(len, of_nodes[: cluster.node]))
-    return advantages[start : start + len(mine)].tolist()
+def _advantages(rewards: list[tuple[float, int]], config: Config, cluster: Cluster) -> list[float]:
+    """Return the advantages of this node's (reward, group_id) pairs, estimated from those of all nodes."""
+    rewards_of_nodes = cluster.gather(rewards)
+    values, group_ids = zip(*itertools.chain(*rewards_of_nodes), strict=True)
+    advantages = ADVANTAGES[config.advantage](torch.tensor(values, dtype=torch.float64), torch.tensor(group_ids))
+    start = sum(len(rewards_of_node) for rewards_of_node in rewards_of_nodes[: cluster.node])
+    return advantages[start : start + len(rewards)].tolist()
 
 
 def distribute(
@@ -109,14 +122,15 @@ def choose_bundles(
     Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
     for its square; so trees are cut at half the limit, and half of that, while this helps.
     """
-    longest, limits = max((len(s.tokens) for s in sequences), default=1), [max_tokens]
+    longest = max((len(sequence.tokens) for sequence in sequences), default=1)
+    limits = [max_tokens]
     while share_prefix != "off" and limits[-1] > longest:
         limits.append(max(limits[-1] // 2, longest))
 
     def cost(bundles: list[Bundle]) -> float:
-        lengths = [b.num_tokens for b in bundles]
-        of_ranks = ([lengths[i] for i in items] for items in balance(lengths, num_ranks))
-        return max(sum(of) if one_row else dense_cost(of, hidden_size) for of in of_ranks)
+        lengths = [bundle.num_tokens for bundle in bundles]
+        lengths_of_ranks = [[lengths[item] for item in items] for items in balance(lengths, num_ranks)]
+        return max(sum(of_rank) if one_row else dense_cost(of_rank, hidden_size) for of_rank in lengths_of_ranks)
 
     return min(bundle_within(limits, sequences, share_prefix), key=cost)
 
@@ -129,22 +143,24 @@ def split_into_microbatches(lengths: list[int], num_ranks: int, max_tokens: int)
     """
     for item, length in enumerate(lengths):
         if length > max_tokens:
-            at_most = f"a micro-batch at most {max_tokens}: raise --max-tokens-per-microbatch"
-            raise ValueError(f"sequence {item} has {length} tokens, and {at_most}")
-    packed = [
-        [[items[i] for i in members] for members in first_fit_decreasing([lengths[i] for i in items], max_tokens)]
-        for items in balance(lengths, num_ranks)
-    ]
-    num_microbatches = max(map(len, packed), default=0)
-    return [microbatches + [[] for _ in range(num_microbatches - len(microbatches))] for microbatches in packed]
+            raise ValueError(
+                f"sequence {item} has {length} tokens, and a micro-batch at most {max_tokens}: "
+                "raise --max-tokens-per-microbatch"
+            )
+    microbatches_of_ranks = []
+    for items in balance(lengths, num_ranks):
+        bins = first_fit_decreasing([lengths[item] for item in items], max_tokens)
+        microbatches_of_ranks.append([[items[place] for place in places] for places in bins])
+    count = max(map(len, microbatches_of_ranks), default=0)
+    return [_with_empty_microbatches(microbatches, count) for microbatches in microbatches_of_ranks]
 
 
 def balance(lengths: list[int], num_ranks: int) -> list[list[int]]:
     """Deal items to ranks, longest first, each to the rank with the fewest tokens; item indices of each rank."""
-    of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rank = load.index(min(load))
-        of_rank[rank].append(item)
-        load[rank] += lengths[item]
-    return of_rank
+    items_of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        rank = loads.index(min(loads))
+        items_of_ranks[rank].append(item)
+        loads[rank] += lengths[item]
+    return items_of_ranks
