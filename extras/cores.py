@@ -1,16 +1,13 @@
-"""A CPU core of its own for an engine: whoever waits for samples waits for the engine, so nothing may take its turn.
-
-Imported by those who place processes; it starts none.
-"""
+"""A CPU core of its own for an engine: whoever waits for samples waits for the engine, so nothing may take its turn."""
 
 import itertools
 import os
 import socket
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 from asyncrl.cluster.placement import Placement
+from asyncrl.cluster.processes import run_on
 
 CLAIM = "\0engine-cores"
 """Name of a socket, no file, that the run has whose engine has cores of its own; two engines might get the same."""
@@ -40,12 +37,5 @@ def leave_cores(placement: Placement, on_end: ExitStack) -> None:
     """Keep this process off the cores of engines, until `on_end`. To be called once they are up: starting takes all."""
     allowed, own = os.sched_getaffinity(0), set(itertools.chain(*(worker.cores for worker in placement.workers)))
     if own:
-        bind(os.getpid(), allowed - own)
-        on_end.callback(bind, os.getpid(), allowed)
-
-
-def bind(pid: int, cores: Iterable[int]) -> None:
-    """Let all threads of a process run on these cores alone, and those that they start."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(int(thread), cores)
+        run_on(os.getpid(), allowed - own)
+        on_end.callback(run_on, os.getpid(), allowed)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from asyncrl.cluster.placement import place
+from asyncrl.cluster.processes import run_on
 from asyncrl.config import Config
 from extras import cores
 
@@ -22,7 +23,7 @@ def claim(monkeypatch):
     """A claim that no run of this machine is after, and all cores again at the end."""
     monkeypatch.setattr(cores, "CLAIM", f"\0engine-cores of test {os.getpid()}")
     yield
-    cores.bind(os.getpid(), ALLOWED)
+    run_on(os.getpid(), ALLOWED)
 
 
 def on_cpu(num_ranks=1, **options):
@@ -103,7 +104,7 @@ def test_all_threads_of_another_process_are_bound():
     with subprocess.Popen([sys.executable, "-c", threads], stdout=subprocess.PIPE) as process:
         try:
             process.stdout.readline()
-            cores.bind(process.pid, ALLOWED[:1])
+            run_on(process.pid, ALLOWED[:1])
             ids = os.listdir(f"/proc/{process.pid}/task")
             assert len(ids) == 4 and all(os.sched_getaffinity(int(one)) == {ALLOWED[0]} for one in ids)
         finally:

@@ -1,4 +1,4 @@
-"""Small facts about processes that several of ours need: dying with the parent, or all together, and memory."""
+"""Small facts about processes that several of ours need: dying with the parent, or all together, memory, and cores."""
 
 import contextlib
 import ctypes
@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -72,6 +73,13 @@ def keep_freed_memory() -> None:
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
         libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def run_on(pid: int, cores: Iterable[int]) -> None:
+    """Let all threads of a process, and those that they start, run on these CPU cores alone."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def without_torchrun(environment: dict[str, str]) -> dict[str, str]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from asyncrl.cluster.gpus import ask_nvidia_smi, choose_visible
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
+from asyncrl.cluster.processes import run_on
 from asyncrl.config import Config
-from extras.cores import bind
 from extras.planning.memory import ENGINE_STEP_TOKENS
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -74,8 +74,8 @@ def start_engine(spec: WorkerSpec):
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
     if cores := spec.placement.cores:
-        bind(engine.engine_core.resources.engine_manager.processes[0].pid, cores)
-        bind(os.getpid(), os.sched_getaffinity(0).difference(cores))
+        run_on(engine.engine_core.resources.engine_manager.processes[0].pid, cores)
+        run_on(os.getpid(), os.sched_getaffinity(0).difference(cores))
     return engine
 
 

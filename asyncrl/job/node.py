@@ -40,10 +40,8 @@ from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.tasks import Problem, Task, check_rows, encode, load_task
-from extras.cores import claim_cores
 from extras.planning.memory import Sharing, ways_to_fit
 from extras.planning.shape import read_shape
-from extras.watchdog import end_what_is_stopped
 
 if TYPE_CHECKING:
     from extras.swarm.swarm import Swarm
@@ -141,12 +139,14 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     """
     config.checked()
     write_stacks_to()
-    end_watch = end_what_is_stopped(config.timeout_s / 2)
+    on_end = ExitStack()
+    watchdog = extras.find("watchdog")
+    if watchdog is not None:  # it forks: there must be no thread yet
+        on_end.callback(watchdog.end_what_is_stopped(config.timeout_s / 2))
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
     keep_freed_memory()
-    clock, on_end = TrainerClock(), ExitStack()
-    on_end.callback(end_watch)
+    clock = TrainerClock()
     cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
     if dist.is_initialized():
         on_end.callback(dist.destroy_process_group)
@@ -190,7 +190,9 @@ def start_rollout(start: Start) -> Node:
     """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
     cluster, model_path = start.cluster, resolve_model(start.config.model, start.config.task)
     start = _fit_memory(start, model_path)
-    start = replace(start, placement=claim_cores(start.placement, start.on_end))
+    cores = extras.find("cores")
+    if cores is not None:
+        start = replace(start, placement=cores.claim_cores(start.placement, start.on_end))
     config = start.config
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + start.placement.table(), flush=True)

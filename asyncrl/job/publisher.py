@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl import extras
 from asyncrl.job.node import Node, is_due
 from asyncrl.records import Group
 from asyncrl.trainer.checkpoint import differing_names
@@ -16,7 +17,6 @@ from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
-from extras.cores import leave_cores
 
 
 class Publisher:
@@ -149,4 +149,6 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     if node.swarm is not None:
         transport = node.swarm.start(node.controller, transport, specs)
     node.controller.connect(transport)
-    leave_cores(node.placement, node.on_end)
+    cores = extras.find("cores")
+    if cores is not None:
+        cores.leave_cores(node.placement, node.on_end)
