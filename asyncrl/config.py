@@ -49,7 +49,7 @@ class Config:
     largest_of_four), an environment of several turns (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a
     task or a gymnasium environment."""
     task_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/tasks.py with their defaults."""
+    """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/ with their defaults."""
     reward: tuple[str, ...] = ()
     """Your own FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, instead of the task's score; the sum of several."""
     data_path: str | None = None

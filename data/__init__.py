@@ -1,1 +1,1 @@
-"""Records, messages, tasks, environments, reward functions, the tiny models. Runs everywhere, and starts no process."""
+"""Tasks, environments and datasets, one file per idea, and the weights of the tiny models. Imports nothing of ours."""

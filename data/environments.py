@@ -1,50 +1,43 @@
 """Environments of several turns, through gymnasium's API: text in, text out.
 
-`reset(seed=…)` gives the first observation, `step(response)` the next one; both depend on the seed and the responses
-alone. Any text may be given to `step`, whatever the action space says: the space is what `sample()` draws from. What an
-environment says is short, because every observation stays in the context.
+`reset(seed=…)` gives the first observation, `step(response)` the next one. Both depend only on the seed and the
+responses. `step` takes any text, whatever the action space says: the space is what `sample()` draws from. Observations
+are short, because each stays in the context.
 """
 
-import functools
-import inspect
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any
+import textwrap
 
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from gymnasium.spaces import Text
-
-from asyncrl import user_code as own
-from asyncrl.config import read_arguments
 
 _CHARSET = string.ascii_letters + string.digits + string.punctuation + " \n"
 _MAX_CHARACTERS = 256
 
 
 class TextEnvironment(gymnasium.Env[str, str]):
-    """Counts turns: an episode is truncated after max_turns, whatever was said in them."""
+    """An environment that counts turns and truncates an episode after max_turns."""
 
     max_turns: int
     """Turns of the policy after which the episode is truncated."""
     seed_shows: bool
-    """Whether the first observation shows all that the seed drew, so that seeds can be told apart by it."""
+    """Whether the first observation shows all that the seed drew, so that it tells two seeds apart."""
 
     observation_space = Text(_MAX_CHARACTERS, charset=_CHARSET)
     action_space = Text(_MAX_CHARACTERS, min_length=0, charset=_CHARSET)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        """Start an episode drawn from `seed` ≥ 0. Returns the first observation and an empty dict."""
+        """Start the episode of a seed ≥ 0. Returns the first observation and an empty dict."""
         super().reset(seed=seed)
         self._turns_left = self.max_turns
         return self._start(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Act on a response. Returns observation, reward (1 for success, else 0), terminated, truncated, {}.
+        """Take the action in a response. Returns observation, reward, terminated, truncated, {}.
 
-        Raises RuntimeError if the episode is over.
+        The reward is 1 for success, else 0. Raises RuntimeError if the episode is over.
         """
         if self._turns_left == 0:
             raise RuntimeError(f"{type(self).__name__}: the episode is over; call reset before the next step")
@@ -53,17 +46,19 @@ class TextEnvironment(gymnasium.Env[str, str]):
         return observation, reward, terminated, self._turns_left == 0 and not terminated, {}
 
     def _start(self) -> str:
+        """Start an episode from `self.np_random`. Returns the first observation."""
         raise NotImplementedError
 
     def _act(self, response: str) -> tuple[str, float, bool]:
+        """Take the action in a response. Returns observation, reward, and whether the episode has ended."""
         raise NotImplementedError
 
 
 class FrozenLake(TextEnvironment):
-    """gymnasium's FrozenLake-v1 without slipping, on a random 4x4 map that has a way to the goal.
+    """gymnasium's FrozenLake-v1 without slipping, on a random 4x4 map with a path to the goal.
 
     The observation is the map with the player on it, one row per line. The action is the first of the words left, down,
-    right and up in the response; without one, nothing moves. Reward 1 at the goal; a hole ends the episode.
+    right and up in the response; without one, nothing moves. The goal gives reward 1, and a hole ends the episode.
     """
 
     max_turns = 8
@@ -73,7 +68,8 @@ class FrozenLake(TextEnvironment):
         "Go from P to the goal G, a step each turn. _ is ice, O is a hole: stay out. Answer left, down, right or up."
     )
     NO_ACTION = "Answer left, down, right or up."
-    FELL, ARRIVED = "You fell into a hole.", "You reached the goal."
+    FELL = "You fell into a hole."
+    ARRIVED = "You reached the goal."
     ACTIONS = ("left", "down", "right", "up")
     """In the order of gymnasium's action numbers."""
     SIZE = 4
@@ -84,28 +80,29 @@ class FrozenLake(TextEnvironment):
         self._lake = FrozenLakeEnv(desc=rows, is_slippery=False)
         self._lake.reset(seed=map_seed)
         self._cells = "".join(rows).translate(str.maketrans("SFHG", "__OG"))
-        return f"{self.INSTRUCTION}\n{self._drawn()}"
+        return f"{self.INSTRUCTION}\n{self._map()}"
 
     def _act(self, response: str) -> tuple[str, float, bool]:
         word = re.search(rf"\b({'|'.join(self.ACTIONS)})\b", response, re.IGNORECASE)
         if word is None:
-            return f"{self.NO_ACTION}\n{self._drawn()}", 0.0, False
+            return f"{self.NO_ACTION}\n{self._map()}", 0.0, False
         _, reward, terminated, _, _ = self._lake.step(self.ACTIONS.index(word[0].lower()))
         if terminated:
             return self.ARRIVED if reward else self.FELL, float(reward), True
-        return self._drawn(), 0.0, False
+        return self._map(), 0.0, False
 
-    def _drawn(self) -> str:
-        player, size = int(self._lake.s), self.SIZE
+    def _map(self) -> str:
+        """The map with the player on it, one row per line."""
+        player = int(self._lake.s)
         cells = self._cells[:player] + "P" + self._cells[player + 1 :]
-        return "\n".join(cells[i : i + size] for i in range(0, len(cells), size))
+        return "\n".join(textwrap.wrap(cells, self.SIZE))
 
 
 class GuessNumber(TextEnvironment):
-    """A secret number, to be found by guesses that are answered `higher` (the secret is) or `lower`.
+    """A secret number. Each guess is answered `higher`, if the secret is higher, or `lower`.
 
-    The guess is the first number in the response. Halving always finds it in the turns allowed, 2⁵ − 1 = 31; guessing
-    blindly does with probability 5/31.
+    The guess is the first number in the response. Halving always finds the secret: 2⁵ − 1 = 31. Blind guessing finds it
+    with probability 5/31.
     """
 
     max_turns = 5
@@ -117,7 +114,9 @@ class GuessNumber(TextEnvironment):
         "your guess. Answer with a number."
     )
     NO_ACTION = f"Answer with a number from 1 to {HIGHEST}."
-    HIGHER, LOWER, FOUND = "higher", "lower", "correct"
+    HIGHER = "higher"
+    LOWER = "lower"
+    FOUND = "correct"
     ACTIONS = tuple(str(number) for number in range(1, HIGHEST + 1))
 
     def _start(self) -> str:
@@ -138,26 +137,3 @@ ENVIRONMENTS: dict[str, type[TextEnvironment]] = {
     "frozen_lake": FrozenLake,
     "guess_number": GuessNumber,
 }
-
-
-def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[], gymnasium.Env]:
-    """What makes environments of that name, or of `environment:FILE.py:CLASS`, with `--task-args`.
-
-    Raises ValueError for an unknown name, and for an argument that the class does not take.
-    """
-    make = own.load(name, "--task", ENVIRONMENTS)
-    parameters = inspect.signature(make, eval_str=True).parameters.values()
-    arguments = read_arguments("task-args", task_args, f"--task {own.typed(name)}", parameters)
-    return functools.partial(make_environment, name, arguments)
-
-
-def make_environment(name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> gymnasium.Env:
-    """A new environment; `arguments` are those of its class.
-
-    Raises ValueError for an unknown name, and for a class of the user's own that cannot be made.
-    """
-    make = own.load(name, "--task", ENVIRONMENTS)
-    if name in ENVIRONMENTS:
-        return make(**arguments)
-    with own.blamed(name):
-        return make(**arguments)

@@ -20,16 +20,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
+from asyncrl.tasks import load_task
+from data.addition import LABELS, MAX_COLUMNS, MIN_COLUMNS, addition_problems
 from data.conversation import Conversation
-from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber, make_environment
-from data.tasks import (
-    ADDITION_LABELS,
-    ADDITION_MAX_COLUMNS,
-    ADDITION_MIN_COLUMNS,
-    Problem,
-    addition_problem,
-    load_task,
-)
+from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
+from data.problem import Problem, of_split
 
 TINY_MODELS = Path(__file__).resolve().parents[1] / "data" / "tiny"
 SEED = 0
@@ -115,7 +110,7 @@ def addition_tokenizer():
     """The tokenizer of addition: one token per label, per column (a pair of digits) and per answer digit."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
-    vocabulary = [PAD, EOS, f"{SPACE}=", *(SPACE + label for label in ADDITION_LABELS), *DIGITS]
+    vocabulary = [PAD, EOS, f"{SPACE}=", *(SPACE + label for label in LABELS), *DIGITS]
     vocabulary += [f"{column:02d}" for column in range(100)]
     spaces = {"replacement": SPACE, "prepend_scheme": "always", "split": False}
     words = pre_tokenizers.Split(Regex(f"{SPACE}[a-z=]|[0-9]{{1,2}}"), behavior="isolated")
@@ -141,7 +136,7 @@ class Adder(Recipe):
 
     num_demonstrations = 28_000
     num_steps = 1200
-    max_turn_tokens = 2 * (ADDITION_MAX_COLUMNS + 1) + 1
+    max_turn_tokens = 2 * (MAX_COLUMNS + 1) + 1
     sampled_window = (0.15, 0.5)
     min_greedy = 0.9
 
@@ -163,8 +158,8 @@ class Adder(Recipe):
     def training_problems(self, count: int) -> list[Problem]:
         rng = random.Random(SEED)
         num_even = int(count * EVEN_SHARE)
-        lengths = [rng.randint(ADDITION_MIN_COLUMNS, ADDITION_MAX_COLUMNS) for _ in range(num_even)]
-        even = [addition_problem(rng, length, held_out=False) for length in lengths]
+        lengths = [rng.randint(MIN_COLUMNS, MAX_COLUMNS) for _ in range(num_even)]
+        even = [next(of_split(addition_problems(rng, length), held_out=False)) for length in lengths]
         return even + super().training_problems(count - num_even)
 
 
@@ -233,7 +228,7 @@ class Actor(Recipe):
         self.conversation = Conversation(self.tokenizer)
 
     def begin(self, problem: Problem) -> Episode:
-        return Episode(make_environment(self.name), problem, self.tokenizer, self.conversation)
+        return Episode(ENVIRONMENTS[self.name](), problem, self.tokenizer, self.conversation)
 
     def play(self, game: Episode, rng: random.Random) -> tuple[list[int], list[Distribution]]:
         chances = player_distribution(self.name, game.actions, game.observations)

@@ -1,6 +1,7 @@
-"""Writes files as a user brings them, each under a name of its own: a process knows one module of a name."""
+"""Writes files of users, each under a name of its own: a process knows one module of a name. And a chat tokenizer."""
 
 import itertools
+import json
 from pathlib import Path
 
 _NUMBERS = itertools.count()
@@ -14,8 +15,30 @@ def write_own(folder: Path, source: str, name: str = "own") -> Path:
     return path
 
 
+def chat_tokenizer():
+    """A character tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<eos>", *map(chr, range(32, 127)), "\n"]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return tokenizer
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 TASK = """
-from data.tasks import Problem
+from data.problem import Problem
 
 
 class Double:

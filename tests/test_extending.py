@@ -17,9 +17,8 @@ from algos.inputs import couples_tokens
 from asyncrl import user_code as own
 from asyncrl.config import Config
 from asyncrl.engine.score import load_score
+from asyncrl.tasks import load_task, prepare_environment, score_of
 from asyncrl.trainer.optimizer import make_optimizer, try_optimizer
-from data.environments import make_environment
-from data.tasks import load_task, score_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -88,7 +87,7 @@ def test_the_task_asks_and_scores(folder):
 
 
 def test_the_environment_is_played(folder):
-    environment = make_environment(f"environment:{folder}/my_env.py:Echo")
+    environment = prepare_environment(f"environment:{folder}/my_env.py:Echo")()
     observation, _ = environment.reset(seed=1)
     assert environment.step("?")[1:4] == (0.0, False, False)
     assert environment.step(observation)[1:4] == (1.0, True, False)

@@ -34,12 +34,12 @@ from asyncrl.messages import (
     Updated,
     Waiting,
 )
+from asyncrl.tasks import load_task
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import ParameterSpec
 from data.conversation import Conversation
-from data.environments import make_environment
-from data.tasks import load_task
+from data.environments import ENVIRONMENTS
 from rollout import start_worker
 from scripts.latency import run_latency_worker
 
@@ -154,7 +154,7 @@ def test_a_trajectory_is_what_the_environment_answers_to_what_the_policy_wrote(d
     trajectories = driver.finish({ticket.ticket_id for ticket in tickets})
     assert max(t.num_turns for t in trajectories) > 1
     for trajectory in trajectories:
-        environment = make_environment(TASK)
+        environment = ENVIRONMENTS[TASK]()
         observation, _ = environment.reset(seed=tickets[0].environment_seed)
         tokens, total, turns = conversation.first(observation), 0.0, turns_of(trajectory)
         assert len(turns) == trajectory.num_turns

@@ -14,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.controller.state import IDS_PER_NODE, TicketState
 from asyncrl.controller.workers import Worker
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
-from data.tasks import Problem
+from data.problem import Problem
 
 NUM_CHECKED_PROMPTS = 512
 """Training prompts whose length is checked before anything starts; the others are when their turn comes."""

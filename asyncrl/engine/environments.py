@@ -20,9 +20,9 @@ from asyncrl.cluster.placement import WorkerSpec, available_cores
 from asyncrl.engine.reward_pool import Rewards
 from asyncrl.engine.score import Failed, brief, one_line
 from asyncrl.records import Ticket
+from asyncrl.tasks import prepare_environment
 from asyncrl.weights.models import stop_token_ids
 from data.conversation import Conversation
-from data.environments import prepare_environment
 
 _MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
 

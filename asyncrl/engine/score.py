@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.tasks import score_of
 from asyncrl.user_code import is_own, load
-from data.tasks import score_of
 
 Scored = tuple[float, dict[str, float]]
 """A reward, and its parts by name, which are logged as reward/NAME."""

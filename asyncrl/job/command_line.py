@@ -21,7 +21,7 @@ from asyncrl import extras
 from asyncrl import user_code as own
 from asyncrl.config import Config, flag, nearest
 from asyncrl.engine.score import load_score
-from data.tasks import prepare_task
+from asyncrl.tasks import prepare_task
 
 _FIELD = re.compile(r'^    # (.+)$|^    (\w+): .+\n    """([^"]+)"""$', re.MULTILINE)
 _KINDS = {int: "a whole number", float: "a number", str: "a text"}

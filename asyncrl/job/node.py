@@ -37,9 +37,10 @@ from asyncrl.runlog.fingerprint import check_same, fingerprint
 from asyncrl.runlog.manifest import Checkpoint, how_to_go_on
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.tasks import check_rows, encode, load_task
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from data.tasks import Problem, Task, check_rows, encode, load_task
+from data.problem import Problem, Task
 from extras.planning.memory import Sharing, ways_to_fit
 from extras.planning.shape import read_shape
 

@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from asyncrl.controller.tickets import PromptSource
 from asyncrl.records import Ticket
-from data.tasks import Problem
+from data.problem import Problem
 from scripts.latency import LatencyLaw
 
 LONGEST_TO_MEDIAN = 20.0

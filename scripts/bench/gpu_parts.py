@@ -19,9 +19,9 @@ from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, pl
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import engine_options, worker_environment
+from asyncrl.tasks import load_task
 from asyncrl.trainer.policy import load_policy
 from asyncrl.weights.models import load_tokenizer
-from data.tasks import load_task
 from extras.planning.memory import Sharing
 from extras.planning.shape import read_shape
 from rollout import run_worker

@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 from asyncrl.config import Config
+from asyncrl.tasks import load_task
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import MicroBatch, TrainSequence, pack
 from asyncrl.trainer.policy import load_policy
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from data.tasks import load_task
 from scripts.bench import harness
 from scripts.bench.harness import Arm, Bench, Case, Column
 from scripts.bench.rig import Rig, TrainingRig, running

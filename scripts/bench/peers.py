@@ -45,8 +45,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cluster.processes import kill_session
+from asyncrl.tasks import load_task
 from asyncrl.weights.models import resolve_model
-from data.tasks import load_task
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, table
 from scripts.bench.work import WORKS, Work
 from scripts.lines import markdown, read

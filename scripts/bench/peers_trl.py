@@ -22,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from asyncrl.config import Config
+from asyncrl.tasks import load_task, score_of
 from asyncrl.trainer.optimizer import OptimOptions, optimizer_arguments
-from data.tasks import load_task, score_of
 from scripts.bench.peers_ours import ended, save_weights
 from scripts.bench.work import WORKS, Work
 

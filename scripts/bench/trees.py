@@ -29,11 +29,11 @@ import torch.distributed as dist
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.records import Group
 from asyncrl.runlog.batches import batch_path, read_batch
+from asyncrl.tasks import load_task
 from asyncrl.trainer.batch import deal
 from asyncrl.trainer.packing import pack
 from asyncrl.trainer.policy import load_policy
 from asyncrl.weights.models import resolve_model
-from data.tasks import load_task
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column
 from scripts.bench.work import NO_LEARNING

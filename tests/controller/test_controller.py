@@ -18,7 +18,7 @@ from asyncrl.controller.workers import WorkerDied, Workers
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
-from data.tasks import Problem
+from data.problem import Problem
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
 

@@ -25,7 +25,7 @@ from asyncrl.controller.workers import MAX_RESTARTS, Disbelieved
 from asyncrl.messages import Finished, InFlight, Updated
 from asyncrl.runlog import plain
 from asyncrl.weights.transport import Announcement, Buffers, Staged
-from data.tasks import Problem
+from data.problem import Problem
 
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10

@@ -16,7 +16,7 @@ from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import Fetch, Fetched, Finished, Ready, SampledTokens, Tickets, Update, Updated
 from asyncrl.weights.transport import Announcement, Buffers, Staged
-from data.tasks import Problem
+from data.problem import Problem
 
 NUM_GROUPS = 150
 """Groups whose lengths are compared: the first that were issued."""

@@ -15,7 +15,7 @@ from asyncrl.controller.state import IDS_PER_NODE, ControllerState, redistribute
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.records import Partial, Trajectory
 from asyncrl.runlog.plain import decode, encode
-from data.tasks import Problem
+from data.problem import Problem
 
 PROMPTS = PromptSource(lambda index: Problem("", str(index)), [], lambda problem: [2])
 

@@ -5,7 +5,7 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
-from data.tasks import Problem
+from data.problem import Problem
 
 
 def make_source(seed=0, eval_problems=2, node=0, num_nodes=1, **options):

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from asyncrl.config import MULTI_TURN_TASKS
-from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber, make_environment
+from asyncrl.tasks import prepare_environment
+from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 
 CLEAR_LAKE = ["right"] * 3 + ["down"] * 3
 
@@ -13,7 +14,7 @@ CLEAR_LAKE = ["right"] * 3 + ["down"] * 3
 def lake_without(cells: str):
     """A seed of a lake whose map has ice wherever `cells` lists (row, column)."""
     for seed in range(1000):
-        rows = make_environment("frozen_lake").reset(seed=seed)[0].splitlines()[1:]
+        rows = ENVIRONMENTS["frozen_lake"]().reset(seed=seed)[0].splitlines()[1:]
         if all(rows[int(c[0])][int(c[1])] != "O" for c in cells.split()):
             return seed
     raise AssertionError("no such lake")
@@ -29,7 +30,7 @@ def play(environment, seed: int, responses: list[str]) -> list[tuple]:
 def test_environments_keep_gymnasiums_contract(name):
     from gymnasium.utils.env_checker import check_env
 
-    check_env(make_environment(name))
+    check_env(ENVIRONMENTS[name]())
 
 
 def test_the_command_line_knows_all_environments():
@@ -38,7 +39,7 @@ def test_the_command_line_knows_all_environments():
 
 def test_an_unknown_environment_is_an_error_with_the_list():
     with pytest.raises(ValueError, match=r"'frozen_lakes' is none of frozen_lake, guess_number, nor FILE.py:NAME"):
-        make_environment("frozen_lakes")
+        prepare_environment("frozen_lakes")
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -46,7 +47,7 @@ def test_an_episode_depends_on_seed_and_responses_alone(name):
     rng = random.Random(0)
     for seed in range(30):
         responses = rng.choices([*ENVIRONMENTS[name].ACTIONS, "hm"], k=ENVIRONMENTS[name].max_turns)
-        used, fresh = make_environment(name), make_environment(name)
+        used, fresh = ENVIRONMENTS[name](), ENVIRONMENTS[name]()
         used.reset(seed=seed + 1)
         episodes = []
         for environment in (used, fresh):
@@ -63,7 +64,7 @@ def test_an_episode_depends_on_seed_and_responses_alone(name):
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_episode_without_an_action_is_truncated_and_then_over(name):
-    environment = make_environment(name)
+    environment = ENVIRONMENTS[name]()
     environment.reset(seed=0)
     ends = [environment.step("I do not know")[1:4] for _ in range(environment.max_turns)]
     assert ends == [(0.0, False, False)] * (environment.max_turns - 1) + [(0.0, False, True)]
@@ -73,7 +74,7 @@ def test_an_episode_without_an_action_is_truncated_and_then_over(name):
 
 def test_the_lake_shows_the_player_move_and_pays_at_the_goal():
     seed = lake_without("01 02 03 13 23")
-    steps = play(make_environment("frozen_lake"), seed, CLEAR_LAKE)
+    steps = play(ENVIRONMENTS["frozen_lake"](), seed, CLEAR_LAKE)
     first = steps[0][0].splitlines()
     assert first[0] == FrozenLake.INSTRUCTION and first[1].startswith("P") and first[4].endswith("G")
     assert [step[0].index("P") for step in steps[1:-1]] == [1, 2, 3, 3 + 5, 3 + 10]
@@ -82,13 +83,13 @@ def test_the_lake_shows_the_player_move_and_pays_at_the_goal():
 
 
 def test_a_hole_ends_the_episode_without_reward():
-    environment = make_environment("frozen_lake")
+    environment = ENVIRONMENTS["frozen_lake"]()
     seed = next(s for s in range(100) if environment.reset(seed=s)[0].splitlines()[2][0] == "O")
     assert play(environment, seed, ["down"])[-1] == (FrozenLake.FELL, 0.0, True, False, {})
 
 
 def test_the_first_word_of_direction_counts_and_anything_else_moves_nothing():
-    environment, seed = make_environment("frozen_lake"), lake_without("01 10")
+    environment, seed = ENVIRONMENTS["frozen_lake"](), lake_without("01 10")
     start = environment.reset(seed=seed)[0].split("\n", 1)[1]
     for response in ("", "leftwards", "go!", "uphill"):
         assert play(environment, seed, [response])[-1][0] == f"{FrozenLake.NO_ACTION}\n{start}"
@@ -98,7 +99,7 @@ def test_the_first_word_of_direction_counts_and_anything_else_moves_nothing():
 
 
 def test_halving_always_finds_the_number_and_blind_guessing_seldom():
-    environment, rng, secrets, blind_wins = make_environment("guess_number"), random.Random(0), set(), 0
+    environment, rng, secrets, blind_wins = ENVIRONMENTS["guess_number"](), random.Random(0), set(), 0
     for seed in range(300):
         low, high, reward = 1, GuessNumber.HIGHEST, 0.0
         environment.reset(seed=seed)
@@ -116,6 +117,6 @@ def test_halving_always_finds_the_number_and_blind_guessing_seldom():
 
 
 def test_what_is_no_number_in_range_is_no_guess():
-    environment = make_environment("guess_number")
+    environment = ENVIRONMENTS["guess_number"]()
     for response in ("", "x", "0", "32", "9" * 5000, "half"):
         assert play(environment, 0, [response])[-1] == (GuessNumber.NO_ACTION, 0.0, False, False, {})

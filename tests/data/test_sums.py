@@ -6,8 +6,9 @@ import pytest
 from tiny_policy import save_byte_llama
 
 from asyncrl.config import Config
+from asyncrl.tasks import load_task
 from asyncrl.weights.models import load_tokenizer
-from data.tasks import Sums, load_task
+from data.sums import Sums
 
 LEVELS = tuple(Sums.LEVELS)
 

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from own_files import chat_tokenizer, write_jsonl
 
 from asyncrl.config import MULTI_TURN_TASKS
+from asyncrl.tasks import load_task, score_of
 from asyncrl.weights.models import load_tokenizer, resolve_model
+from data.addition import LABELS, Addition, add
 from data.conversation import Conversation
-from data.environments import make_environment
-from data.tasks import ADDITION_LABELS, GSM8K_INSTRUCTION, Addition, Problem, addition_answer, load_task, score_of
+from data.environments import ENVIRONMENTS
+from data.gsm8k import INSTRUCTION
+from data.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -27,28 +31,6 @@ def response_tokens(problem) -> int:
     return 2 * len(problem.answer.split()) + 1
 
 
-def chat_tokenizer():
-    """A character tokenizer with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = ["<eos>", *map(chr, range(32, 127)), "\n"]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    return tokenizer
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_addition_answers_are_the_sum_in_labelled_digits():
     for index in range(500):
         problem = Addition(3).train_problem(index)
@@ -56,9 +38,9 @@ def test_addition_answers_are_the_sum_in_labelled_digits():
         numbers = [int("".join(column[side] for column in reversed(columns))) for side in (0, 1)]
         words = problem.answer.split()
         assert int("".join(word[1] for word in reversed(words))) == sum(numbers)
-        assert "".join(word[0] for word in words) == ADDITION_LABELS[: len(words)]
-    assert addition_answer([(5, 4), (8, 9), (3, 4)]) == [9, 7, 8]
-    assert addition_answer([(5, 5), (4, 5)]) == [0, 0, 1]
+        assert "".join(word[0] for word in words) == LABELS[: len(words)]
+    assert add([(5, 4), (8, 9), (3, 4)]) == [9, 7, 8]
+    assert add([(5, 5), (4, 5)]) == [0, 0, 1]
 
 
 def test_response_lengths_have_a_long_tail():
@@ -90,14 +72,14 @@ def test_problems_depend_on_seed_and_index_alone():
 
 
 def test_problems_are_the_same_in_another_process():
-    command = "from data.tasks import Addition; print(Addition(7).train_problem(5), Addition(7).eval_problems(3))"
+    command = "from data.addition import Addition; print(Addition(7).train_problem(5), Addition(7).eval_problems(3))"
     here = f"{Addition(7).train_problem(5)} {Addition(7).eval_problems(3)}"
     other = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert other.stdout.strip() == here
 
 
 def test_importing_tasks_imports_no_torch():
-    command = "import sys, data.tasks; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    command = "import sys, asyncrl.tasks; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)
 
 
@@ -158,7 +140,7 @@ def test_gsm8k_prompt_goes_through_the_chat_template(tmp_path):
     task = load_task("gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", ROWS)))
     tokenizer, problem = chat_tokenizer(), task.train_problem(0)
     assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == f"[user]{problem.prompt}[assistant]"
-    assert problem.prompt.endswith(GSM8K_INSTRUCTION)
+    assert problem.prompt.endswith(INSTRUCTION)
     tokenizer.chat_template = None
     assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == problem.prompt
 
@@ -166,7 +148,7 @@ def test_gsm8k_prompt_goes_through_the_chat_template(tmp_path):
 def test_a_malformed_dataset_is_an_error_that_shows_the_row(tmp_path):
     with pytest.raises(ValueError, match="without a final number"):
         load_task("gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", [{"question": "?", "answer": "4"}])))
-    with pytest.raises(ValueError, match=r"lacks \['answer'\]"):
+    with pytest.raises(ValueError, match=r"has no text as its answer"):
         load_task("gsm8k", 0, str(write_jsonl(tmp_path / "b.jsonl", [{"question": "?", "solution": "4"}])))
 
 
@@ -198,7 +180,7 @@ def test_a_missing_local_dataset_is_a_clear_error(tmp_path):
 
 
 def test_an_unreachable_dataset_is_a_quick_and_clear_error(tmp_path):
-    command = "from data.tasks import load_task; load_task('gsm8k', 0)"
+    command = "from asyncrl.tasks import load_task; load_task('gsm8k', 0)"
     # A closed port of this machine stands for the hub, so that the test says the same with a network.
     environment = {"PATH": "", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     started = time.monotonic()
@@ -207,6 +189,24 @@ def test_an_unreachable_dataset_is_a_quick_and_clear_error(tmp_path):
     assert last_line.startswith("ValueError: dataset openai/gsm8k cannot be had")
     assert "--data-path takes a local copy" in last_line
     assert time.monotonic() - started < 20
+
+
+def test_without_the_hub_its_local_cache_is_read(tmp_path):
+    import datasets
+
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "datasets--openai--gsm8k"
+    part = repository / "snapshots" / commit / "main"
+    part.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for name, rows in (("train", ROWS[:30]), ("test", ROWS[30:])):
+        datasets.Dataset.from_list(rows).to_parquet(str(part / f"{name}-00000-of-00001.parquet"))
+    command = "from asyncrl.tasks import load_task; print(len(load_task('gsm8k', 0).eval_problems(100)))"
+    environment = {"PATH": "", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    process = subprocess.run([sys.executable, "-c", command], **options)
+    assert process.stdout.strip() == "10", process.stderr
 
 
 def test_reasoning_gym_problems_are_repeatable_distinct_splits_that_score_one():
@@ -224,7 +224,7 @@ def test_reasoning_gym_problems_are_repeatable_distinct_splits_that_score_one():
 
 
 def test_an_unknown_reasoning_gym_dataset_is_an_error_with_close_names():
-    with pytest.raises(ValueError, match=r"no dataset 'basic_arithmetics'; close to it: .*basic_arithmetic"):
+    with pytest.raises(ValueError, match=r"no dataset 'basic_arithmetics'; .* nearest are .*basic_arithmetic"):
         load_task("reasoning_gym:basic_arithmetics", seed=0)
 
 
@@ -267,7 +267,7 @@ def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(
     task, tokenizer = load_task(name, seed=0), load_tokenizer(resolve_model("tiny", name))
     for index in range(20):
         problem = task.train_problem(index)
-        observation, _ = make_environment(name).reset(seed=problem.environment_seed)
+        observation, _ = ENVIRONMENTS[name]().reset(seed=problem.environment_seed)
         tokens = task.encode_prompt(problem, tokenizer)
         assert tokens == Conversation(tokenizer).first(observation)
         assert tokenizer.decode(tokens) == f"{observation}<assistant>"

@@ -16,7 +16,7 @@ from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import Failed
 from asyncrl.records import EVALUATION_GROUP, Partial, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from data.environments import TextEnvironment, make_environment
+from data.environments import ENVIRONMENTS, TextEnvironment
 from scripts.latency import Delayed, LatencyLaw
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
@@ -49,14 +49,14 @@ def policy(*responses, version=5, cut=False):
     return generate
 
 
-def make_pool(make=lambda: make_environment("guess_number"), timeout_s=5.0):
+def make_pool(make=lambda: ENVIRONMENTS["guess_number"](), timeout_s=5.0):
     return EnvironmentPool(make, TOKENIZER, timeout_s)
 
 
 def secret_of(seed):
     """The number to be guessed, found by asking."""
     for guess in range(1, 200):
-        environment = make_environment("guess_number")
+        environment = ENVIRONMENTS["guess_number"]()
         environment.reset(seed=seed)
         if environment.step(str(guess))[1] == 1.0:
             return guess
@@ -69,7 +69,7 @@ def test_the_environments_tokens_stand_between_the_turns_and_are_not_trained_on(
     generate = policy(str(wrong), str(secret))
     pool = make_pool()
     trajectory = asyncio.run(make_episode(MultiTurn(pool, 11), generate).run(worker=2))
-    environment = make_environment("guess_number")
+    environment = ENVIRONMENTS["guess_number"]()
     first = pool.conversation.first(environment.reset(seed=11)[0])
     reply = pool.conversation.reply(environment.step(str(wrong))[0], ended=True)
     said = [[*TOKENIZER.encode(str(number)), EOS] for number in (wrong, secret)]
@@ -181,7 +181,7 @@ class Broken(TextEnvironment):
         self.crash = crash
 
     def _start(self):
-        return make_environment("guess_number").reset(seed=0)[0]
+        return ENVIRONMENTS["guess_number"]().reset(seed=0)[0]
 
     def _act(self, response):
         if self.crash:

@@ -149,7 +149,7 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
 
 HANGING_TASK = """
 import time
-from data.tasks import Addition
+from data.addition import Addition
 
 
 class Hanging(Addition):

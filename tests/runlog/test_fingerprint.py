@@ -41,4 +41,4 @@ def test_of_many_differences_a_few_are_named(tmp_path):
 
 def test_the_code_of_a_run_is_in_the_fingerprint():
     found = fingerprint(Config())
-    assert {"asyncrl/trainer/policy.py", "train_async.py", "algos/grpo.py", "data/tasks.py"} <= found.keys()
+    assert {"asyncrl/trainer/policy.py", "train_async.py", "algos/grpo.py", "data/problem.py"} <= found.keys()

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import Config
-from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber, make_environment
-from data.tasks import Addition, load_task
+from asyncrl.tasks import load_task
+from data.addition import Addition
+from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 from scripts import make_tiny
 from scripts.make_tiny import RECIPES, TINY_MODELS, Actor, Adder, best_guess, best_moves, success_rate
 
@@ -38,7 +39,7 @@ def model(recipe):
 
 def random_games(name: str, num_games: int):
     """Responses and observations of games with any actions, and some that are none."""
-    rng, environment, task = random.Random(0), make_environment(name), load_task(name, seed=0)
+    rng, environment, task = random.Random(0), ENVIRONMENTS[name](), load_task(name, seed=0)
     for index in range(num_games):
         observations, responses, is_over = [task.first_observation(task.train_problem(index))], [], False
         environment.reset(seed=task.train_problem(index).environment_seed)
@@ -122,7 +123,7 @@ def test_problems_are_answered_together_as_each_is_alone():
 
 
 def test_the_scripted_player_wins_always_when_it_takes_the_best(actor):
-    environment = make_environment(actor.name)
+    environment = ENVIRONMENTS[actor.name]()
     for problem in actor.task.eval_problems(200):
         observations, actions, reward = [environment.reset(seed=problem.environment_seed)[0]], [], 0.0
         while not reward:

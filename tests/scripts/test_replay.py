@@ -25,7 +25,7 @@ from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer import batch
 from asyncrl.trainer.guards import keep_what_fails
 from asyncrl.trainer.policy import NotFinite
-from data.tasks import Problem
+from data.problem import Problem
 from scripts import runs
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import write_report

@@ -35,7 +35,7 @@ from asyncrl.messages import (
 from asyncrl.runlog.fingerprint import code_digest
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
-from data.tasks import Problem
+from data.problem import Problem
 from extras.swarm.hub import make_key
 from extras.swarm.puller import Puller
 from extras.swarm.swarm import Swarm

@@ -14,7 +14,7 @@ from asyncrl.engine.score import MAX_REWARD, Failed
 from asyncrl.messages import Finished
 from asyncrl.records import Partial, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from data.environments import make_environment
+from data.environments import ENVIRONMENTS
 from extras.swarm.trust import mistake_in
 from extras.swarm.wire import Codec
 
@@ -84,7 +84,7 @@ def run(config, generate, *, member=1, environment=None, abort=False, **fields):
     """The trajectory of an episode, and its ticket."""
     ticket = make_ticket(config, **fields)
     if environment is None and config.is_multi_turn:
-        pool = EnvironmentPool(lambda: make_environment("guess_number"), TOKENIZER, 5.0)
+        pool = EnvironmentPool(lambda: ENVIRONMENTS["guess_number"](), TOKENIZER, 5.0)
         environment = MultiTurn(pool, ticket.environment_seed)
     environment = environment or SingleTurn(ticket, TOKENIZER, Rewards())
     episode = Episode(config, ticket, member, environment=environment, generate=generate)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import train_async
 from asyncrl.job.checkpoints import Checkpoints
+from asyncrl.tasks import load_task
 from asyncrl.weights.models import resolve_model
-from data.tasks import load_task
 from scripts.bench import harness, peers, peers_ours, peers_trl
 from scripts.bench.work import LONG, NATURAL, SHORT, SMOLLM2
 from scripts.lines import read

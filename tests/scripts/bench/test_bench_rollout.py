@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.records import Trajectory
-from data.tasks import Problem
+from data.problem import Problem
 from scripts.bench import harness, work
 from scripts.bench import rollout as bench
 from scripts.lines import read

@@ -9,7 +9,7 @@ from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
 from asyncrl.runlog.run_directory import RunDirectory
-from data.tasks import load_task
+from asyncrl.tasks import load_task
 from scripts.bench import harness, trees
 from scripts.lines import read
 

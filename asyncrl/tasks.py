@@ -1,0 +1,198 @@
+"""The task of a run, from --task and --task-args: content of data/, or user code."""
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from asyncrl import user_code
+from asyncrl.config import Config, is_environment, read_arguments
+from data.addition import Addition
+from data.conversation import Conversation
+from data.gsm8k import Gsm8k
+from data.jsonl import Jsonl
+from data.problem import HELD_OUT_SEED, Candidate, DrawnTask, Problem, Task
+from data.reasoning_gym import ReasoningGym
+from data.sums import Sums
+
+TASKS = {"addition": Addition, "gsm8k": Gsm8k, "jsonl": Jsonl}
+FAMILIES = {"reasoning_gym": ReasoningGym, "sums": Sums}
+"""Tasks that are chosen as FAMILY:NAME."""
+
+
+def load_task(name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()) -> Task:
+    """The task of that name, with its data.
+
+    Raises ValueError, in one line, for a wrong name or argument, data that cannot be read, and errors of user code.
+    """
+    return prepare_task(name, seed, data_path, task_args)()
+
+
+def prepare_task(
+    name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
+) -> Callable[[], Task]:
+    """A function that makes the task and reads its data. Raises ValueError for a wrong name or argument."""
+    if is_environment(name):
+        return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
+    task_class = _task_class(name)
+    given = {"seed": seed, "data_path": data_path}
+    if task_class in FAMILIES.values():
+        given["name"] = name.partition(":")[2]
+    make = _with_arguments(task_class, name, task_args, given)
+    return functools.partial(UserTask, name, make) if user_code.is_own(name) else make
+
+
+def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[], Any]:
+    """A function that makes gymnasium environments of that name, or of `environment:FILE.py:CLASS`.
+
+    Raises ValueError for an unknown name and for an argument that the class does not take.
+    """
+    from data.environments import ENVIRONMENTS
+
+    return _with_arguments(user_code.load(name, "--task", ENVIRONMENTS), name, task_args, {})
+
+
+def _with_arguments(make: Callable, name: str, task_args: Iterable[str], given: dict[str, Any]) -> functools.partial:
+    """`make` with arguments from --task-args, and with those of the `given` ones that it takes.
+
+    Raises ValueError for an argument that it does not take, and for one that it lacks.
+    """
+    signature = inspect.signature(make, eval_str=True)
+    options = [parameter for parameter in signature.parameters.values() if parameter.name not in given]
+    arguments = read_arguments("task-args", task_args, f"--task {user_code.typed(name)}", options)
+    arguments |= {key: given[key] for key in given if key in signature.parameters and given[key] is not None}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"--task {user_code.typed(name)}: {error}; give it as --data-path or --task-args NAME=VALUE"
+        ) from None
+    return functools.partial(make, **arguments)
+
+
+def score_of(name: str) -> Callable[[str, str], Any]:
+    """The score of a single-turn task: a function of a problem's answer and a response.
+
+    It gives a finite number, or in user code a dict of parts. It runs in processes where no task is made, on whatever a
+    policy writes. Raises ValueError if the task has no such score.
+    """
+    task_class = _task_class(name)
+    score = inspect.getattr_static(task_class, "score", None)
+    if not isinstance(score, staticmethod):
+        reason = "its score is no static method" if score else "it has no score"
+        raise ValueError(
+            f"--task {name}: {reason}; give it a @staticmethod score(answer, response), as it runs in processes where "
+            "no task is made, or give --reward FILE.py:FUNCTION"
+        )
+    return task_class.score
+
+
+def _task_class(name: str) -> type:
+    """The class of a single-turn task."""
+    family, _, member = name.partition(":")
+    if family in FAMILIES:
+        FAMILIES[family].check_name(member)
+        return FAMILIES[family]
+    task_class = user_code.load(name, "--task", TASKS)
+    if not isinstance(task_class, type):
+        kind = type(task_class).__name__
+        raise ValueError(f"--task {name} is a {kind}; give a class with train_problem and eval_problems")
+    return task_class
+
+
+def check_rows(config: Config, task: Task) -> None:
+    """Print how rows are scored without --reward. Raises ValueError if they cannot be."""
+    if config.task == "jsonl" and not config.reward:
+        task.score(task.train_problem(0).answer, "")
+        print("no --reward: a response is right if it is the column `answer` of its row", flush=True)
+
+
+def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
+    """Token ids of a prompt. Raises ValueError if the tokenizer does not know its words, as a tiny model's may not."""
+    try:
+        return task.encode_prompt(problem, tokenizer)
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises nothing more special
+            raise
+        hint = "; there is no tiny model for this task" if config.model == "tiny" else ""
+        raise ValueError(
+            f"--model {config.model}: its tokenizer cannot encode {str(problem.prompt)[:60]!r} of --task {config.task} "
+            f"({error}){hint}; give another --model"
+        ) from None
+
+
+class UserTask(Task):
+    """A task of user code. Its errors and its wrong return values become a ValueError with file and line."""
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self._name = name
+        with user_code.blamed(name):
+            self._task = make()
+            for method in ("train_problem", "eval_problems"):
+                if not callable(getattr(self._task, method, None)):
+                    raise TypeError(f"{type(self._task).__name__} has no {method}")
+
+    def train_problem(self, index: int) -> Problem:
+        with user_code.blamed(self._name):
+            return _checked(self._task.train_problem(index), "train_problem")
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        with user_code.blamed(self._name):
+            problems = islice(self._task.eval_problems(count), count)
+            return [_checked(problem, "eval_problems") for problem in problems]
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of the prompt, by the task's encode_prompt if it has one, else through the chat template."""
+        if not hasattr(self._task, "encode_prompt"):
+            return super().encode_prompt(problem, tokenizer)
+        with user_code.blamed(self._name):
+            return [int(token) for token in self._task.encode_prompt(problem, tokenizer)]
+
+
+def _checked(problem: Any, method: str) -> Problem:
+    """The problem that a method of user code gave. Raises TypeError if it is none."""
+    if not isinstance(problem, Problem) or not isinstance(problem.answer, str):
+        raise TypeError(f"{method} gave {str(problem)[:80]!r}; give data.problem.Problem(prompt, answer), answer a str")
+    return problem
+
+
+class EnvironmentTask(DrawnTask):
+    """A task that is an environment. A problem is no more than the seed of a reset.
+
+    If the first observation shows what the seed drew (frozen_lake), no held-out one appears in training. If it hides it
+    (guess_number, where every game begins alike), the splits can only differ in their seeds.
+    """
+
+    def __init__(self, name: str, seed: int, make_environment: Callable[[], Any]) -> None:
+        super().__init__(seed)
+        self._name = name
+        with user_code.blamed(name):
+            self._environment = make_environment()
+        self._seed_shows = getattr(self._environment, "seed_shows", False)
+        self._conversation = functools.cache(Conversation)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """The first `count` held-out problems, the same for every seed. A start may appear twice, as in training."""
+        rng = random.Random(HELD_OUT_SEED)
+        return [self.draw(rng, held_out=True) for _ in range(count)]
+
+    def first_observation(self, problem: Problem) -> str:
+        """What the environment asks. Raises ValueError, in one line, if user code does not give a text."""
+        with user_code.blamed(self._name):
+            observation, _ = self._environment.reset(seed=problem.environment_seed)
+        if not isinstance(observation, str):
+            kind = type(observation).__name__
+            raise ValueError(f"--task {user_code.typed(self._name)}: reset gives {kind} to observe; give a str")
+        return observation
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of the first observation. Raises ValueError for a tokenizer without a fitting chat template."""
+        return self._conversation(tokenizer).first(self.first_observation(problem))
+
+    def candidates(self, rng: random.Random) -> Iterator[Candidate]:
+        """Seeds without end."""
+        while True:
+            problem = Problem("", "", rng.getrandbits(31))
+            yield self.first_observation(problem) if self._seed_shows else str(problem.environment_seed), problem

@@ -1,0 +1,81 @@
+"""Rows of the user's: `prompt` is a text or chat messages, and the whole row, as JSON, is the answer."""
+
+import contextlib
+import functools
+import json
+
+from data.problem import Problem
+from data.tables import RowTask, all_rows, load_splits
+
+
+class Jsonl(RowTask):
+    """Rows of files. The columns of a row are what a reward function gets."""
+
+    def __init__(
+        self,
+        seed: int,
+        data_path: str,
+        *,
+        prompt: str = "prompt",
+        system: str = "",
+        test: str = "",
+        held_out: float = 0.1,
+        shuffle: bool = True,
+        template: str = "{}",
+    ) -> None:
+        """Read the rows.
+
+        `prompt` names the column that asks, `system` is a system message before it, and `template` has options of the
+        chat template, as JSON. `test` is a file of held-out rows; without it a hash holds out the share `held_out`.
+        """
+        if not 0 < held_out < 1:
+            raise ValueError(f"--task-args held_out must be above 0 and below 1, got {held_out}")
+        self.system = system
+        self.template = json_object(template)
+        splits = load_splits(data_path)
+        if test:
+            splits = {"train": all_rows(splits), "test": all_rows(load_splits(test))}
+        read = functools.partial(read_row, column=prompt)
+        super().__init__(seed, splits, read, source=data_path, held_out=held_out, shuffle=shuffle)
+
+    @staticmethod
+    def score(answer: str, response: str) -> float:
+        """1 if the response is the row's column `answer`, apart from spaces around both. It is for runs without
+        --reward."""
+        row = json.loads(answer)
+        if "answer" not in row:
+            raise ValueError(f"rows have columns {', '.join(row)}, and no `answer`; give --reward FILE.py:FUNCTION")
+        return float(response.strip() == str(row["answer"]).strip())
+
+
+def read_row(row: dict, place: str, column: str) -> Problem:
+    """The problem of a row whose prompt is in a column.
+
+    Raises ValueError, with the row's place, if the prompt is none or the row cannot reach a reward function.
+    """
+    prompt = row.get(column)
+    if not is_prompt(prompt):
+        raise ValueError(
+            f"{place} has as its {column} {str(prompt)[:80]!r}, neither a text nor a list of chat messages with role "
+            f"and content; name another column of {sorted(row)}: --task-args prompt=COLUMN, or fix the row"
+        )
+    try:
+        return Problem(prompt, json.dumps(row, ensure_ascii=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place} has what cannot be written as JSON: {error}; leave that column out") from None
+
+
+def is_prompt(value: object) -> bool:
+    """Whether a value is a text, or a list of chat messages, in which something is said."""
+    messages = value if isinstance(value, list) and value else [{"content": value}]
+    contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
+    return all(isinstance(content, str) and content.strip() for content in contents)
+
+
+def json_object(text: str) -> dict:
+    """The JSON object of a text. Raises ValueError if it is none."""
+    with contextlib.suppress(json.JSONDecodeError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise ValueError(f'--task-args template takes a JSON object, as {{"enable_thinking": false}}, got {text!r}')
