@@ -211,14 +211,14 @@ def write_metrics(
     node, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account, progress
 ) -> None:
     """Record a step on rank 0, under the names that a run uses."""
-    from asyncrl.runlog.metrics import batch_metrics, time_metrics, training_metrics
+    from asyncrl.runlog.metrics import batch_metrics, over_nodes, time_metrics, training_metrics
 
     config = node.config
     metrics = {
         "step": step,
         "policy_version": step,
         "samples": step * config.groups_per_step * config.group_size,
-        **batch_metrics(groups, step - 1, config),
+        **over_nodes([batch_metrics(groups, step - 1, config)]),
         **evaluated,
         "tokens/generated": 0,
         **training_metrics(stats),

@@ -1,6 +1,6 @@
 """Where every group and every generated token went. Pure counting."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 import numpy as np
@@ -70,3 +70,27 @@ class Ledger:
                     f"consumed {consumed} + dropped {dropped} + resident {resident}"
                 )
         return counts
+
+
+def bias_of_dropping(counts: Mapping[str, float]) -> dict[str, float]:
+    """Return by reason, as `dropped/REASON_*`, how groups dropped so far differ from those that were consumed.
+
+    `length_ratio` is the ratio of their mean response lengths; `reward_gap` is the difference of their mean rewards.
+    Both are over members that had finished. `counts` are those of one ledger, or the sums of several.
+    """
+    if not counts.get("length_consumed"):
+        return {}
+    length, reward = _means(counts, "consumed")
+    metrics = {}
+    for reason in DROP_REASONS:
+        if counts.get(f"measured_dropped_{reason}"):
+            dropped_length, dropped_reward = _means(counts, f"dropped_{reason}")
+            metrics[f"dropped/{reason}_length_ratio"] = dropped_length / length
+            metrics[f"dropped/{reason}_reward_gap"] = dropped_reward - reward
+    return metrics
+
+
+def _means(counts: Mapping[str, float], fate: str) -> tuple[float, float]:
+    """Return the mean length and the mean reward of groups with a fate."""
+    num_groups = counts[f"measured_{fate}"]
+    return counts[f"length_{fate}"] / num_groups, counts[f"reward_{fate}"] / num_groups

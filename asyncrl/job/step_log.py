@@ -1,19 +1,22 @@
 """What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
 
+import functools
+import operator
 from collections import Counter
 
 from asyncrl.cluster.processes import freeze_garbage
+from asyncrl.controller.ledger import bias_of_dropping
 from asyncrl.job.node import Node
 from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
+    Max,
+    Measured,
     RolloutReport,
-    StepOfNode,
     batch_metrics,
     over_nodes,
     rollout_metrics,
     time_metrics,
     training_metrics,
-    worst_mismatch,
 )
 from asyncrl.runlog.run_directory import Progress
 from asyncrl.runlog.samples import readable_samples
@@ -62,31 +65,34 @@ class StepLog:
         account, config = self.clock.next_step(), self.node.config
         if not self.node.cluster.is_leader:
             return
-        mine = self._measure(step, groups)
+        measured = self._measure(step, groups)
+        report = self.node.controller.take_report()
         if step == config.steps:
+            self.node.controller.finish_evaluations()
             self.clock.enter("evaluate")  # also where another node's is waited for
-        of_nodes = self.node.cluster.gather(mine)
+        nodes = self.node.cluster.gather((measured, report))
+        metrics_of_nodes, reports = zip(*nodes, strict=True)
         if self.node.swarm is not None:
-            joined = {node: int(of.swarm["swarm/workers"]) for node, of in enumerate(of_nodes)}
+            joined = {number: int(metrics["swarm/workers"].value) for number, metrics in enumerate(metrics_of_nodes)}
             self.node.swarm.num_joined = Counter(joined)
-        known = over_nodes(of_nodes)
+        rollout = functools.reduce(operator.add, reports)
         self.clock.enter("other")
         self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
         if not self.node.cluster.is_first:
             return
-        times = time_metrics(account.spent, known.rollout.worker_time)
+        times = time_metrics(account.spent, rollout.worker_time)
         metrics = {
             "step": step,
             "policy_version": step,
             "samples": step * config.groups_per_step * config.group_size,
-            **known.batch,
-            **known.evaluation,
-            **rollout_metrics(known.rollout, self.tokens_before, times["time/step_s"]),
+            **over_nodes(metrics_of_nodes),
+            **self.node.controller.take_evaluation(),
+            **rollout_metrics(rollout, self.tokens_before, times["time/step_s"]),
+            **bias_of_dropping(rollout.ledger),
             **training_metrics(stats),
-            **known.mismatch | known.swarm,
             **times,
         }
-        self._advise(step, groups, metrics, known.rollout)
+        self._advise(step, groups, metrics, rollout)
         self.warn_of_equal_rewards(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
@@ -94,15 +100,16 @@ class StepLog:
             self.node.run.log_sample(**sample)
         self.progress.show(metrics)
 
-    def _measure(self, step: int, groups: list[Group]) -> StepOfNode:
-        """This node's part of what is measured over nodes, and the newest evaluation that ended here."""
-        batch, controller = batch_metrics(groups, step - 1, self.node.config), self.node.controller
-        report = controller.take_report()
-        mismatches = [mismatch.metrics() for mismatch in self.node.probe.take_newest()]
-        if step == self.node.config.steps:
-            controller.finish_evaluations()
-        mismatch, swarm = worst_mismatch(mismatches), self.node.swarm
-        return StepOfNode(batch, report, controller.take_evaluation(), mismatch, swarm.take_report() if swarm else {})
+    def _measure(self, step: int, groups: list[Group]) -> Measured:
+        """Return this node's part of the metrics of all nodes."""
+        node = self.node
+        measured = batch_metrics(groups, step - 1, node.config, node.cluster.num_nodes)
+        mismatches = [mismatch.metrics() for mismatch in node.probe.take_newest()]
+        for name in mismatches[0] if mismatches else ():
+            measured[name] = Max(max(mismatch[name] for mismatch in mismatches))
+        if node.swarm is not None:
+            measured |= node.swarm.take_report()
+        return measured
 
     def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], rollout: RolloutReport) -> None:
         """Say after the first steps how rollout and training could be balanced, or how many machines that join are

@@ -27,6 +27,7 @@ from asyncrl.controller.workers import Disbelieved, Worker
 from asyncrl.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.runlog.fingerprint import code_digest
+from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.weights.models import model_files
 from asyncrl.weights.transport import ParameterSpec, Transport
@@ -180,7 +181,7 @@ class Swarm:
         self.disbelieved: set[int] = set()
         """Workers of the machines that were shut out, also of those that had left before."""
         self._answered: deque[tuple[Ticket, Trajectory]] = deque()
-        self.verified: dict[str, float] = {}
+        self.verified: Measured = {}
         """Metrics of what was verified (verify.py)."""
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
         self._encoding = ThreadPoolExecutor(1)
@@ -211,7 +212,7 @@ class Swarm:
         """Take what machines have sampled since the last call, each with its ticket."""
         return [self._answered.popleft() for _ in range(len(self._answered))]
 
-    def take_report(self) -> dict[str, float]:
+    def take_report(self) -> Measured:
         """Take the metrics `swarm/*` of what machines did since the last call."""
         machines, metrics = list(self._machines.values()), {}
         now, since = time.monotonic(), self._reported_at
@@ -222,11 +223,10 @@ class Swarm:
             self._count_bytes(counts)
             self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
             if len(machines) <= MAX_NAMED:
-                metrics |= {f"swarm/{machine.name}/{name}": value for name, value in told.items()}
-        metrics |= (
-            self.verified | {f"swarm/{name}": self._counts[name] for name in COUNTS} | {"swarm/machines": len(machines)}
-        )
-        return metrics | {"swarm/workers": sum(len(machine.engines) for machine in machines)}
+                metrics |= {f"swarm/{machine.name}/{name}": Sum(value) for name, value in told.items()}
+        metrics |= self.verified | {f"swarm/{name}": Sum(self._counts[name]) for name in COUNTS}
+        num_workers = sum(len(machine.engines) for machine in machines)
+        return metrics | {"swarm/machines": Sum(len(machines)), "swarm/workers": Sum(num_workers)}
 
     def _count_bytes(self, counts: Counter[str]) -> None:
         self._counts.update({f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")})

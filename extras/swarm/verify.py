@@ -30,6 +30,7 @@ from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import load_score
 from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory
+from asyncrl.runlog.metrics import Max, Measured, Sum
 from asyncrl.trainer.batch import distribute, pad
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
@@ -123,9 +124,10 @@ class Verifier:
             if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING * max(1.0, abs(t.reward)):
                 yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}"
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Measured:
         """`swarm/*` of what was checked since the start, on a leader."""
-        return {f"swarm/{name}": count for name, count in self.counts.items()} | {"swarm/verify_diff_max": self.largest}
+        counts = {f"swarm/{name}": Sum(count) for name, count in self.counts.items()}
+        return counts | {"swarm/verify_diff_max": Max(self.largest)}
 
     def close(self) -> None:
         """End the scoring where it stands."""

@@ -8,12 +8,14 @@ from trajectories import make_group, make_trajectory
 from algos.advantages import overlong_penalty
 from asyncrl.config import Config
 from asyncrl.controller.evaluation import Evaluation, evaluation_metrics
+from asyncrl.controller.ledger import bias_of_dropping
 from asyncrl.messages import SampledTokens
 from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
-    TOKEN_MEANS,
+    Max,
+    Mean,
     RolloutReport,
-    StepOfNode,
+    Sum,
     batch_metrics,
     over_nodes,
     rollout_metrics,
@@ -22,16 +24,21 @@ from asyncrl.runlog.metrics import (
 )
 
 
+def metrics_of(groups, policy_version, config):
+    """The metrics of a batch on one node."""
+    return over_nodes([batch_metrics(groups, policy_version, config)])
+
+
 def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
     group = Group(0, (make_trajectory(0, 0, (3, 5)), make_trajectory(0, 1, (5, 5))))
-    metrics = batch_metrics([group], 5, Config())
+    metrics = metrics_of([group], 5, Config())
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
     assert metrics["staleness/token_mean"] == pytest.approx(0.5)
     assert metrics["response/mixed_versions"] == 0.5
 
 
 def test_rewards_are_over_the_batch_and_zero_variance_over_its_groups():
-    metrics = batch_metrics([make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0))], 0, Config())
+    metrics = metrics_of([make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0))], 0, Config())
     assert metrics["reward/mean"] == 0.75 and metrics["reward/zero_variance_groups"] == 0.5
 
 
@@ -41,7 +48,7 @@ def test_each_part_of_the_rewards_has_its_mean_over_the_batch_where_a_trajectory
         dataclasses.replace(one, reward=3.0, reward_parts={"right": 1.0, "length": 2.0}),
         dataclasses.replace(other, reward=1.0, reward_parts={"right": 1.0}),
     )
-    metrics = batch_metrics([Group(0, tuple(trajectories))], 0, Config())
+    metrics = metrics_of([Group(0, tuple(trajectories))], 0, Config())
     assert metrics["reward/right"] == 0.5 and metrics["reward/length"] == 0.5 and metrics["reward/mean"] == 1.0
 
 
@@ -50,7 +57,7 @@ def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they
     members = tuple(make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6)))
     config = Config(max_response_tokens=6, advantage_args=("overlong=4",))
     assert [overlong_penalty(t.num_beyond_prompt, 6, 4) for t in members] == [0.0, 0.5, 1.0]
-    with_it, without = (batch_metrics([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6)))
+    with_it, without = (metrics_of([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6)))
     assert with_it == without | {"reward/overlong_penalty": 0.5} and "reward/overlong_penalty" not in without
 
 
@@ -96,16 +103,14 @@ def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume(
         (RolloutReport([], SampledTokens(), Counter(), Counter(of), 0) for of in (dropped, consumed)),
         start=RolloutReport([], SampledTokens(), Counter(), Counter(consumed), 0),
     )
-    metrics = rollout_metrics(whole, previous_tokens=0, step_s=1.0)
-    assert metrics["dropped/shut_out_length_ratio"] == 2.5 and metrics["dropped/shut_out_reward_gap"] == -1.0
-    before = RolloutReport([], SampledTokens(), Counter(), Counter(dropped), 0)
-    assert not [name for name in rollout_metrics(before, 0, 1.0) if name.startswith("dropped/")], "nothing to compare"
+    assert bias_of_dropping(whole.ledger) == {"dropped/shut_out_length_ratio": 2.5, "dropped/shut_out_reward_gap": -1.0}
+    assert bias_of_dropping(dropped) == {}, "nothing to compare"
 
 
 def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
     group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
-    assert batch_metrics([group], 2, Config())["response/inherited_share"] == 0.25
-    assert batch_metrics([group], 3, Config(publish_delay=1))["response/inherited_share"] == 0.25
+    assert metrics_of([group], 2, Config())["response/inherited_share"] == 0.25
+    assert metrics_of([group], 3, Config(publish_delay=1))["response/inherited_share"] == 0.25
 
 
 def test_metrics_over_nodes_are_those_of_the_whole_batch():
@@ -122,12 +127,8 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
 
     nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
     config = Config(publish_delay=1, advantage_args=("overlong=47",))
-    whole = batch_metrics([group for groups in nodes for group in groups], 5, config)
-    evaluations = ({"eval/accuracy": 0.5}, {}, {}, {})  # only the first samples held-out problems
-    of_nodes = zip(nodes, evaluations, strict=True)
-    known = over_nodes([StepOfNode(batch_metrics(groups, 5, config), make_report(), e, {}) for groups, e in of_nodes])
-    found = known.batch
-    assert known.evaluation == {"eval/accuracy": 0.5}
+    whole = metrics_of([group for groups in nodes for group in groups], 5, config)
+    found = over_nodes(batch_metrics(groups, 5, config, num_nodes=4) for groups in nodes)
     assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
 
 
@@ -136,24 +137,26 @@ def make_report(num_restarts=0, worker_time=None):
     return RolloutReport([0.1], SampledTokens(4, 2, 1), worker_time or Counter(), ledger, num_restarts)
 
 
-def test_ledgers_tokens_and_restarts_are_added_over_nodes_and_the_worst_mismatch_is_told():
+def test_reports_of_nodes_are_added():
     report = make_report(num_restarts=1, worker_time=Counter(decoding=7, paused=0))
-    batch = {"response/length_mean": 1.0, "reward/std": 0.0, "reward/mean": 0.0} | dict.fromkeys(TOKEN_MEANS, 0.0)
-    mismatches = ({"mismatch/k3": 1.0}, {"mismatch/k3": 2.0}, {})
-    known = over_nodes([StepOfNode(batch, report, {}, mismatch) for mismatch in mismatches])
-    assert known.rollout == RolloutReport(
+    assert report + report + report == RolloutReport(
         [0.1] * 3,
         SampledTokens(12, 6, 3),
         Counter(decoding=21),
         Counter({"tokens_generated": 15, "groups_resident": 0}),
         3,
     )
-    assert known.mismatch == {"mismatch/k3": 2.0}
+    assert "groups_resident" in (report + report).ledger, "also what is 0 has its metric"
 
 
-def test_one_nodes_metrics_are_left_as_they_are():
-    mine = StepOfNode({"any": 1.0}, make_report(), {}, {})
-    assert over_nodes([mine]) is mine
+def test_the_type_of_a_metric_and_not_its_name_says_how_nodes_become_one():
+    nodes = (
+        {"a/max": Sum(2), "b": Mean(3.0, 2), "c": Max(1.0)},
+        {"a/max": Sum(5), "b": Mean(6.0, 1), "c": Max(4.0), "d_mean": Max(0.5)},
+        {"c": Max(2.0)},
+    )
+    assert over_nodes(nodes) == {"a/max": 7, "b": 3.0, "c": 4.0, "d_mean": 0.5}
+    assert over_nodes([{"count": Sum(0), "largest": Max(3)}]) == {"count": 0, "largest": 3}
 
 
 def test_a_steps_time_is_split_into_shares_that_sum_to_1():

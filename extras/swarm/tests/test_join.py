@@ -182,7 +182,7 @@ def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch
         run.step()
     assert run.machine.engines[0].process.process.pid == run.process and len(run.machine.engines) == 1
     assert None not in run.pulls, "what it pulls is what has changed since"
-    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"] == 0
+    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"].value == 0
 
 
 def test_what_a_machine_had_of_an_old_session_is_issued_again_and_not_trained_on(lasting):
@@ -206,7 +206,7 @@ def test_a_probe_that_an_engine_scores_for_an_old_session_is_not_sent_into_the_n
     run.machine._hear(0, Probed(1, (np.zeros(3, np.float32),)))
     for _ in range(3):
         run.step()
-    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"] == 0
+    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"].value == 0
 
 
 def test_a_machine_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):

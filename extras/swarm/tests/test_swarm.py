@@ -11,6 +11,7 @@ from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from asyncrl.controller.workers import WorkerDied
 from asyncrl.messages import Fetch, Tickets, Update
+from asyncrl.runlog.metrics import Sum
 from extras.swarm.wire import JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Welcome
 
 
@@ -20,7 +21,7 @@ def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_p
         for _ in range(4):
             groups = run.step()
             assert {t.worker for group in groups for t in group.trajectories} == {0}
-        assert run.swarm.take_report()["swarm/machines"] == 1
+        assert run.swarm.take_report()["swarm/machines"].value == 1
     wait_until(lambda: far.saw(Leave))  # it is told that the run has ended
     far.close()
     assert capsys.readouterr().out.count("far has joined") == 1
@@ -43,7 +44,7 @@ def test_a_machine_gets_the_options_and_the_files_of_the_model(tmp_path):
 def test_a_machine_with_another_protocol_or_code_is_refused_in_one_line(tmp_path, capsys, said, why):
     with running(tmp_path) as run, FakeMachine(run, **said) as far:
         wait_until(lambda: far.saw(Refused))
-        assert run.swarm.take_report()["swarm/machines"] == 0
+        assert run.swarm.take_report()["swarm/machines"].value == 0
     (refused,) = far.saw(Refused)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "refused" in line]
     assert why in refused.reason and why in line and "check out the same commit" in line and not far.saw(Welcome)
@@ -57,7 +58,7 @@ def test_the_tickets_of_a_machine_that_leaves_are_issued_again_and_what_it_says_
         wait_until(run.left)
         assert run.left() == [("first", "has left")]
         first.finish()
-        wait_until(lambda: run.swarm.take_report()["swarm/late"] == 8)
+        wait_until(lambda: run.swarm.take_report()["swarm/late"].value == 8)
         wait_until(lambda: first.saw(JoinAgain))
         with FakeMachine(run, "second") as second:
             for _ in range(3):
@@ -88,7 +89,7 @@ def test_the_tickets_of_a_machine_that_is_gone_are_issued_again(tmp_path, monkey
         if way == "silence":  # it comes to, and does not know that it was given up
             first.is_silent = False
             first.finish()
-            wait_until(lambda: first.saw(JoinAgain) and run.swarm.take_report()["swarm/late"] == 8)
+            wait_until(lambda: first.saw(JoinAgain) and run.swarm.take_report()["swarm/late"].value == 8)
 
 
 def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
@@ -254,7 +255,7 @@ def test_a_machine_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monk
         deaf, sent = FakeMachine(run, "deaf", rcvhwm=1).join(), []
 
         def has_sent(megabytes):
-            sent.append(run.swarm.take_report().get("swarm/deaf/mb_sent", 0.0))
+            sent.append(run.swarm.take_report().get("swarm/deaf/mb_sent", Sum(0.0)).value)
             return sum(sent) > megabytes or run.left()
 
         for num_sent in range(100):

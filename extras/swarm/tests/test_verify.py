@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.config import Config
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
+from asyncrl.runlog.metrics import over_nodes
 from asyncrl.trainer.batch import distribute
 from extras.swarm.verify import Verifier, allowed_distance, distance
 
@@ -92,7 +93,7 @@ def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, cuts):
     assert verifier.verify(pairs, policy, VERSION) == []
     assert wait_for_rewards(verifier, policy, 20) == []
     verifier.close()
-    metrics = verifier.metrics()
+    metrics = over_nodes([verifier.metrics()])
     assert 0 < metrics.pop("swarm/verify_diff_max") < 1e-5 < allowed_distance(config, torch.float32)
     counts = {"verified": 20, "too_late": 0, "verify_failed": 0, "rewards_verified": 20, "rewards_unverified": 0}
     assert metrics == {f"swarm/{name}": count for name, count in counts.items()}
@@ -126,7 +127,7 @@ def test_a_lie_about_a_response_is_found_and_the_honest_ones_beside_it_pass(mode
     pairs[liar] = ticket, replace(t, worker=9, **LIES[lie](t))
     ((worker, what),) = verifier.verify(pairs, policy, VERSION)
     assert worker == 9 and f"trainer's at version {VERSION}" in what and f"ticket {ticket.ticket_id} are" in what
-    assert "0.001 are allowed" in what and verifier.metrics()["swarm/verify_failed"] == 1
+    assert "0.001 are allowed" in what and verifier.metrics()["swarm/verify_failed"].value == 1
 
 
 def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
