@@ -6,7 +6,7 @@ is asked as `a54 b89 c34 =` and answered `a9 b7 c8`. A final carry makes one mor
 
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from data.problem import Candidate, DrawnTask, Problem
 
@@ -41,17 +41,13 @@ class Addition(DrawnTask):
 def addition_problems(rng: random.Random, num_columns: int) -> Iterator[Candidate]:
     """Problems of that length, without end."""
     while True:
-        columns = [divmod(rng.randrange(100), 10) for _ in range(num_columns)]
-        prompt = " ".join(f"{label}{x}{y}" for label, (x, y) in zip(LABELS, columns, strict=False)) + " ="
-        answer = " ".join(f"{label}{digit}" for label, digit in zip(LABELS, add(columns), strict=False))
-        yield prompt, Problem(prompt, answer)
+        columns = [f"{rng.randrange(100):02d}" for _ in range(num_columns)]
+        numbers = [int("".join(digits)) for digits in zip(*reversed(columns), strict=True)]
+        total = str(sum(numbers)).zfill(num_columns)
+        prompt = f"{with_labels(columns)} ="
+        yield prompt, Problem(prompt, with_labels(reversed(total)))
 
 
-def add(columns: list[tuple[int, int]]) -> list[int]:
-    """Digits of the sum, least significant first, from the columns of the two numbers in the same order."""
-    digits = []
-    carry = 0
-    for x, y in columns:
-        carry, digit = divmod(x + y + carry, 10)
-        digits.append(digit)
-    return [*digits, 1] if carry else digits
+def with_labels(columns: Iterable[str]) -> str:
+    """Columns or digits, least significant first, each after its label."""
+    return " ".join(label + column for label, column in zip(LABELS, columns, strict=False))

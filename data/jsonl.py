@@ -3,6 +3,9 @@
 import contextlib
 import functools
 import json
+from typing import Annotated
+
+from msgspec import Meta
 
 from data.problem import Problem
 from data.tables import RowTask, all_rows, load_splits
@@ -19,7 +22,7 @@ class Jsonl(RowTask):
         prompt: str = "prompt",
         system: str = "",
         test: str = "",
-        held_out: float = 0.1,
+        held_out: Annotated[float, Meta(gt=0, lt=1)] = 0.1,
         shuffle: bool = True,
         template: str = "{}",
     ) -> None:
@@ -28,8 +31,6 @@ class Jsonl(RowTask):
         `prompt` names the column that asks, `system` is a system message before it, and `template` has options of the
         chat template, as JSON. `test` is a file of held-out rows; without it a hash holds out the share `held_out`.
         """
-        if not 0 < held_out < 1:
-            raise ValueError(f"--task-args held_out must be above 0 and below 1, got {held_out}")
         self.system = system
         self.template = json_object(template)
         splits = load_splits(data_path)

@@ -17,17 +17,14 @@ CHUNK = 512
 class ReasoningGym(Task):
     """Problems of the dataset, each generated from the seed and the problem's number."""
 
-    @staticmethod
-    def check_name(name: str) -> None:
-        """Raise ValueError if the library has no dataset of that name."""
+    def __init__(self, name: str, seed: int) -> None:
+        """Raises ValueError if the library has no dataset of that name, or one that cannot be used here."""
         from reasoning_gym.factory import DATASETS
 
         names = DATASETS.keys() - {"composite"}
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=5, cutoff=0)
             raise ValueError(f"reasoning_gym has no dataset {name!r}; of {len(names)} the nearest are {nearest}")
-
-    def __init__(self, name: str, seed: int) -> None:
         self._name = name
         self._seed = seed
         check_survives_json(name, dataset(name, f"{seed}/train", 0)[0])

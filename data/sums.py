@@ -24,13 +24,10 @@ class Sums(DrawnTask):
     system = "Answer briefly."
     held_out_share = 1 / 4
 
-    @classmethod
-    def check_name(cls, name: str) -> None:
-        """Raise ValueError if there is no such level."""
-        if name not in cls.LEVELS:
-            raise ValueError(f"sums has no level {name!r}; levels are {', '.join(cls.LEVELS)}")
-
     def __init__(self, name: str, seed: int) -> None:
+        """Raises ValueError if there is no level of that name."""
+        if name not in self.LEVELS:
+            raise ValueError(f"sums has no level {name!r}; levels are {', '.join(self.LEVELS)}")
         super().__init__(seed)
         self._question, self._values, self._answer = self.LEVELS[name]
 

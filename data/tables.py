@@ -35,10 +35,9 @@ def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dic
         loaded = _load_from_hub(hub_name, hub_part) if path is None else _load_from_disk(Path(path))
         splits = loaded if isinstance(loaded, Mapping) else {"all": loaded}
         return {name: list(rows) for name, rows in splits.items()}
-    except StopIteration as error:  # what datasets raises for an empty file
-        raise ValueError(f"dataset {path or hub_name} cannot be had (no rows); {hint}") from error
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        # For an empty file datasets raises a StopIteration without words.
+        reason = (str(error).splitlines() or ["no rows"])[0]
         raise ValueError(f"dataset {path or hub_name} cannot be had ({reason}); {hint}") from error
 
 

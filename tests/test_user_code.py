@@ -170,14 +170,14 @@ def test_a_task_without_a_static_score_is_told_what_to_do(tmp_path, change, said
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("def train_problem", "def training_problem"), "TypeError: Double has no train_problem"),
+        (("def train_problem", "def training_problem"), "AttributeError: 'Double' object has no attribute 'train_"),
         (("self.seed, self.factor", "self.seed, self.nothing[0]"), "line 7: AttributeError: 'Double' object has no"),
         (("class Double:", "Double = 3\nclass Other:"), "is a int; give a class with train_problem and eval_problems"),
     ],
 )
-def test_a_task_that_cannot_be_made_is_one_line(tmp_path, change, said):
+def test_a_task_that_cannot_be_made_or_asked_is_one_line(tmp_path, change, said):
     text = f"{write_own(tmp_path, TASK.replace(*change))}:Double"
-    assert said in refusal(load_task, text, 0)
+    assert said in refusal(lambda: load_task(text, 0).train_problem(0))
 
 
 def test_what_a_task_raises_later_names_its_file_and_line(tmp_path):
@@ -339,7 +339,7 @@ def test_options_reach_the_chat_template_and_order_may_be_the_files(tmp_path):
         ([{"prompt": [{"role": "user"}]}], (), "neither a text nor a list of chat messages with role and content"),
         ([[1]], (), "a.jsonl, line 1: b'[1]' is no JSON object"),
         (ROWS[:1], (), "gives 0 training and 1 held-out problems; both must have some"),
-        (ROWS, ("held_out=1",), "held_out must be above 0 and below 1, got 1.0"),
+        (ROWS, ("held_out=1",), "held_out of --task jsonl must be in (0, 1)"),
         (ROWS, ("template=no",), "template takes a JSON object"),
         (ROWS, ("colunm=a",), "--task jsonl takes prompt, system, test, held_out, shuffle, template"),
         (ROWS, ("test=nowhere.jsonl",), "nowhere.jsonl does not exist"),
