@@ -19,8 +19,6 @@ MADE_HERE = ("tiny", "smollm2")
 
 _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
 _TOKENIZERS = (".model", ".tiktoken")
-MAX_MODEL_FILES_BYTES = 60 << 20
-"""Below the largest message of a swarm."""
 
 
 def resolve_model(model: str, task: str) -> str:
@@ -57,23 +55,6 @@ def _smollm2() -> Path:
             reason = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
             raise ValueError(f"--model smollm2: {reason}, or {_ALLOWED}")
     return SMOLLM2
-
-
-def model_files(folder: str) -> dict[str, bytes]:
-    """The files of a model's folder that an engine needs beside its weights, by name: configuration and tokenizer.
-
-    Raises ValueError if they are too large to be sent to a machine that joins.
-    """
-    suffixes = (".json", ".jinja", ".txt", *_TOKENIZERS)
-    paths = [path for path in sorted(Path(folder).iterdir()) if path.suffix in suffixes]
-    files = {path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")}
-    num_bytes = sum(map(len, files.values()))
-    if num_bytes > MAX_MODEL_FILES_BYTES:
-        raise ValueError(
-            f"configuration and tokenizer in {folder} have {num_bytes} bytes, at most {MAX_MODEL_FILES_BYTES} go to "
-            "machines that join; take away what is neither"
-        )
-    return files
 
 
 def _snapshot(model: str) -> str:

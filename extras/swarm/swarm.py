@@ -29,10 +29,10 @@ from asyncrl.records import Ticket, Trajectory
 from asyncrl.runlog.fingerprint import code_digest
 from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.weights.models import model_files
 from asyncrl.weights.transport import ParameterSpec, Transport
 from extras.planning.shape import read_shape
 from extras.swarm.hub import Hub, make_key
+from extras.swarm.model_files import model_files
 from extras.swarm.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
 from extras.swarm.snapshots import SnapshotWriter
 from extras.swarm.trust import mistake_in
