@@ -135,7 +135,7 @@ def _refuse(name: str, recorded) -> None:
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     """Run the whole replay; every trainer rank calls this."""
     from asyncrl.job.node import start_node
-    from asyncrl.runlog.run_directory import Progress
+    from asyncrl.runlog.progress import Progress
     from asyncrl.trainer.policy import load_policy
 
     with start_node(config, run_worker, lambda start: lead(start, recording, evaluate)) as node:

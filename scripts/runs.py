@@ -14,7 +14,7 @@ from statistics import fmean
 
 import pandas as pd
 
-from asyncrl.runlog.run_directory import read_header
+from asyncrl.runlog.header import read_header
 from scripts.lines import read, read_events
 
 SUMMARY = {

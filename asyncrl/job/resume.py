@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config, flag
+from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import Checkpoint, newest_checkpoint
-from asyncrl.runlog.run_directory import read_header
 from asyncrl.user_code import found_again
 
 if TYPE_CHECKING:

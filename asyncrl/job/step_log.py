@@ -18,7 +18,7 @@ from asyncrl.runlog.metrics import (
     time_metrics,
     training_metrics,
 )
-from asyncrl.runlog.run_directory import Progress
+from asyncrl.runlog.progress import Progress
 from asyncrl.runlog.samples import readable_samples
 from asyncrl.runlog.time_ledger import describe, seconds
 from extras.planning.advice import FIRST_STEPS, MIN_STEPS, StepTold, advice_of

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.runlog.run_directory import cpu_name, git, versions
+from asyncrl.runlog.header import cpu_name, git, versions
 from scripts.lines import markdown, read
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,15 +2,14 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.runlog.record_file import RecordFile
 from asyncrl.runlog.run_directory import RunDirectory
-from scripts.lines import read_events
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,24 +65,25 @@ def test_a_run_that_was_killed_before_its_first_step_gives_its_name_back_and_one
         RunDirectory(config, node_folder=node_folder)
 
 
-def test_a_trajectory_is_a_short_line_before_and_after_a_run_goes_on(tmp_path):
+def test_a_run_that_is_resumed_keeps_its_events_until_the_checkpoint_and_writes_on(tmp_path):
     config = Config(runs_dir=str(tmp_path), run_name="one")
-    now = {"started_at": time.time(), "ended_at": time.time() + 1, "turns": []}
-    fields = {"ticket": 1, "group": 2, "member": 0, "worker": 0, "tokens": 5, "finish_reason": "stop", **now}
     run = RunDirectory(config)
-    run.record("trajectory", reward=np.float64(0.5), min_version=0, max_version=1, **fields)
+    run.record("trajectory", reward=np.float64(0.5), turns=((1.0, 2.5, 3.0),))
     sizes = run.sizes()
-    run.record("trajectory", reward=1.0, **fields)
+    run.record("trajectory", reward=1.0)
     run.close()
+    before = (run.path / "events.jsonl").read_bytes()
     run = RunDirectory(config, resumed={"step": 1, "records": sizes, "skipped": []})
+    run.record("worker_started", worker=0)
+    assert (run.path / "events.jsonl").read_bytes() == before, "no file is changed before the cut"
     run.cut_back()
-    run.record("trajectory", reward=float("nan"), failure="no", **fields)
+    run.record("trajectory", reward=float("nan"), failure="no")
     run.close()
-    first, second = (line for line in lines(run, "events") if isinstance(line, list))
-    assert first[:4] == second[:4] == [1, 2, 0, 0]
-    read = [event for event in read_events(run.path / "events.jsonl") if event["event"] == "trajectory"]
-    assert [event["reward"] for event in read] == [0.5, None]
-    assert read[1]["failure"] == "no" and read[0]["ended_at"] == pytest.approx(now["ended_at"], abs=0.001)
+    events = lines(run, "events")
+    kinds = ["run_started", "trajectory", "run_resumed", "worker_started", "trajectory", "run_ended"]
+    assert [event["event"] for event in events] == kinds
+    assert (events[1]["reward"], events[1]["turns"]) == (0.5, [[1.0, 2.5, 3.0]])
+    assert (events[4]["reward"], events[4]["failure"]) == (None, "no")
 
 
 def test_a_run_that_has_not_ended_is_not_gone_on_with(tmp_path):
@@ -152,6 +152,6 @@ def test_a_directory_that_is_deleted_under_a_run_ends_it_at_the_next_line(tmp_pa
 
 def test_a_full_disk_is_named(tmp_path):
     run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one"))
-    run._files["metrics"] = open("/dev/full", "a")  # noqa: SIM115
+    run._files["metrics"] = RecordFile(Path("/dev/full"))
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
         run.log_metrics({"step": 1})

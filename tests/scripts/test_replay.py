@@ -20,7 +20,8 @@ from asyncrl.controller.workers import Workers
 from asyncrl.job.node import Start
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
-from asyncrl.runlog.run_directory import Progress, RunDirectory
+from asyncrl.runlog.progress import Progress
+from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer import batch
 from asyncrl.trainer.guards import keep_what_fails

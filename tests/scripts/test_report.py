@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.runlog.trajectory_lines import legend, shorten
 from scripts import report
 from scripts.runs import load
 from scripts.timeline import STATE_COLORS, build_timeline, pack, trace
@@ -486,13 +485,13 @@ def test_workers_of_other_nodes_have_lanes_of_their_own_with_the_same_bars(run):
 
 
 def test_an_evaluation_has_its_last_response_also_where_it_ends_within_its_millisecond(tmp_path):
-    of_first = [trajectory(i, 0, 1.0 + i, 0.9997, 0, group=-1, turns=[]) for i in range(3)]
-    of_second = [trajectory(i, 0, 5.0 + i, 0.5, 1, group=-1, turns=[]) for i in range(2)]
+    of_first = [[i, -1, i, 0, [1000 * (i + 1), 999, 0], 10, "stop", 1.0, 0, 0] for i in range(3)]
+    of_second = [[i, -1, i, 0, [1000 * (i + 5), 500, 0], 10, "stop", 1.0, 1, 1] for i in range(2)]
     first, second = ({"event": "evaluation", "time": STARTED + at, "accuracy": 0.5} for at in (3.9998, 7.0))
-    events = [legend(STARTED) | {"event": "run_started", "time": STARTED}]
-    events += [*(shorten(e, STARTED) for e in of_first), first | {"version": 0}]
-    events += [*(shorten(e, STARTED) for e in of_second), second | {"version": 1}]
-    assert all(isinstance(event, list) for event in events[1:4])
+    columns = ["ticket", "group", "member", "worker", "times_ms", "tokens", "finish_reason", "reward", "min_version"]
+    legend = {"trajectory_lines": {"since": STARTED, "columns": [*columns, "max_version", "failure"]}}
+    events = [{"event": "run_started", "time": STARTED} | legend]
+    events += [*of_first, first | {"version": 0}, *of_second, second | {"version": 1}]
     bars = timeline_of_events(tmp_path, events).lanes[1].bars
     assert [bar.details["responses"] for bar in bars] == [3, 2]
 

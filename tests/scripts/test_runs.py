@@ -1,14 +1,16 @@
 """The reader of runs, on directories written here as a run writes them."""
 
+import gzip
 import json
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from asyncrl.runlog.trajectory_lines import legend, shorten
 from scripts.runs import evaluations, frame, load, names, progress, rows, summarise
 
+ROOT = Path(__file__).parents[2]
 INFO = {"config": {"algo": "grpo"}}
 
 
@@ -52,17 +54,38 @@ def test_events_are_frames_by_kind_whose_ids_are_whole_numbers_also_where_some_a
     assert len(run.events["worker_died"]) == 0 and "worker_died" not in run.events
 
 
-def test_trajectories_that_are_written_short_are_the_same_rows(path):
+def test_trajectories_that_older_runs_wrote_as_lists_are_the_same_rows(path):
     event = trajectory(3, group=1, member=0, started_at=1.5, ended_at=2.25, turns=[[1.5, 2.0, 2.25]], tokens=4)
     event |= {"time": 2.5, "finish_reason": "stop", "reward": 0.5, "min_version": 2, "max_version": 2}
     start = {"event": "run_started", "time": 1.0}
-    write_lines(path / "events.jsonl", [start | legend(1.0), shorten(event, 1.0)])
+    columns = ["ticket", "group", "member", "worker", "times_ms", "tokens", "finish_reason", "reward", "min_version"]
+    legend = {"trajectory_lines": {"since": 1.0, "columns": [*columns, "max_version", "failure"]}}
+    line = [3, 1, 0, event["worker"], [500, 0, 500, 250, 0, 250], 4, "stop", 0.5, 2, 2]
+    write_lines(path / "events.jsonl", [start | legend, line])
     short = load(path).events["trajectory"]
     write_lines(path / "events.jsonl", [start, event])
     assert rows(short) == rows(load(path).events["trajectory"])
-    write_lines(path / "events.jsonl", [shorten(event, 1.0)])
+    write_lines(path / "events.jsonl", [line])
     with pytest.raises(ValueError, match=r"run/events.jsonl: trajectory .* stands before the event"):
         _ = load(path).events
+
+
+def test_trajectories_of_an_older_run_in_our_records_are_read():
+    run = load(ROOT / "results" / "smollm2" / "one_digit-s0")
+    responses = run.events["trajectory"]
+    assert (responses["started_at"] <= responses["ended_at"]).all() and (
+        responses["ended_at"] <= responses["time"]
+    ).all()
+    assert set(responses["finish_reason"]) <= {"stop", "length"} and len(responses) > 1000
+
+
+def test_a_file_that_was_packed_by_gzip_is_read_as_before(path):
+    write_lines(path / "events.jsonl", [trajectory(0), trajectory(1)])
+    unpacked = rows(load(path).events["trajectory"])
+    packed = gzip.compress((path / "events.jsonl").read_bytes())
+    (path / "events.jsonl.gz").write_bytes(packed)
+    (path / "events.jsonl").unlink()
+    assert rows(load(path).events["trajectory"]) == unpacked and len(unpacked) == 2
 
 
 def test_events_of_other_nodes_say_their_node(path):

