@@ -176,7 +176,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
 
     config, clock = node.config, node.clock
     clock.enter("other")
-    clock.next_step()
+    clock.take()
     for step in range(recording.first_step, config.steps + 1):
         clock.enter("wait")
         groups = read_batch(batch_path(recording.path, step), step) if node.cluster.is_leader else None
@@ -186,7 +186,7 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
         evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
         clock.enter("other")
         if node.cluster.is_leader:
-            write_metrics(node, step, groups, stats, evaluated, clock.next_step(), progress)
+            write_metrics(node, step, groups, stats, evaluated, clock.take(), progress)
         if is_due(step, config.save_every, config.steps):
             clock.enter("save")
             policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")

@@ -9,18 +9,24 @@ import numpy as np
 from asyncrl.messages import ActivityReport, SampledTokens, Updated
 from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import RolloutReport
-from asyncrl.runlog.time_ledger import WorkerLedgers, seconds, unix_ns
+from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_ns
 
 
 class Journal:
-    """Writes events as they happen and keeps measurements until they are asked for."""
+    """Writes events as they happen and keeps measurements until they are asked for.
 
-    def __init__(self, record: Callable[..., None]):
+    The time of a worker that is starting is followed on the controller's clock. That of a worker that is up is known
+    until its newest report. Where one clock follows on the other, the later moment of the two counts.
+    """
+
+    def __init__(self, record: Callable[..., None], clock: Callable[[], int] = unix_ns):
         """`record(event, **fields)` writes an event; the controller's own, too, of which nothing is measured."""
         self.record = record
-        self._ledgers = WorkerLedgers()
+        self._clock = clock
+        self._ledgers: dict[int, TimeLedger] = {}  # of this node's workers, not of those that joined
+        self._reported: dict[int, int] = {}  # worker that is up -> until when, on its own clock
         self._starts: Counter[int] = Counter()
-        self._pause_s: list[float] = []
+        self._pauses_s: list[float] = []
         self._broadcasts_s: list[float] = []
         self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}  # version -> worker -> log-probs
         self._sampled = SampledTokens()
@@ -29,24 +35,41 @@ class Journal:
 
     def started(self, worker: int) -> None:
         """A worker's process is started; again, if the one before it died."""
-        if not self._starts[worker]:
-            self._ledgers.start(worker, unix_ns())
+        if worker not in self._ledgers:
+            self._ledgers[worker] = TimeLedger(WORKER_STATES, "starting", self._clock())
         self.record("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
 
     def lost(self, worker: int) -> None:
-        """A worker is gone; why is yet to be found out."""
-        if self._starts[worker]:  # else of a machine that has joined
-            self._ledgers.lose(worker, unix_ns())
+        """A worker is gone, and another is to take its place; until now it did what it last reported."""
+        if worker in self._ledgers:
+            self._reported.pop(worker, None)
+            self._enter(worker, "restarting", self._clock())
 
     def active(self, worker: int, report: ActivityReport | None) -> None:
-        """A worker said what it was doing, or had nothing new to say."""
+        """A worker reported what it was doing, or had nothing new to report.
+
+        Raises RuntimeError if the report overlaps the one before it.
+        """
         if report is None:
             return
-        self._ledgers.add(worker, report)
+        reported = self._reported.get(worker, 0)
+        for time_ns, state, _ in report.changes:
+            if time_ns < reported:
+                raise RuntimeError(
+                    f"worker {worker} reports {state!r} at {time_ns} ns after reporting until {reported}"
+                )
+            reported = time_ns
+            self._enter(worker, state, time_ns)
+        self._reported[worker] = report.until
+        self._enter(worker, self._ledgers[worker].state, report.until)
         if report.changes:
             changes = [(ns / 1e9, state, reason) for ns, state, reason in report.changes]
             self.record("worker_state", worker=worker, changes=changes, until=report.until / 1e9)
+
+    def _enter(self, worker: int, state: str, now: int) -> None:
+        ledger = self._ledgers[worker]
+        ledger.enter(state, max(now, ledger.until))
 
     # What workers return
 
@@ -57,7 +80,7 @@ class Journal:
     def updated(self, worker: int, message: Updated, made_at: float) -> None:
         """A worker has loaded new weights, which were announced at `made_at`, monotonic seconds."""
         self.active(worker, message.activity)
-        self._pause_s.append(message.pause_s)
+        self._pauses_s.append(message.pause_s)
         self._broadcasts_s.append(time.monotonic() - made_at)
         self._sampled += message.sampled
         self.record("update", worker=worker, version=message.version, pause_s=message.pause_s)
@@ -69,29 +92,41 @@ class Journal:
     # Sums
 
     def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
-        """What was measured since the last call: pauses, tokens, time of all workers; and what the controller knows."""
-        pauses, self._pause_s = self._pause_s, []
-        broadcasts, self._broadcasts_s = self._broadcasts_s, []
-        sampled, self._sampled = self._sampled, SampledTokens()
-        return RolloutReport(pauses, sampled, self._ledgers.take(unix_ns()), Counter(ledger), num_restarts, broadcasts)
+        """Take what was measured since the last call, and add what the controller knows."""
+        report = RolloutReport(
+            self._pauses_s, self._sampled, self.take_time(), Counter(ledger), num_restarts, self._broadcasts_s
+        )
+        self._pauses_s = []
+        self._broadcasts_s = []
+        self._sampled = SampledTokens()
+        return report
+
+    def take_time(self) -> Counter[str]:
+        """Take the nanoseconds in each state, all workers together, that have become known since the last call."""
+        spent: Counter[str] = Counter()
+        for worker, ledger in self._ledgers.items():
+            until = ledger.until if worker in self._reported else max(self._clock(), ledger.until)
+            spent += ledger.take(until).spent
+        return spent
 
     def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
-        """The engines' log-probs of the probe by version and worker, as far as they have come since the last call."""
+        """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""
         probes, self._probes = self._probes, {}
         return probes
 
     def worker_time(self) -> dict[int, Counter[str]]:
-        """Nanoseconds of each worker in each of WORKER_STATES so far."""
+        """Return the nanoseconds of each worker in each of WORKER_STATES so far."""
         return {worker: ledger.total for worker, ledger in self._ledgers.items()}
 
     def close(self) -> None:
         """Record each worker's time; all have ended."""
-        self._ledgers.take(unix_ns())
+        self.take_time()
         for worker, ledger in self._ledgers.items():
             self.record("worker_time", worker=worker, until=ledger.until / 1e9, seconds=seconds(ledger.total))
 
 
 def _summary(trajectory: Trajectory) -> dict:
+    """Return the fields of a trajectory's event."""
     record = {
         "ticket": trajectory.ticket_id,
         "group": trajectory.group_id,
@@ -107,4 +142,6 @@ def _summary(trajectory: Trajectory) -> dict:
     if trajectory.num_generated:
         versions = trajectory.policy_versions[trajectory.loss_mask]
         record |= {"min_version": int(versions.min()), "max_version": int(versions.max())}
-    return record if not trajectory.failure else record | {"failure": trajectory.failure}
+    if trajectory.failure:
+        record["failure"] = trajectory.failure
+    return record

@@ -47,7 +47,7 @@ class StepLog:
     def __exit__(self, *_) -> None:
         if self.progress is not None:
             self.progress.close()
-            self.clock.next_step()
+            self.clock.take()
             self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
 
     def begin(self) -> None:
@@ -57,12 +57,12 @@ class StepLog:
             self.has_signal = True
         self.clock.enter("other")
         freeze_garbage()
-        self.clock.next_step()
+        self.clock.take()
 
     def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         self.clock.enter("other")
-        account, config = self.clock.next_step(), self.node.config
+        account, config = self.clock.take(), self.node.config
         if not self.node.cluster.is_leader:
             return
         measured = self._measure(step, groups)

@@ -40,7 +40,7 @@ WAITING = ("wait", "evaluate")
 """States in which the trainer does nothing."""
 
 REPORT_INTERVAL_NS = 50_000_000
-"""Responses may end every millisecond; that their worker still decodes need not be said with each."""
+"""Responses may end every millisecond; their worker need not report with each that it still decodes."""
 
 _OFFSET_NS = time.time_ns() - time.monotonic_ns()
 
@@ -72,23 +72,26 @@ class Account:
 
 
 class TimeLedger:
-    """The states that one process goes through."""
+    """The states that one process goes through; by default their times are those of the real clock."""
 
-    def __init__(self, states: Iterable[str], state: str, now: int):
+    def __init__(self, states: Iterable[str], state: str, now: int | None = None):
         """Begin in `state` at `now`, Unix ns."""
         self._states = frozenset(states)
         self.total: Counter[str] = Counter()
         """Nanoseconds in each state until `until`."""
-        self.start = self.until = now
+        self.start = self.until = unix_ns() if now is None else now
         self._spans: list[tuple[str, int, int]] = []
-        self.state = self._known(state)
+        self.state = state
+        self.enter(state, self.start)
 
-    def enter(self, state: str, now: int) -> None:
-        """Leave the state it is in and enter `state`; the same state again goes on.
+    def enter(self, state: str, now: int | None = None) -> None:
+        """Leave the state it is in and enter `state`; the same state again continues.
 
         Raises RuntimeError for a state that is not one of its states, or a time before one that is accounted for.
         """
-        self._known(state)
+        if state not in self._states:
+            raise RuntimeError(f"unknown state {state!r}; it must be one of {', '.join(sorted(self._states))}")
+        now = unix_ns() if now is None else now
         if now < self.until:
             raise RuntimeError(
                 f"state {state!r} begins at {now} ns, but the time until {self.until} ns is accounted for: "
@@ -98,49 +101,34 @@ class TimeLedger:
             self._add(now)
         self.state = state
 
-    def _known(self, state: str) -> str:
-        if state not in self._states:
-            raise RuntimeError(f"unknown state {state!r}; it must be one of {', '.join(sorted(self._states))}")
-        return state
-
     def _add(self, now: int) -> None:
+        """Account for the time since `until`, which the present state took."""
         self.total[self.state] += now - self.until
-        goes_on = bool(self._spans) and self._spans[-1][0] == self.state
-        self._spans.append((self.state, self._spans.pop()[1] if goes_on else self.until, now))
+        start = self.until
+        if self._spans and self._spans[-1][0] == self.state:
+            _, start, _ = self._spans.pop()
+        self._spans.append((self.state, start, now))
         self.until = now
 
-    def take(self, now: int) -> Account:
-        """The account from where the last one ended to `now`; the state goes on."""
+    def take(self, now: int | None = None) -> Account:
+        """Return the account from where the last one ended to `now`; the state continues."""
         self.enter(self.state, now)
         spans, self._spans = self._spans, []
         return Account(tuple(spans))
 
 
-class TrainerClock:
-    """The trainer's ledger on the real clock."""
+class TrainerClock(TimeLedger):
+    """What the trainer does, on the real clock."""
 
     def __init__(self) -> None:
-        self._ledger = TimeLedger(TRAINER_STATES, "starting", unix_ns())
-
-    @property
-    def total(self) -> Counter[str]:
-        """Nanoseconds in each state since it was made, until the last state was entered."""
-        return self._ledger.total
-
-    def enter(self, state: str) -> None:
-        """The trainer does this from now on."""
-        self._ledger.enter(state, unix_ns())
-
-    def next_step(self) -> Account:
-        """The account of the step that ends here. What follows, records and checkpoint, counts for the next one."""
-        return self._ledger.take(unix_ns())
+        super().__init__(TRAINER_STATES, "starting")
 
 
 # Rollout workers
 
 
 class Activity:
-    """What a rollout worker is doing, told from what it has to do; kept by the worker itself.
+    """What a rollout worker is doing. It follows from what the worker has to do, and the worker itself keeps it.
 
     A state is noted when it changes, and travels with the next message that is sent anyway.
     """
@@ -195,82 +183,38 @@ class Activity:
         return ("starved" if self._held in ("", "round") else "gated"), self._held
 
     def report(self) -> ActivityReport:
-        """All changes since the last report."""
+        """Return all changes since the last report."""
         changes, self._changes = self._changes, []
         self._reported_at = self._clock()
         return ActivityReport(tuple(changes), self._reported_at)
 
     def report_if_due(self) -> ActivityReport | None:
-        """A report if anything has changed, or to say after a while that nothing has."""
+        """Return a report if anything has changed, or after a while that nothing has."""
         is_due = self._changes or self._clock() - self._reported_at >= REPORT_INTERVAL_NS
         return self.report() if is_due else None
-
-
-class WorkerLedgers:
-    """A ledger per rollout worker, from the controller's word on its life and the worker's own reports.
-
-    An engine that is starting is followed on the controller's clock, a worker that is up is known until its newest
-    report. Where one follows on the other, the later moment of the two clocks counts.
-    """
-
-    def __init__(self) -> None:
-        self._ledgers: dict[int, TimeLedger] = {}
-        self._reported: dict[int, int] = {}  # worker -> until when, on its own clock
-
-    def start(self, worker: int, now: int) -> None:
-        """A worker's process is started for the first time."""
-        self._ledgers[worker] = TimeLedger(WORKER_STATES, "starting", now)
-
-    def lose(self, worker: int, now: int) -> None:
-        """A worker has died, and another is to take its place; until now it did what it last reported."""
-        self._reported.pop(worker, None)
-        ledger = self._ledgers[worker]
-        ledger.enter("restarting", max(now, ledger.until))
-
-    def add(self, worker: int, report: ActivityReport) -> None:
-        """Take in a report. Raises RuntimeError if it overlaps the one before it."""
-        ledger, before = self._ledgers[worker], self._reported.get(worker, 0)
-        for time_ns, state, _ in report.changes:
-            if time_ns < before:
-                raise RuntimeError(f"worker {worker} reports {state!r} at {time_ns} ns after reporting until {before}")
-            before = time_ns
-            ledger.enter(state, max(time_ns, ledger.until))
-        self._reported[worker] = report.until
-        ledger.enter(ledger.state, max(report.until, ledger.until))
-
-    def take(self, now: int) -> Counter[str]:
-        """Nanoseconds in each state, all workers together, of what has become known since the last call."""
-        spent: Counter[str] = Counter()
-        for worker, ledger in self._ledgers.items():
-            is_up = worker in self._reported
-            spent += ledger.take(ledger.until if is_up else max(now, ledger.until)).spent
-        return spent
-
-    def items(self) -> Iterable[tuple[int, TimeLedger]]:
-        """Each worker's index and ledger."""
-        return self._ledgers.items()
 
 
 # Numbers and text
 
 
 def shares(spent: Counter[str], states: Collection[str]) -> dict[str, float]:
-    """The share of each of `states` in all of `spent`; they sum to 1. Empty if no time has passed.
+    """Return the share of each of `states` in all of `spent`; they sum to 1. Empty if no time has passed.
 
     Raises RuntimeError if time was spent in a state that is not one of them.
     """
-    total, of_states = spent.total(), sum(spent[state] for state in states)
-    if of_states != total:
-        raise RuntimeError(f"{total - of_states} of {total} ns were spent in none of {', '.join(states)}: {spent}")
+    total = spent.total()
+    other = total - sum(spent[state] for state in states)
+    if other:
+        raise RuntimeError(f"{other} of {total} ns were spent in none of {', '.join(states)}: {spent}")
     return {state: spent[state] / total for state in states} if total else {}
 
 
 def seconds(spent: Counter[str]) -> dict[str, float]:
-    """Nanoseconds as seconds."""
+    """Return nanoseconds as seconds."""
     return {state: ns / 1e9 for state, ns in spent.items()}
 
 
 def describe(name: str, spent: Counter[str]) -> str:
-    """One line: how long, and the share of each state, the largest first."""
+    """Return one line: how long, and the share of each state, the largest first."""
     parts = [f"{state} {ns / spent.total():.1%}" for state, ns in spent.most_common() if ns]
     return f"{name}  {spent.total() / 1e9:.1f} s: {', '.join(parts)}"

@@ -202,7 +202,7 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         s.controller.take_batch()
         s.publish(1)
         s.controller.take_batch()
-        spent = s.controller.clock.next_step().spent
+        spent = s.controller.clock.take().spent
         assert spent["evaluate"] > 0, "what is waited for is held back by the evaluation"
         evaluation = s.controller.evaluations.running
         assert evaluation is not None and s.controller.buffer.published_version == 0, "publishing waits, nothing else"

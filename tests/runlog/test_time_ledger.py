@@ -14,7 +14,6 @@ from asyncrl.runlog.time_ledger import (
     Activity,
     TimeLedger,
     TrainerClock,
-    WorkerLedgers,
     describe,
     shares,
     unix_ns,
@@ -92,9 +91,9 @@ def test_a_state_that_overlaps_the_one_before_is_an_error():
 def test_the_trainers_clock_is_the_real_one_and_begins_a_new_account_with_each_step():
     before, clock = unix_ns(), TrainerClock()
     clock.enter("wait")
-    first = clock.next_step()
+    first = clock.take()
     clock.enter("save")
-    second = clock.next_step()
+    second = clock.take()
     assert before <= first.spans[0][1] and first.spans[-1][2] == second.spans[0][1]
     assert set(first.spent) <= {"starting", "wait"} and set(second.spent) <= {"wait", "save"}
     assert clock.total == first.spent + second.spent
@@ -194,54 +193,3 @@ def test_that_nothing_has_changed_is_said_only_now_and_then():
     assert states(activity.report_if_due()) == ["environment"]
     clock.now = 2 * REPORT_INTERVAL_NS
     assert activity.report_if_due() == ActivityReport((), clock.now)
-
-
-# All workers, as the controller knows them
-
-
-def test_starting_is_followed_on_the_controllers_clock_and_then_what_is_reported_counts():
-    ledgers = WorkerLedgers()
-    ledgers.start(0, 100)
-    assert ledgers.take(150) == {"starting": 50}
-    ledgers.add(0, ActivityReport(((180, "gated", "weights"), (200, "decoding", "")), 230))
-    assert ledgers.take(300) == {"starting": 30, "gated": 20, "decoding": 30}, "until 230: later is not known yet"
-    ledgers.add(0, ActivityReport((), 290))
-    assert ledgers.take(300) == {"decoding": 60}
-
-
-def test_a_dead_worker_did_what_it_last_reported_and_is_restarting_until_the_next_one_reports():
-    ledgers = WorkerLedgers()
-    ledgers.start(0, 0)
-    ledgers.add(0, ActivityReport(((10, "decoding", ""),), 20))
-    ledgers.lose(0, 50)
-    assert ledgers.take(60) == {"starting": 10, "decoding": 40, "restarting": 10}
-    ledgers.add(0, ActivityReport(((90, "starved", ""),), 95))
-    assert ledgers.take(100) == {"restarting": 30, "starved": 5}
-    (ledger,) = dict(ledgers.items()).values()
-    assert ledger.total.total() == 95 - 0
-
-
-def test_where_one_clock_takes_over_from_another_nothing_is_counted_twice():
-    ledgers = WorkerLedgers()
-    ledgers.start(0, 0)
-    ledgers.take(100)
-    ledgers.add(0, ActivityReport(((98, "starved", ""), (103, "decoding", "")), 110))
-    assert ledgers.take(120) == {"starved": 3, "decoding": 7}
-    ledgers.lose(0, 108)
-    assert ledgers.take(130) == {"restarting": 20}
-
-
-def test_workers_are_summed():
-    ledgers = WorkerLedgers()
-    ledgers.start(0, 0)
-    ledgers.start(1, 0)
-    ledgers.add(1, ActivityReport(((2, "decoding", ""),), 10))
-    assert ledgers.take(5) == {"starting": 5 + 2, "decoding": 8}
-
-
-def test_a_report_that_overlaps_the_one_before_is_an_error():
-    ledgers = WorkerLedgers()
-    ledgers.start(0, 0)
-    ledgers.add(0, ActivityReport(((10, "decoding", ""),), 20))
-    with pytest.raises(RuntimeError, match="worker 0 reports 'starved' at 19 ns after reporting until 20"):
-        ledgers.add(0, ActivityReport(((19, "starved", ""),), 25))
