@@ -224,8 +224,8 @@ def write_metrics(
         **training_metrics(stats),
         **time_metrics(account.spent, Counter()),
     }
-    node.run.log_metrics(metrics)
     node.run.record("step", step=step, spans=account.spans_s)
+    node.run.log_metrics(metrics)
     progress.show(metrics)
 
 

@@ -177,10 +177,7 @@ def _make(folder: Path) -> None:
 def _ended_before_first_step(folder: Path) -> bool:
     """Return whether a run, or a node of one, has made no step in a directory, and its process is gone."""
     events = folder / "events.jsonl"
-    metrics = folder / "metrics.jsonl"
-    if not events.exists() or (metrics.exists() and metrics.stat().st_size):
-        return False
-    if b'"event":"step"' in events.read_bytes().replace(b" ", b""):
+    if not events.exists() or b'"event":"step"' in events.read_bytes().replace(b" ", b""):
         return False
     file = RecordFile(events)
     is_free = file.lock()

@@ -31,7 +31,7 @@ def test_an_earlier_run_is_never_overwritten(tmp_path):
     run = RunDirectory(config)
     with pytest.raises(ValueError, match=r"one exists; give another --run-name"):
         RunDirectory(config)  # it has not made a step, but may be about to
-    run.log_metrics({"step": 1})
+    run.record("step", step=1)
     run.close(RuntimeError("no batch"))
     with pytest.raises(ValueError, match=r"one exists; give another --run-name"):
         RunDirectory(config)
