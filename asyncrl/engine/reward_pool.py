@@ -1,15 +1,15 @@
-"""A pool of processes that score responses, each of which can be killed alone and is replaced within milliseconds.
+"""Score responses in processes that can be killed one by one, and that are replaced within milliseconds.
 
-Every process has a socket of its own and a thread here that waits for it. So one that hangs, dies or is stopped costs
-the response that it scores, and keeps only one thread waiting; the others go on. What runs there, and what it is kept
-from, is in reward_process.py. They send JSON and nothing else, as a hostile one could send anything.
+A response that hangs or kills its process costs itself alone. Each process has a socket of its own. What runs in a
+process, and what it is kept from, is in reward_process.py. Processes answer in JSON only, as a hostile one could send
+anything.
 
-One with async functions has many responses at once. If it dies, or its event loop stands still, nobody knows by whose
-fault, so all of them are scored once more, each alone.
+A plain function has one response at a time in a process, and an async function many. If a process dies, nobody knows
+which response is to blame. It may also have been killed from outside. So all its responses are scored once more, each
+in a new process of its own.
 """
 
 import asyncio
-import collections
 import contextlib
 import itertools
 import json
@@ -18,35 +18,26 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.engine.reward_process import READY
 from asyncrl.engine.score import MAX_REWARD, Failed, Scored, add, are_parts, load_score
 
-_MAX_BATCH = 64
-"""Responses sent at once: scoring a short one takes less time than sending it."""
 _MAX_START_S = 60.0
 """Longest start of the template, imports included; they compete with vLLM's for the CPU."""
 _MAX_FORK_S = 5.0
 """Longest wait for a process forked from it: it has all imports and copies nothing."""
 _MAX_REPLY = 1 << 16  # bytes: a message of 500 characters is far below
-_GRACE_S = 2.0  # an event loop that is silent so much longer than its own limit stands still
+_GRACE_S = 2.0
+"""Processes of async functions keep the limit themselves. One that is silent for so much longer has a blocked loop."""
 _TEMPLATE = """import json, sys
 sys.path, *arguments = json.loads(sys.argv[1])
 from asyncrl.engine.reward_process import run_template
 run_template(*arguments)"""
 
 
-@dataclass(eq=False)
-class _Item:
-    answer: str
-    response: str
-    reward: Future = field(default_factory=Future)
-    died: bool = False
-    """Whether a process died with it. That may have been killed by somebody else, so it is scored once more."""
+class _Died(Exception):
+    """A process ended, or sent what it must not, before it answered."""
 
 
 class Rewards:
@@ -78,194 +69,206 @@ class RewardPool:
         Raises ValueError for a file that cannot be loaded and for what is no reward function.
         """
         self._functions = str(load_score(task, rewards).of(is_async))
-        self._timeout_s, self._num_processes, self._is_async = timeout_s, num_processes, is_async
+        self._timeout_s = timeout_s
+        self._is_async = is_async
         self._template = _Template(task, rewards, is_async, title)
-        self._changed = threading.Condition()
-        self._waiting: collections.deque[_Item] = collections.deque()
-        self._closed = False
+        self._retries = asyncio.Semaphore(num_processes)
+        self._places: asyncio.Queue[_Place] = asyncio.Queue()
         for _ in range(num_processes):
-            threading.Thread(target=self._score_waiting, name=title, daemon=True).start()
+            self._places.put_nowait(_Place())
 
     async def score(self, answer: str, response: str) -> Scored:
-        """Reward of one response, and its parts; `timeout_s` bounds its scoring, not the time it waits for its turn.
+        """Return the reward of one response, and its parts. `timeout_s` bounds its scoring, not the wait for its turn.
 
         Raises Failed if the reward raises, hangs, kills its process, or is neither a finite number nor a dict.
         """
-        return await asyncio.wrap_future(self.begin(answer, response))
-
-    def begin(self, answer: str, response: str) -> Future:
-        """Begin to score one response, outside of any event loop: the future of what `score` gives or raises; after
-        close it may never end."""
-        item = _Item(answer, response)
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("the reward pool is closed")
-            self._waiting.append(item)
-            self._changed.notify()
-        return item.reward
+        if self._template.is_closed:
+            raise RuntimeError("the reward pool is closed")
+        request = [self._timeout_s, answer, response]
+        try:
+            return await self._score_beside_others(request) or await self._score_alone(request)
+        except TimeoutError:
+            raise Failed(f"{self._functions}timed out after {self._timeout_s:g} s") from None
+        except _Died:
+            raise Failed(f"{self._functions}its process died") from None
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
         self._template.close()
 
-    def _take(self, is_free: bool = True) -> list[_Item]:
-        """Wait for responses, unless others are scored, and take this thread's share; none when the pool is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed or not is_free)
-            share = min(_MAX_BATCH, -(-len(self._waiting) // self._num_processes))
-            if self._is_async and share and self._waiting[0].died:
-                share = int(is_free)  # it is to be alone
-            return [] if self._closed else [self._waiting.popleft() for _ in range(share)]
+    async def _score_beside_others(self, request: list) -> Scored | None:
+        """Score where others are scored before, after or at the same time. Return None if the process died."""
+        place = await self._places.get()
+        if self._is_async:
+            self._places.put_nowait(place)
+        try:
+            async with place.is_changing:
+                if place.scorer is None or place.scorer.is_dead:
+                    place.scorer = await self._start_scorer()
+            return await place.scorer.score(request)
+        except _Died:
+            return None
+        except TimeoutError:
+            if not self._is_async:
+                raise
+            return None  # its event loop is blocked, maybe by another response
+        finally:
+            if not self._is_async:
+                self._places.put_nowait(place)
 
-    def _score_waiting(self) -> None:
-        """Have one process score what waits, and replace it when it fails; runs in a thread."""
-        scorer, dead, numbers = None, 0, itertools.count()  # none twice, as a hostile one may answer twice
-        while taken := self._take():
-            items = {number: item for item, number in zip(taken, numbers, strict=False)}
+    async def _score_alone(self, request: list) -> Scored:
+        async with self._retries:
+            scorer = await self._start_scorer()
             try:
-                scorer = scorer or self._template.fork(dead)
-                self._score(scorer, items, numbers)
-            except (OSError, EOFError, ValueError, RecursionError) as error:  # the last two by hostile JSON
-                self._on_failure(items, None if scorer is None else error)
-                dead, scorer, numbers = scorer.kill() if scorer else 0, None, itertools.count()
-            if items:
-                with self._changed:
-                    self._waiting.extendleft(reversed(items.values()))
-                    self._changed.notify_all()
-        if scorer is not None:
-            scorer.kill()
+                return await scorer.score(request)
+            finally:
+                scorer.kill()
 
-    def _score(self, scorer: "_Scorer", items: dict[int, _Item], numbers: Iterator[int]) -> None:
-        """Settle items, and beside async ones what comes meanwhile; those that an error leaves are not scored."""
-        scorer.connection.settimeout(self._timeout_s + _GRACE_S * self._is_async)
-        scorer.send(items, self._timeout_s)
-        while items:
-            number, outcome = scorer.receive(items)
-            _settle(items.pop(number), outcome)
-            if self._is_async and (taken := self._take(is_free=False)):
-                items |= (more := {number: item for item, number in zip(taken, numbers, strict=False)})
-                scorer.send(more, self._timeout_s)
-
-    def _on_failure(self, items: dict[int, _Item], error: Exception | None) -> None:
-        """Say of the item that was scored why it has no reward, unless it is worth another try."""
-        first = next(iter(items))
-        if error is None:
-            _settle(items.pop(first), f"{self._functions}its process cannot be started; the log of its worker says why")
-        elif self._is_async and len(items) > 1:
-            for item in items.values():
-                item.died = True
-        elif isinstance(error, TimeoutError):
-            _settle(items.pop(first), f"{self._functions}timed out after {self._timeout_s:g} s")
-        elif items[first].died:
-            _settle(items.pop(first), f"{self._functions}its process died")
-        else:
-            items[first].died = True
-
-
-def _settle(item: _Item, outcome: Scored | str) -> None:
-    if not item.reward.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, str):
-        item.reward.set_exception(Failed(outcome))
-    else:
-        item.reward.set_result(outcome)
+    async def _start_scorer(self) -> "_Scorer":
+        try:
+            pid, reader, writer = await self._template.fork()
+        except (OSError, ValueError):
+            reason = "its process cannot be started; the log of its worker says why"
+            raise Failed(f"{self._functions}{reason}") from None
+        limit_s = self._timeout_s + _GRACE_S * self._is_async
+        return _Scorer(pid, reader, writer, limit_s=limit_s, is_shared=self._is_async)
 
 
 class _Scorer:
     """One process that scores, seen from here."""
 
-    def __init__(self, pid: int, connection: socket.socket):
-        self._pid, self.connection = pid, connection
-        self._replies = connection.makefile("rb")
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer, *, limit_s: float, is_shared: bool):
+        self._pid = pid
+        self._writer = writer
+        self._limit_s = limit_s
+        self._is_shared = is_shared
+        self._numbers = itertools.count()  # none twice, as a hostile one may answer twice
+        self._replies: dict[int, asyncio.Future] = {}
+        self._reading = asyncio.create_task(self._read(reader))
+        self.is_dead = False
 
-    def send(self, items: dict[int, _Item], timeout_s: float) -> None:
-        """Ask for the rewards of items, by numbers."""
-        request = json.dumps([timeout_s, [[number, item.answer, item.response] for number, item in items.items()]])
-        self.connection.sendall(request.encode() + b"\n")
+    async def score(self, request: list) -> Scored:
+        """Return the reward and parts of one response.
 
-    def receive(self, items: dict[int, _Item]) -> tuple[int, Scored | str]:
-        """The number of an item, with its reward and parts, or one line that says why there are none.
-
-        Raises TimeoutError if that takes too long, and OSError, EOFError, ValueError or RecursionError if the process
-        dies or says what it should not.
+        Raises _Died, Failed, or TimeoutError after the process was killed for its silence.
         """
-        line = self._replies.readline(_MAX_REPLY)
-        if not line.endswith(b"\n"):
-            raise EOFError
-        match json.loads(line):
-            case [int(number), str(why)] if number in items:
-                return number, why
-            case [int(number), float(reward), dict(parts)] if number in items and are_parts(parts):
-                if abs(reward) <= MAX_REWARD:
-                    return number, (reward, parts)
-        raise ValueError(f"a reward process sent {line[:100]!r}")
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(json.dumps([number, *request]).encode() + b"\n")
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await reply
+        except TimeoutError:
+            self.kill()
+            raise
+        except asyncio.CancelledError:
+            if not self._is_shared:
+                self.kill()  # it would keep the next response waiting
+            raise
 
-    def kill(self) -> int:
-        """End the process and what it has started. Returns its pid, which nobody has before it is reaped."""
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand every reply to whoever waits for it, until the process ends or sends what it must not."""
+        try:
+            while (line := await reader.readline()).endswith(b"\n"):
+                number, outcome = _parse(line)
+                reply = self._replies.pop(number)
+                if reply.cancelled():
+                    continue
+                if isinstance(outcome, str):
+                    reply.set_exception(Failed(outcome))
+                else:
+                    reply.set_result(outcome)
+        except (OSError, KeyError, ValueError, RecursionError):  # the last three by hostile JSON
+            pass
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and what it has started. All that wait for it learn that it died.
+
+        If it ended before, its pid may be free. But the kernel gives pids out in turn, so nobody has it yet.
+        """
+        if self.is_dead:
+            return
+        self.is_dead = True
         for kill in (os.killpg, os.kill):  # it is no group before it has made itself one
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)
-        self.connection.close()
-        return self._pid
+        self._writer.close()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(_Died())
+
+
+def _parse(line: bytes) -> tuple[int, Scored | str]:
+    """Return the number in a reply, with the reward and its parts, or with the line that says why there are none.
+
+    Raises ValueError, KeyError or RecursionError for what no process sends.
+    """
+    match json.loads(line):
+        case [int(number), str(reason)]:
+            return number, reason
+        case [int(number), float(reward), dict(parts)] if abs(reward) <= MAX_REWARD and are_parts(parts):
+            return number, (reward, parts)
+    raise ValueError(f"a reward process sent {line[:100]!r}")
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where one process at a time scores."""
+
+    is_changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    scorer: _Scorer | None = None
 
 
 class _Template:
-    """The process from which scorers are forked; it never sees a response. Safe to use from several threads."""
+    """The process from which scorers are forked; it never sees a response."""
 
     def __init__(self, *arguments):
         """`arguments` are those of run_template after the socket's descriptor."""
-        self._arguments, self._lock, self._closed = arguments, threading.Lock(), False
+        self._arguments = arguments
+        self._is_forking = asyncio.Lock()
+        self.is_closed = False
         self._start()
 
-    def fork(self, dead: int) -> _Scorer:
-        """A new process, in place of the one that was killed, or 0; the template itself is replaced if need be.
+    async def fork(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Fork a process. Returns its pid and streams to it. The template itself is replaced if need be.
 
-        Raises OSError if it cannot be started.
+        Raises OSError or ValueError if it cannot be started.
         """
-        with self._lock:
+        async with self._is_forking:
             try:
-                return self._fork(dead)
-            except OSError:  # it was killed, or stands still
+                return await self._fork()
+            except (OSError, ValueError):  # the template was killed, or is stopped
                 self._end()
                 self._start()
-                return self._fork(0)
+                return await self._fork()
+
+    def close(self) -> None:
+        """End the template, and with it all scorers."""
+        self.is_closed = True
+        self._end()
 
     def _start(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise ConnectionAbortedError("the reward pool is closed")
-        self._control, theirs = socket.socketpair()
-        with theirs:  # a plain process: multiprocessing's would import this one's __main__, and torch and vllm with it
-            arguments = json.dumps([sys.path, theirs.fileno(), *self._arguments])
+        self._control, template_end = socket.socketpair()
+        with template_end:  # a plain process: multiprocessing's would import this one's __main__, and so torch and vllm
+            arguments = json.dumps([sys.path, template_end.fileno(), *self._arguments])
             command = [sys.executable, "-c", _TEMPLATE, arguments]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._is_ready = False
+            self._process = subprocess.Popen(command, pass_fds=[template_end.fileno()], stdin=subprocess.DEVNULL)
+        self._max_fork_s = _MAX_START_S
 
-    def _fork(self, dead: int) -> _Scorer:
-        if not self._is_ready:
-            self._control.settimeout(_MAX_START_S)
-            self._is_ready = self._ask(len(READY)) == READY
-        self._control.settimeout(_MAX_FORK_S)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"%d" % dead], [theirs.fileno()])
-        return _Scorer(int(self._ask(64)), ours)
-
-    def _ask(self, num_bytes: int) -> bytes:
-        if not (reply := self._control.recv(num_bytes)):
-            raise ConnectionResetError("the template has ended")
-        return reply
+    async def _fork(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+        connection, scorer_end = socket.socketpair()
+        with scorer_end:
+            socket.send_fds(self._control, [b"fork"], [scorer_end.fileno()])
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_REPLY)
+        async with asyncio.timeout(self._max_fork_s):
+            pid = int(await reader.readline())
+        self._max_fork_s = _MAX_FORK_S
+        return pid, reader, writer
 
     def _end(self) -> None:
         self._process.kill()
         self._process.wait()
         self._control.close()
-
-    def close(self) -> None:
-        """End the template, and with it all scorers."""
-        self._closed = True
-        self._process.kill()  # whoever waits for it sees its end
-        with self._lock:
-            self._end()

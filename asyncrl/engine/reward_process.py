@@ -32,6 +32,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 import psutil
 from setproctitle import setproctitle
@@ -40,7 +41,6 @@ from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.engine.score import Score, Scored, load_score, one_line
 
 MEMORY_BYTES = 2 << 30
-READY = b"ready"
 _LIMITS_OF_ASYNC = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
 _LIMITS = {**_LIMITS_OF_ASYNC, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}
 _NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, pid, ipc: sched.h
@@ -56,7 +56,7 @@ def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool,
     """Import what scoring needs, by plain functions or by async ones, then fork a scorer for each socket that comes
     over the socket of that descriptor, until that closes.
 
-    With each comes the pid of a scorer that was killed, to be reaped, or 0; its own goes back.
+    The scorer's pid is the first line on that socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle(title)
@@ -67,18 +67,18 @@ def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool,
     freeze_garbage()
     if reason := _why_no_namespaces(is_async):
         print(f"warning: {title}: no namespaces ({reason}): network and files are not contained", flush=True)
-    control.sendall(READY)
     while True:
-        message, sockets, _, _ = socket.recv_fds(control, 64, 1)
-        if not message:
+        _, sockets, _, _ = socket.recv_fds(control, 4, 1)
+        if not sockets:
             os._exit(0)  # whoever asks is gone, and scorers go with this process
-        if dead := int(message):
-            with contextlib.suppress(ChildProcessError):  # a template before this one had it
-                os.waitpid(dead, 0)
-        if (pid := os.fork()) == 0:
+        with contextlib.suppress(ChildProcessError):  # it has no child
+            while os.waitpid(-1, os.WNOHANG)[0]:  # bury the dead
+                pass
+        pid = os.fork()
+        if pid == 0:
             _run_scorer(sockets[0], score, not reason)
+        os.write(sockets[0], b"%d\n" % pid)
         os.close(sockets[0])
-        control.sendall(b"%d" % pid)
 
 
 def _why_no_namespaces(keeps_network: bool = False) -> str:
@@ -112,27 +112,35 @@ def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
     """Serve one socket under all limits, or answer with what forbids them; never returns."""
     connection = socket.socket(fileno=descriptor)
     try:
-        memory = psutil.Process().memory_info().vms + MEMORY_BYTES
-        os.setpgid(0, 0)
         _keep_only(descriptor)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as badness:
-            badness.write("1000")  # the first to go when memory runs out
-        if in_namespaces:
-            _enter_namespaces(score.is_async)
-            if scorer := os.fork():  # the first process of its space: all others there end with it
-                _die_with_parent()
-                os._exit(bool(os.waitpid(scorer, 0)))
-            _call(_libc.capset, *_NO_CAPABILITIES)
-        _die_with_parent()
-        _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        limits = _LIMITS_OF_ASYNC if score.is_async else _LIMITS
-        for limit, most in {**limits, resource.RLIMIT_AS: memory}.items():
-            resource.setrlimit(limit, (most, most))
-        asyncio.run(_serve_together(connection, score)) if score.is_async else _serve(connection, score)
+        _contain(score.is_async, in_namespaces)
+        if score.is_async:
+            asyncio.run(_serve_together(connection, score))
+        else:
+            _serve(connection, score)
     except (OSError, MemoryError) as error:  # it cannot be set up, or whoever asks is gone
-        connection.sendall(json.dumps([0, one_line(error)]).encode() + b"\n")
+        _send(connection.sendall, 0, one_line(error))
     finally:
         os._exit(0)
+
+
+def _contain(is_async: bool, in_namespaces: bool) -> None:
+    """Put this process under all limits; returns in a process forked from it where there are namespaces."""
+    memory = psutil.Process().memory_info().vms + MEMORY_BYTES
+    os.setpgid(0, 0)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as badness:
+        badness.write("1000")  # the first to go when memory runs out
+    if in_namespaces:
+        _enter_namespaces(is_async)
+        if scorer := os.fork():  # the first process of its space: all others there end with it
+            _die_with_parent()
+            os._exit(bool(os.waitpid(scorer, 0)))
+        _call(_libc.capset, *_NO_CAPABILITIES)
+    _die_with_parent()
+    _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    limits = _LIMITS_OF_ASYNC if is_async else _LIMITS
+    for limit, most in {**limits, resource.RLIMIT_AS: memory}.items():
+        resource.setrlimit(limit, (most, most))
 
 
 def _keep_only(descriptor: int) -> None:
@@ -152,43 +160,42 @@ def _die_with_parent() -> None:
 
 
 def _serve(connection: socket.socket, score: Score) -> None:
-    """Read lines of JSON, [limit in seconds, [[number, answer, response], …]], and answer each item with a line of its
-    own: its number, and its reward and parts or why there are none."""
+    """Read lines of JSON, [number, limit in seconds, answer, response]; answer each with [number, reward, parts], or
+    with [number, why there is no reward]."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody else would bury what a response has started
     for line in connection.makefile("rb"):
-        timeout_s, items = json.loads(line)
-        cpu_s = math.ceil(time.process_time() + timeout_s * len(items)) + 1
+        number, timeout_s, answer, response = json.loads(line)
+        cpu_s = math.ceil(time.process_time() + timeout_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
-        for number, answer, response in items:
-            try:
-                outcome = score(answer, response)
-            except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
-                outcome = (one_line(error),)
-            if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)
-            connection.sendall(json.dumps([number, *outcome]).encode() + b"\n")
-            if "MemoryError" in str(outcome[0]):
-                return  # the next one is to have all its memory; the pool starts another
+        try:
+            outcome = score(answer, response)
+        except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
+            outcome = (one_line(error),)
+        if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        _send(connection.sendall, number, *outcome)
 
 
 async def _serve_together(connection: socket.socket, score: Score) -> None:
-    """As _serve by async functions: all items at once, each with its own limit."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
-    scoring = set()
+    """As _serve by async functions: all responses at once, each with its own limit."""
 
-    async def serve(timeout_s: float, number: int, *item: str) -> None:
-        task = asyncio.ensure_future(score.together(*item))
-        await asyncio.wait({task}, timeout=timeout_s)
+    async def serve(number: int, timeout_s: float, answer: str, response: str) -> None:
+        scoring = asyncio.ensure_future(score.together(answer, response))
+        await asyncio.wait({scoring}, timeout=timeout_s)
         outcome: Scored | tuple[str] = (f"{score}timed out after {timeout_s:g} s",)
-        if not task.cancel():  # it has ended
-            outcome = (str(task.exception()),) if task.exception() else task.result()
-        writer.write(json.dumps([number, *outcome]).encode() + b"\n")
-        if "MemoryError" in str(outcome[0]):
-            os._exit(0)
+        if not scoring.cancel():  # it has ended
+            outcome = (str(scoring.exception()),) if scoring.exception() else scoring.result()
+        _send(writer.write, number, *outcome)
 
-    while line := await reader.readline():
-        timeout_s, items = json.loads(line)
-        for item in items:
-            scoring.add(task := asyncio.ensure_future(serve(timeout_s, *item)))
-            task.add_done_callback(scoring.discard)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
+    async with asyncio.TaskGroup() as serving:
+        while line := await reader.readline():
+            serving.create_task(serve(*json.loads(line)))
+
+
+def _send(send: Callable[[bytes], object], number: int, *outcome) -> None:
+    """Answer a response. After one that took all memory the process ends, and the next response has another."""
+    send(json.dumps([number, *outcome]).encode() + b"\n")
+    if "MemoryError" in str(outcome[0]):
+        os._exit(0)

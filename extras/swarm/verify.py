@@ -16,8 +16,10 @@ extras/swarm/trust.py looks at every response for what no honest machine sends. 
 - Machines that take work and give it back, fail or are slow, which costs time alone.
 """
 
+import asyncio
 import hashlib
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -73,6 +75,7 @@ class Verifier:
         self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
         self.largest, self._key = 0.0, key or secrets.token_bytes(16)
         self._pool: RewardPool | None = None
+        self._loop = asyncio.new_event_loop()
         self._score_by = config.task, config.reward
         self._can_score = not (config.is_multi_turn or load_score(*self._score_by).is_async)
         self._scoring: list[tuple[Trajectory, Future]] = []
@@ -109,9 +112,12 @@ class Verifier:
             self.counts.update(rewards_unverified=len(chosen))
             return
         for ticket, t in chosen:
-            self._pool = self._pool or RewardPool(*self._score_by, self.config.env_timeout_s, title="rewards verifier")
+            if self._pool is None:
+                self._pool = RewardPool(*self._score_by, self.config.env_timeout_s, title="rewards verifier")
+                threading.Thread(target=self._loop.run_forever, name="rewards verifier", daemon=True).start()
             text = self.tokenizer.decode(t.tokens[t.loss_mask].tolist(), skip_special_tokens=True)
-            self._scoring.append((t, self._pool.begin(ticket.answer, text)))
+            scoring = asyncio.run_coroutine_threadsafe(self._pool.score(ticket.answer, text), self._loop)
+            self._scoring.append((t, scoring))
 
     def _false_rewards(self) -> Iterator[tuple[int, str]]:
         under_way, self._scoring = self._scoring, []
@@ -133,6 +139,7 @@ class Verifier:
         """End the scoring where it stands."""
         if self._pool:
             self._pool.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) -> dict[int, float]:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from setproctitle import setproctitle
 
-from asyncrl.engine.reward_pool import RewardPool, _Item, _Scorer
+from asyncrl.engine.reward_pool import RewardPool, _Scorer
 from asyncrl.engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
 from asyncrl.engine.score import MAX_FAILURE, Failed, load_score
 
@@ -207,15 +207,21 @@ def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(tmp_path
     process = multiprocessing.get_context("spawn").Process(target=run_scorer_as, args=(user, theirs, in_namespaces))
     with theirs:
         process.start()
-    scorer, path, title = _Scorer(process.pid, ours), tmp_path / "file", f"hostile-{tmp_path.name}"
+    path, title = tmp_path / "file", f"hostile-{tmp_path.name}"
     tmp_path.chmod(0o777)
     texts = ("limits", f"write {path}", "allocate") if user == 0 else ("limits", f"daemon {title}", "allocate")
-    items = {number: _Item("", text) for number, text in enumerate(texts)}
-    ours.settimeout(20)
-    scorer.send(items, 20.0)
-    (limits, _), kept, memory = (scorer.receive(items)[1] for _ in texts)
-    assert scorer.kill() == process.pid
+
+    async def ask() -> list:
+        streams = await asyncio.open_connection(sock=ours)
+        scorer = _Scorer(process.pid, *streams, limit_s=20.0, is_shared=False)
+        asked = [scorer.score([20.0, "", text]) for text in texts]
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        scorer.kill()
+        return outcomes
+
+    (limits, _), kept, memory = asyncio.run(ask())
     process.join()
+    kept, memory = str(kept), str(memory)
     assert limits == 1.0 and ": MemoryError" in memory
     assert ("File too large" in kept or "Read-only" in kept) if user == 0 else "temporarily unavailable" in kept
     assert title not in titles() and (not path.exists() or not path.read_bytes())

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -285,12 +286,16 @@ def test_the_default_score_function_scores_in_the_pool():
     assert asyncio.run(ask()) == [(1.0, {}), (0.0, {})]
 
 
-def test_outside_of_an_event_loop_each_response_has_a_future_whatever_becomes_of_the_others():
+def test_in_the_event_loop_of_another_thread_each_response_has_a_future_whatever_becomes_of_the_others():
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     pool = RewardPool("addition", MISBEHAVE, TIMEOUT_S)
-    scored = [pool.begin("", response) for response in ("1.5", "raise", "hang", "die 3", "2.5")]
+    responses = ("1.5", "raise", "hang", "die 3", "2.5")
+    scored = [asyncio.run_coroutine_threadsafe(pool.score("", response), loop) for response in responses]
     assert scored[0].result(30) == (1.5, {}) and scored[4].result(30) == (2.5, {})
     failures = [str(future.exception(30)) for future in scored[1:4]]
     line = misbehave.__code__.co_firstlineno + 4
     why = (f", line {line}: KeyError: 'no\\nsuch key'", ": timed out after 0.5 s", ": its process died")
     assert failures == [MISBEHAVE[0] + reason for reason in why]
     pool.close()
+    loop.call_soon_threadsafe(loop.stop)
