@@ -19,6 +19,8 @@ from asyncrl.trainer.packing import TrainSequence
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
+Tokens = tuple[tuple[int, ...], ...]
+"""Token ids of each sequence."""
 NUM_SEQUENCES = 4
 MAX_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
 NUM_VERSIONS = 64
@@ -46,21 +48,21 @@ class Mismatch:
 
     @classmethod
     def measure(cls, worker: int, version: int, trainer: np.ndarray, engine: np.ndarray) -> "Mismatch":
-        """Compare log-probs [N] float32 nats of the same tokens."""
+        """Return how log-probs [N] float32 nats of the same tokens differ."""
         gap = trainer.astype(np.float64) - engine.astype(np.float64)
         k3 = float(np.mean(np.expm1(gap) - gap))
         return cls(worker, version, k3, float(np.abs(gap).mean()), float(np.abs(gap).max()))
 
     def metrics(self) -> dict[str, float]:
-        """The metrics `mismatch/*`."""
+        """Return the metrics `mismatch/*`."""
         return {f"mismatch/{name}": getattr(self, name) for name in ("k3", "abs_mean", "abs_max")}
 
     def is_allowed(self, dtype: torch.dtype) -> bool:
-        """Whether weights that are the same can differ by this much, where `dtype` is computed in. NaN is not."""
+        """Return whether equal weights can differ by this much where computing is in `dtype`. NaN is not allowed."""
         return self.abs_mean <= ALLOWED_MISMATCH[dtype]
 
     def describe(self, dtype: torch.dtype, model_type: str, transport: str) -> str:
-        """What is wrong, and the likely causes, in one line."""
+        """Return what is wrong, and the likely causes, in one line."""
         allowed = f"{ALLOWED_MISMATCH[dtype]:g} is allowed in {str(dtype).removeprefix('torch.')}"
         return (
             f"worker {self.worker} does not have the trainer's weights: at version {self.version} their log-probs of "
@@ -74,8 +76,7 @@ class Mismatch:
 class Scores:
     """The trainer's log-probs of the probe at one version."""
 
-    tokens: tuple[tuple[int, ...], ...]
-    """Token ids of each sequence."""
+    tokens: Tokens
     logprobs: np.ndarray
     """[N] float32 nats, of all tokens but each sequence's first."""
 
@@ -87,39 +88,33 @@ class Probe:
         """`tokens` are token ids of the sequences of a run that is resumed."""
         self._config = config
         self._length = min(MAX_TOKENS, config.max_sequence_tokens - 1)
-        self._sequences = [_sequence(np.array(ids, dtype=np.int64)) for ids in tokens]
+        self.tokens = tuple(map(tuple, tokens))
+        """Token ids of each sequence that is of the first batch; none before it."""
         self._scores: dict[int, Scores] = {}
         self._newest: dict[int, Mismatch] = {}
 
-    @property
-    def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each sequence that is of the first batch; none before it."""
-        return _tokens(self._sequences)
-
-    def tokens_at(self, version: int) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the sequences that the trainer has scored at a version; none if it has not, or long ago."""
-        scores = self._scores.get(version)
-        return () if scores is None else scores.tokens
+    def tokens_at(self, version: int) -> Tokens:
+        """Return the sequences that the trainer has scored at a version; none if it has not, or long ago."""
+        return self._scores[version].tokens if version in self._scores else ()
 
     def choose(self, groups: list[Group] | None, cluster: Cluster) -> None:
         """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
-        if self._sequences:
-            return
-        first = [group.trajectories[0].tokens[: self._length] for group in (groups or [])[:NUM_SEQUENCES]]
-        self._sequences = cluster.broadcast_on_node([_sequence(tokens) for tokens in first])
+        if not self.tokens:
+            first = [group.trajectories[0].tokens[: self._length] for group in (groups or [])[:NUM_SEQUENCES]]
+            self.tokens = cluster.broadcast_on_node(tuple(tuple(tokens.tolist()) for tokens in first))
 
     def score(self, policy: "Policy", version: int) -> None:
         """Have the trainer score the probe at a version; collective."""
-        sequences = self._sequences or self._random_sequences(policy)
-        (logprobs,) = policy.score([sequences], raw=True)
-        self._scores[version] = Scores(_tokens(sequences), logprobs.numpy())
+        tokens = self.tokens or self._random_tokens(policy)
+        (logprobs,) = policy.score([[_sequence(ids) for ids in tokens]], raw=True)
+        self._scores[version] = Scores(tokens, logprobs.numpy())
         self._scores.pop(version - NUM_VERSIONS - self._config.publish_delay, None)
 
-    def _random_sequences(self, policy: "Policy") -> list[TrainSequence]:
-        """Token ids from the whole vocabulary, the same on all ranks."""
+    def _random_tokens(self, policy: "Policy") -> Tokens:
+        """Return token ids from the whole vocabulary, the same on all ranks."""
         vocab_size = policy.module.model.config.get_text_config().vocab_size
         generator = np.random.default_rng(self._config.seed)
-        return [_sequence(generator.integers(0, vocab_size, self._length)) for _ in range(NUM_SEQUENCES)]
+        return tuple(tuple(generator.integers(0, vocab_size, self._length).tolist()) for _ in range(NUM_SEQUENCES))
 
     def compare(self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]) -> list[Mismatch]:
         """Compare the engines' log-probs, version -> worker -> nats per token of each sequence, with the trainer's.
@@ -140,11 +135,14 @@ class Probe:
         return list(newest.values())
 
 
-def _tokens(sequences: list[TrainSequence]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(sequence.tokens.tolist()) for sequence in sequences)
-
-
-def _sequence(tokens: np.ndarray) -> TrainSequence:
-    """A sequence of which every token but the first is scored, and none is trained on."""
-    unused = np.zeros(len(tokens), dtype=np.float32)
-    return TrainSequence(tokens, np.arange(len(tokens)) > 0, unused, np.zeros(len(tokens), np.int32), 0.0, 0.0)
+def _sequence(ids: tuple[int, ...]) -> TrainSequence:
+    """Return a sequence of which every token but the first is scored, and none is trained on."""
+    num_tokens = len(ids)
+    return TrainSequence(
+        tokens=np.array(ids, dtype=np.int64),
+        loss_mask=np.arange(num_tokens) > 0,
+        behavior_logprobs=np.zeros(num_tokens, np.float32),
+        policy_versions=np.zeros(num_tokens, np.int32),
+        advantage=0.0,
+        reward=0.0,
+    )
