@@ -20,9 +20,11 @@ class Evaluation:
     """group_id of those that failed."""
 
     def accuracy(self, group_id: int = EVALUATION_GROUP) -> float:
-        """Mean reward over all problems asked, sampled or greedily; a response that failed counts 0, so hanging the
-        scorer never pays."""
-        rewards = [t.reward for t in self.trajectories if t.group_id == group_id]
+        """Return the mean reward over all problems asked, sampled or greedily.
+
+        A response that failed counts 0, so hanging the scorer never pays.
+        """
+        rewards = [trajectory.reward for trajectory in self.trajectories if trajectory.group_id == group_id]
         rewards += [0.0] * self.failed.count(group_id)
         return float(np.mean(rewards)) if rewards else float("nan")
 
@@ -43,18 +45,20 @@ class Evaluation:
 
 
 def evaluation_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
-    """Metrics of the newest evaluation that ended since the last line, or nothing."""
+    """Return the metrics of the newest evaluation that ended since the last line, or nothing."""
     if not evaluations:
         return {}
     newest = evaluations[-1]
-    greedy = newest.accuracy(GREEDY_GROUP)
-    return {
+    metrics = {
         "eval/accuracy": newest.accuracy(),
-        **({} if math.isnan(greedy) else {"eval/greedy_accuracy": greedy}),
         "eval/policy_version": newest.version,
         "eval/problems": len(newest.trajectories),
         "eval/failed": len(newest.failed),
     }
+    greedy = newest.accuracy(GREEDY_GROUP)
+    if not math.isnan(greedy):
+        metrics["eval/greedy_accuracy"] = greedy
+    return metrics
 
 
 @dataclass

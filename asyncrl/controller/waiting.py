@@ -11,12 +11,15 @@ from asyncrl.controller.workers import Workers
 
 
 class Changes(threading.Condition):
-    """The lock that guards all of the controller's state, told of every change, and the waits for one."""
+    """The lock that guards all of the controller's state. It is notified of every change, and waits for one."""
 
     def __init__(self, timeout_s: float, workers: Workers, announcements: Announcements, describe: Callable[[], str]):
-        """`describe()` says what every worker does, for the errors."""
+        """`describe()` returns what every worker does, for the errors."""
         super().__init__()
-        self.timeout_s, self.workers, self.announcements, self.describe = timeout_s, workers, announcements, describe
+        self.timeout_s = timeout_s
+        self.workers = workers
+        self.announcements = announcements
+        self.describe = describe
 
     def on_thread_ended(self, _) -> None:
         """Have whoever waits look at why a reading thread ended."""
@@ -24,11 +27,11 @@ class Changes(threading.Condition):
             self.notify_all()
 
     def wait_until(self, done: Callable[[], Any], what: str, can_come: Callable[[], bool] = lambda: True) -> Any:
-        """Wait until `done()`, which is asked after every change, and return what it gives; the caller holds the lock.
+        """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
-        The start of a worker, or its coming, has a timeout of its own; this one begins anew when it is there. Raises
-        what went wrong in the background, RuntimeError after the timeout, and without it once `can_come()` says that
-        the wait is in vain.
+        A worker that starts or joins has a timeout of its own; this one begins anew when the worker is there. Raises
+        what went wrong in the background. Raises RuntimeError after the timeout, or as soon as `can_come()` is false
+        and nothing changes.
         """
         deadline = time.monotonic() + self.timeout_s
         while True:

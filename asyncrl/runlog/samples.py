@@ -10,12 +10,16 @@ from asyncrl.records import Group
 def readable_samples(
     step: int, groups: list[Group], decode: Callable[[np.ndarray], str], answer_of: Callable[[Group], str]
 ) -> Iterator[dict]:
-    """The best and the worst member of the step's first group whose rewards differ, as fields of samples.jsonl; if all
-    are equal in every group, the first member of the first group. `answer_of` gives the right answer, if there is one.
+    """Yield fields of samples.jsonl: the best and the worst member of the step's first group whose rewards differ.
+
+    If the rewards are equal in every group, it is the first member of the first group. `answer_of` returns the right
+    answer, or an empty text.
     """
     group = next((group for group in groups if np.ptp(group.rewards) > 0), groups[0])
-    answer = {"answer": answer} if (answer := answer_of(group)) else {}
-    for index in dict.fromkeys([int(group.rewards.argmax()), int(group.rewards.argmin())]):
+    answer = answer_of(group)
+    best = int(group.rewards.argmax())
+    worst = int(group.rewards.argmin())
+    for index in dict.fromkeys([best, worst]):
         member = group.trajectories[index]
         start = int(member.loss_mask.argmax())
         yield {
@@ -24,7 +28,7 @@ def readable_samples(
             "member": member.member,
             "prompt": decode(member.tokens[:start]),
             "response": decode(member.tokens[start:]),
-            **answer,
+            **({"answer": answer} if answer else {}),
             "turns": member.num_turns,
             "reward": member.reward,
             "reward_parts": member.reward_parts,
