@@ -5,9 +5,7 @@ trajectory.
 """
 
 import asyncio
-import functools
 import math
-import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -87,7 +85,7 @@ class MultiTurn:
         self.environment: Any = None
 
     async def reset(self) -> list[int]:
-        return await self.pool.threads.call(self._reset, timeout_s=self.pool.timeout_s)
+        return await call_in_thread(self._reset, timeout_s=self.pool.timeout_s)
 
     def _reset(self) -> list[int]:
         self.environment = self.pool.take()
@@ -97,7 +95,7 @@ class MultiTurn:
     async def step(self, tokens: list[int]) -> Step:
         response = self.pool.tokenizer.decode(tokens, skip_special_tokens=True)
         ended_turn = tokens[-1:] == [self.pool.conversation.end_of_turn]
-        step = await self.pool.threads.call(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
+        step = await call_in_thread(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
         if step.ended:
             self.pool.give_back(self.environment)
         return step
@@ -153,7 +151,6 @@ class EnvironmentPool:
         """`make()` gives a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
         self.tokenizer, self.timeout_s = tokenizer, timeout_s
         self.conversation = Conversation(tokenizer)
-        self.threads = CallThreads()
         self._make = make
         self._idle: list = []
 
@@ -189,38 +186,24 @@ def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:
     return sorted({*ends, Conversation(tokenizer).end_of_turn}) if spec.config.is_multi_turn else ends
 
 
-class CallThreads:
-    """Calls functions off the event loop, each in a daemon thread that nobody else uses meanwhile.
+async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> Any:
+    """Return the function's result, off the event loop, in a daemon thread: one that hangs stops nobody, not even at
+    exit.
 
-    A thread is used again after its call; one that hangs is left behind and stops nobody, not even at exit.
+    Raises Failed if the function raises anything at all, or takes too long.
     """
+    result: Future = Future()
+    result.set_running_or_notify_cancel()  # from here on nobody can stop it, only wait no longer
 
-    def __init__(self) -> None:
-        self._idle: list[queue.SimpleQueue] = []  # inboxes of threads
-
-    async def call(self, function: Callable, *arguments, timeout_s: float) -> Any:
-        """The function's result. Raises Failed if it raises anything at all, or takes too long."""
-        inbox = self._idle.pop() if self._idle else self._start()
-        result: Future = Future()
-        result.set_running_or_notify_cancel()  # from here on nobody can stop it, only wait no longer
-        result.add_done_callback(lambda _: self._idle.append(inbox))
-        inbox.put((result, functools.partial(function, *arguments)))
+    def run() -> None:
         try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(result)
-        except TimeoutError:
-            raise Failed(f"timed out after {timeout_s:g} s") from None
+            result.set_result(function(*arguments))
+        except BaseException as error:  # foreign code may raise anything
+            result.set_exception(Failed(one_line(error)))
 
-    def _start(self) -> queue.SimpleQueue:
-        inbox: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(inbox,), name="environment", daemon=True).start()
-        return inbox
-
-
-def _serve(inbox: queue.SimpleQueue) -> None:
-    while True:
-        result, call = inbox.get()
-        try:
-            result.set_result(call())
-        except BaseException as raised:  # foreign code may raise anything, and this thread must go on
-            result.set_exception(Failed(one_line(raised)))
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(result)
+    except TimeoutError:
+        raise Failed(f"timed out after {timeout_s:g} s") from None

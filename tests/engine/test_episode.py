@@ -1,17 +1,19 @@
 """Trajectories of one and of several turns with scripted policies: real environments, no engine."""
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncrl.config import Config
 from asyncrl.engine.completion import Completion
-from asyncrl.engine.environments import CallThreads, EnvironmentPool, MultiTurn, SingleTurn, Step
+from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn, Step, call_in_thread
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import Failed
 from asyncrl.records import EVALUATION_GROUP, Partial, Ticket
@@ -21,6 +23,7 @@ from scripts.latency import Delayed, LatencyLaw
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 EOS = TOKENIZER.eos_token_id
+ROOT = Path(__file__).parents[2]
 
 
 def make_ticket(prompt_tokens=(), environment_seed=None, answer=""):
@@ -405,37 +408,26 @@ def test_simulated_failures_fail_as_real_ones_do(law, reason):
 
 def test_a_call_returns_raises_or_times_out_off_the_loop():
     async def calls():
-        threads, ticks = CallThreads(), asyncio.create_task(asyncio.sleep(0.01))
-        assert await threads.call(time.sleep, 0.1, timeout_s=5) is None
+        ticks = asyncio.create_task(asyncio.sleep(0.01))
+        assert await call_in_thread(time.sleep, 0.1, timeout_s=5) is None
         assert ticks.done(), "the loop went on meanwhile"
         with pytest.raises(Failed, match="ZeroDivisionError: division by zero"):
-            await threads.call(lambda: 1 / 0, timeout_s=5)
+            await call_in_thread(lambda: 1 / 0, timeout_s=5)
+        with pytest.raises(Failed, match="SystemExit: 0"):
+            await call_in_thread(sys.exit, 0, timeout_s=5)
         with pytest.raises(Failed, match=r"timed out after 0\.05 s"):
-            await threads.call(threading.Event().wait, timeout_s=0.05)
+            await call_in_thread(threading.Event().wait, timeout_s=0.05)
 
     asyncio.run(calls())
 
 
-def test_a_thread_is_used_again_but_not_while_it_hangs():
-    async def calls():
-        threads, gate = CallThreads(), threading.Event()
-        first = await threads.call(threading.get_ident, timeout_s=5)
-        with pytest.raises(Failed, match="SystemExit: 0"):
-            await threads.call(sys.exit, 0, timeout_s=5)
-        assert await threads.call(threading.get_ident, timeout_s=5) == first
-        with pytest.raises(Failed, match=r"timed out after 0\.05 s"):
-            await threads.call(gate.wait, timeout_s=0.05)
-        second = await threads.call(threading.get_ident, timeout_s=5)
-        assert second != first
-        gate.set()
-        while len(threads._idle) < 2:
-            await asyncio.sleep(0.01)
-        slow_calls = [threads.call(_ident_after, 0.1, timeout_s=5) for _ in range(2)]
-        assert set(await asyncio.gather(*slow_calls)) == {first, second}
-
-    asyncio.run(asyncio.wait_for(calls(), 10))
+HANGING = """
+import asyncio, threading
+from asyncrl.engine.environments import call_in_thread
+asyncio.run(call_in_thread(threading.Event().wait, timeout_s=0.05))
+"""
 
 
-def _ident_after(seconds):
-    time.sleep(seconds)
-    return threading.get_ident()
+def test_a_call_that_hangs_keeps_no_process_from_its_end():
+    ended = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "timed out after 0.05 s" in ended.stderr
