@@ -18,7 +18,7 @@ class RecordFile:
         """Open or make the file. With `is_held` nothing is written before `cut_back`."""
         self.path = path
         self._file = open(path, "ab")  # noqa: SIM115
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._held: list[bytes] | None = [] if is_held else None
 
     def append(self, record: dict) -> None:
@@ -82,8 +82,9 @@ class RecordFile:
             self._held = None
 
     def size(self) -> int:
-        """Return the bytes of the file so far."""
-        return os.fstat(self._file.fileno()).st_size
+        """Return the bytes of the file so far: those of whole lines, as no line is being written meanwhile."""
+        with self._lock:
+            return os.fstat(self._file.fileno()).st_size
 
     def flush(self) -> None:
         """Have all records so far reach the disk."""
