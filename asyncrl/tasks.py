@@ -13,7 +13,7 @@ from data.addition import Addition
 from data.conversation import Conversation
 from data.gsm8k import Gsm8k
 from data.jsonl import Jsonl
-from data.problem import HELD_OUT_SEED, Candidate, DrawnTask, Problem, Task
+from data.problem import Candidate, DrawnTask, Problem, Task
 from data.reasoning_gym import ReasoningGym
 from data.sums import Sums
 
@@ -156,7 +156,8 @@ class EnvironmentTask(DrawnTask):
     """A task that is an environment. A problem is no more than the seed of a reset.
 
     If the first observation shows what the seed drew (frozen_lake), no held-out one appears in training. If it hides it
-    (guess_number, where every game begins alike), the splits can only differ in their seeds.
+    (guess_number, where every game begins alike), the splits can only differ in their seeds. Two problems of one split
+    may begin alike.
     """
 
     def __init__(self, name: str, seed: int, make_environment: Callable[[], Any]) -> None:
@@ -166,11 +167,6 @@ class EnvironmentTask(DrawnTask):
             self._environment = make_environment()
         self._seed_shows = getattr(self._environment, "seed_shows", False)
         self._conversation = functools.cache(Conversation)
-
-    def eval_problems(self, count: int) -> list[Problem]:
-        """The first `count` held-out problems, the same for every seed. A start may appear twice, as in training."""
-        rng = random.Random(HELD_OUT_SEED)
-        return [self.draw(rng, held_out=True) for _ in range(count)]
 
     def first_observation(self, problem: Problem) -> str:
         """What the environment asks. Raises ValueError, in one line, if user code does not give a text."""

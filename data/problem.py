@@ -95,10 +95,10 @@ def of_split(candidates: Iterable[Candidate], held_out: bool, share: float = HEL
 
 
 def distinct(problems: Iterable[Problem], count: int) -> list[Problem]:
-    """The first `count` problems with different prompts, or all if there are fewer."""
-    by_prompt: dict[str, Problem] = {}
+    """The first `count` problems with different prompts or seeds, or all if there are fewer."""
+    by_prompt: dict[tuple, Problem] = {}
     for problem in problems:
-        by_prompt.setdefault(prompt_key(problem.prompt), problem)
+        by_prompt.setdefault((prompt_key(problem.prompt), problem.environment_seed), problem)
         if len(by_prompt) == count:
             break
     return list(by_prompt.values())

@@ -72,7 +72,7 @@ def test_a_sibling_that_fails_is_named_with_its_line(tmp_path):
     assert f"{sibling.name}, line 3: ZeroDivisionError: division by zero" in said
 
 
-@pytest.mark.parametrize("stem", ["config", "data", "json", "numpy", "train_async"])
+@pytest.mark.parametrize("stem", ["asyncrl", "data", "json", "numpy", "train_async"])
 def test_a_name_that_another_module_has_is_refused(tmp_path, stem):
     (tmp_path / f"{stem}.py").write_text("def loss(): ...\n")
     assert "has the name of another module" in refusal(own.load, f"{tmp_path}/{stem}.py:loss")
