@@ -20,6 +20,11 @@ KV_BYTES = 20 << 30
 SIZES = ("0.6b", "1.7b", "8b")
 
 
+def raise_not_divided(*_) -> None:
+    """A GPU has no MIG instance."""
+    raise RuntimeError("Not Found")
+
+
 def pretend() -> None:
     """Have vLLM, which must not be imported yet, believe in two H100s."""
     for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
@@ -29,9 +34,10 @@ def pretend() -> None:
     import vllm.platforms
     from vllm.platforms import cuda
 
-    cuda.pynvml = SimpleNamespace(
+    cuda.pynvml = sys.modules["pynvml"] = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.95.05",
         nvmlDeviceGetCount=lambda: len(UUIDS),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetHandleByUUID=UUIDS.index,
@@ -39,12 +45,14 @@ def pretend() -> None:
         nvmlDeviceGetUUID=lambda handle: UUIDS[handle],
         nvmlDeviceGetName=lambda handle: "NVIDIA H100 80GB HBM3",
         nvmlDeviceGetCudaComputeCapability=lambda handle: (9, 0),
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=H100_BYTES),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=H100_BYTES, free=H100_BYTES),
+        nvmlDeviceGetMigDeviceHandleByIndex=raise_not_divided,
         nvmlDeviceGetNumaNodeId=lambda handle: 0,
         nvmlDeviceGetP2PStatus=lambda *_: 0,
         NVML_P2P_CAPS_INDEX_NVLINK=0,
         NVML_P2P_STATUS_OK=0,
         NVMLError=RuntimeError,
+        NVMLError_NotSupported=NotImplementedError,
     )
     cuda._cuda_device_count_stateless = lambda *_: len(UUIDS)
     assert vllm.platforms._current_platform is None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import kill_session
 from asyncrl.config import Config
@@ -260,7 +261,7 @@ def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):
 
 @pytest.mark.parametrize(
     ("visible", "gpu", "num_gpus", "expected"),
-    [(None, 1, 1, "1"), (None, 2, 2, "2,3"), ("4,5,6,7", 2, 2, "6,7"), ("GPU-a,GPU-b", 1, 1, "GPU-b")],
+    [(None, 1, 1, "1"), (None, 2, 2, "2,3"), ("4,5,6,7", 2, 2, "6,7"), ("MIG-a, MIG-b", 1, 1, "MIG-b")],
 )
 def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num_gpus, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -270,16 +271,19 @@ def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_an_engine_is_told_uuids_in_full_as_nvidia_smi_lists_them(tmp_path, monkeypatch):
+def test_an_engine_is_told_uuids_in_full(monkeypatch):
     full = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "ab"]
-    listed = "\n".join(f"{i}, {uuid}, NVIDIA H200, 143771, 4, Disabled, 580.1" for i, uuid in enumerate(full))
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat << END\n{listed}\nEND\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for visible, expected in (("GPU-b,GPU-a", full[::-1]), (",".join(full), full), ("GPU-b,MIG-1", ["GPU-b", "MIG-1"])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        told = [worker_environment(WorkerPlacement(0, gpu, None, 1, 0.9)) for gpu in range(2)]
-        assert [environment["CUDA_VISIBLE_DEVICES"] for environment in told] == expected
+    asked = []
+
+    def list_full(visible):
+        asked.append(visible)
+        return [Gpu("NVIDIA H200", 2, 1, uuid) for uuid in full[::-1]]
+
+    monkeypatch.setattr("asyncrl.engine.vllm_setup.list_gpus", list_full)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
+    environments = [worker_environment(WorkerPlacement(0, gpu, None, 1, 0.9)) for gpu in range(2)]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == full[::-1]
+    assert asked == ["GPU-b,GPU-a"] * 2
 
 
 class MortalEngine:

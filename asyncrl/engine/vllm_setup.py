@@ -8,14 +8,13 @@ import tempfile
 
 import numpy as np
 
-from asyncrl.cluster.gpus import ask_nvidia_smi, choose_visible
+from asyncrl.cluster.gpus import list_gpus
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import run_on
 from asyncrl.config import Config
 from extras.planning.memory import ENGINE_STEP_TOKENS
 
 CPU_KV_CACHE_BYTES = 1 << 30
-UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")
 
 
 def worker_environment(placement: WorkerPlacement, sockets_path: str | None = None) -> dict[str, str]:
@@ -44,16 +43,10 @@ def worker_environment(placement: WorkerPlacement, sockets_path: str | None = No
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     end = placement.gpu + placement.num_gpus
-    devices = full_names(visible) if visible else [str(i) for i in range(end)]
+    devices = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(end)]
+    if any(name.startswith("GPU-") for name in devices):  # vLLM knows no UUID by its beginning
+        devices = [gpu.uuid for gpu in list_gpus(visible)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
-
-
-def full_names(visible: str) -> list[str]:
-    """The entries of CUDA_VISIBLE_DEVICES; UUIDs in full, as vLLM does not know them by their beginning."""
-    names = [name.strip() for name in visible.split(",")]
-    if any(name.startswith("GPU-") and len(name) < UUID_CHARACTERS for name in names):
-        return [one["uuid"] for one in choose_visible(ask_nvidia_smi(), visible) or []] or names
-    return names
 
 
 def start_engine(spec: WorkerSpec):

@@ -1,52 +1,111 @@
+"""GPUs as NVML describes them: a fake of the library with five of them, and the library itself without a driver."""
+
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
-from asyncrl.cluster.gpus import MIB, Gpu, ask_nvidia_smi, check_one_kind, choose_visible, visible_gpus
+from asyncrl.cluster.gpus import Gpu, check_driver, list_gpus, visible_gpus
 
-SMI = """\
-0, GPU-aaaa1111-0000, NVIDIA H200, 143771, 4, Disabled, 580.95.05
-1, GPU-bbbb2222-0000, NVIDIA H200, 143771, 70000, Disabled, 580.95.05
+GIB = 2**30
+H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+GPUS = [
+    Gpu(H200, 140 * GIB, 4 * GIB, "GPU-aaaa1111-0000"),
+    Gpu(H200, 140 * GIB, 70 * GIB, "GPU-bbbb2222-0000"),
+    Gpu(A100, 80 * GIB, 0, "GPU-cccc3333-0000"),
+    Gpu("NVIDIA GB10", 0, 0, "GPU-dddd4444-0000"),
+    Gpu(A100, 80 * GIB, 0, "GPU-eeee5555-0000"),
+]
+INSTANCE = Gpu(f"{A100} MIG 1g.10gb", 10 * GIB, GIB, "MIG-eeee6666-0000")
+"""The first instance of the last GPU, which is divided."""
 
-2, GPU-cccc3333-0000, NVIDIA A100-SXM4-80GB, 81920, 0, Enabled, 580.95.05
-3, GPU-dddd4444-0000, NVIDIA GB10, [N/A], [N/A], [N/A], 580.95.05
-4, GPU-eeee5555-0000, NVIDIA H200, 143771, [N/A], Disabled, [N/A]
-5, GPU-ffff6666
-"""
+
+class NVMLError(Exception):
+    """Every error of the library."""
+
+
+class NotSupported(NVMLError):
+    """A GPU cannot say that."""
+
+
+def memory_of(gpu):
+    if gpu.name == "NVIDIA GB10":
+        raise NotSupported
+    return SimpleNamespace(total=gpu.total_bytes, free=gpu.total_bytes - gpu.used_bytes)
+
+
+def instance_of(gpu, index):
+    if gpu is not GPUS[-1]:
+        raise NotSupported
+    return INSTANCE
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """A nvidia-smi that lists these GPUs, and torch that counts those which CUDA_VISIBLE_DEVICES chooses."""
-    path = tmp_path / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\ncat << END\n{SMI}END\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def nvml(monkeypatch):
+    """The library; torch counts those GPUs that CUDA_VISIBLE_DEVICES chooses."""
+    fake = SimpleNamespace(
+        NVMLError=NVMLError,
+        NVMLError_NotSupported=NotSupported,
+        nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.95.05",
+        nvmlDeviceGetCount=lambda: len(GPUS),
+        nvmlDeviceGetHandleByIndex=GPUS.__getitem__,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {INSTANCE.uuid: INSTANCE}[uuid],
+        nvmlDeviceGetMigDeviceHandleByIndex=instance_of,
+        nvmlDeviceGetMemoryInfo=memory_of,
+        nvmlDeviceGetName=lambda gpu: gpu.name,
+        nvmlDeviceGetUUID=lambda gpu: gpu.uuid,
+    )
+    monkeypatch.setattr("asyncrl.cluster.gpus.pynvml", fake)
+    return fake
 
-    def choose(visible):
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("1,0", [GPUS[1], GPUS[0]]),
+        ("GPU-bbbb", [GPUS[1]]),
+        (" 2 ", [GPUS[2]]),
+        ("GPU-cccc3333-0000,0", [GPUS[2], GPUS[0]]),
+        ("", []),
+        ("7", []),
+        ("MIG-eeee6666-0000", [INSTANCE]),
+        ("4", [INSTANCE]),
+    ],
+)
+def test_cuda_visible_devices_chooses_by_index_or_uuid_and_in_its_order(nvml, visible, expected):
+    assert list_gpus(visible) == expected
+
+
+def test_without_a_choice_all_are_listed_and_a_divided_one_is_its_first_instance(nvml):
+    listed = list_gpus(None)
+    assert [gpu.uuid for gpu in listed] == [*(gpu.uuid for gpu in GPUS[:-1]), INSTANCE.uuid]
+    assert listed[3].total_bytes == psutil.virtual_memory().total, "this GPU shares the host's memory"
+
+
+def test_gpus_beyond_those_of_torch_are_left_out_and_no_context_is_made(nvml, monkeypatch):
+    monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("a context was made"))
+    for visible, count, expected in (("1,0,7", 2, [GPUS[1], GPUS[0]]), ("0,9,1", 1, [GPUS[0]]), ("", 0, [])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: visible.count(",") + 1)
-        monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (1, 3))
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "by torch")
-        return path
-
-    return choose
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        assert visible_gpus() == expected
 
 
-def test_memory_is_read_in_bytes_and_where_nvidia_smi_cannot_say_by_torch(nvidia_smi):
-    nvidia_smi("1,0")
-    assert visible_gpus() == [Gpu("NVIDIA H200", 143771 * MIB, used * MIB) for used in (70000, 4)]
-    nvidia_smi("2")
-    assert visible_gpus() == [Gpu("by torch", 3, 2)], "it is divided"
-    for unknown in ("3", "4", "5"):
-        nvidia_smi(unknown)
-        assert visible_gpus() == [Gpu("by torch", 3, 2)], "its memory is the host's, or nobody says"
+def test_gpus_of_several_kinds_are_refused_by_name(nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100-SXM4-80GB\); choose one kind"):
+        visible_gpus()
 
 
 @pytest.mark.parametrize(("cuda", "driver", "compat"), [("13.0", "570.1", ""), ("12.8", "470.199.02", "/usr/lib")])
 def test_a_driver_that_is_too_old_for_torch_is_named_unless_cudas_own_library_stands_in(
-    nvidia_smi, monkeypatch, cuda, driver, compat
+    nvml, monkeypatch, cuda, driver, compat
 ):
-    nvidia_smi("0").write_text(f"#!/bin/sh\necho 0, GPU-a, NVIDIA H200, 143771, 4, Disabled, {driver}\n")
-    assert visible_gpus(), "torch is for the CPU"
+    check_driver(driver)  # torch is for the CPU
+    nvml.nvmlSystemGetDriverVersion = lambda: driver
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setenv("LD_LIBRARY_PATH", compat)
     with pytest.raises(ValueError, match=f"NVIDIA driver {driver}: torch .* is for CUDA {cuda} and needs 5.*update"):
@@ -55,26 +114,13 @@ def test_a_driver_that_is_too_old_for_torch_is_named_unless_cudas_own_library_st
     assert visible_gpus()
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, ["0", "1", "2"]),
-        ("1,0", ["1", "0"]),
-        ("GPU-bbbb", ["1"]),
-        (" 2 ", ["2"]),
-        ("", []),
-        ("7", None),
-        ("MIG-aaaa", None),
-        ("GPU-", None),
-    ],
-)
-def test_cuda_visible_devices_chooses_by_index_or_uuid_and_in_its_order(nvidia_smi, visible, expected):
-    chosen = choose_visible(ask_nvidia_smi(), visible)
-    assert (chosen and [one["index"] for one in chosen]) == expected
+def test_without_a_driver_the_library_itself_says_so_and_what_to_install():
+    import pynvml
 
-
-def test_gpus_of_several_kinds_are_refused_by_name():
-    h200, a100 = Gpu("NVIDIA H200", 141, 0), Gpu("NVIDIA A100", 80, 0)
-    check_one_kind([h200, h200])
-    with pytest.raises(ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100\); choose one kind"):
-        check_one_kind([h200, a100])
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        with pytest.raises(RuntimeError, match=r"no driver says which GPUs are here .*install the driver"):
+            list_gpus(None)
+    else:
+        assert list_gpus(None), "a driver is here, so it lists GPUs"

@@ -7,19 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_h100 import H100_BYTES, KV_BYTES, SIZES, UUIDS
+from fake_h100 import KV_BYTES, SIZES, UUIDS
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_fake(what: str, folder: Path):
     """The result of a function of fake_h100.py."""
-    listed = "\n".join(f"{i}, {uuid}, H100, {H100_BYTES >> 20}, 4, Disabled, 580.1" for i, uuid in enumerate(UUIDS))
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\ncat << END\n{listed}\nEND\n")
-    (folder / "nvidia-smi").chmod(0o755)
     removed = ("VLLM_", "CUDA_", "TORCH", "OMP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
-    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, ROOT / "tests/fake_h100.py", what, folder / "result", folder]
     environment |= {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"} if what != "configs" else {}
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
