@@ -25,8 +25,7 @@ FOLDERS = ("algos", "data", "asyncrl", "extras", "scripts")
 FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 FILES = sorted(path for path in FILES if "tests" not in path.parts and not path.name.startswith(("test_", "conftest")))
 STILL_UPWARDS = {
-    "asyncrl.cluster.placement", "asyncrl.controller.dispatcher",
-    "asyncrl.engine.vllm_setup",
+    "asyncrl.controller.dispatcher",
     "asyncrl.job.node", "asyncrl.job.publisher", "asyncrl.job.step_log",
     "extras.planning.plan", "extras.planning.plan_inputs",
     "extras.simulation.report", "extras.simulation.scenarios", "extras.simulation.simulate",

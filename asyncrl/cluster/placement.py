@@ -10,16 +10,13 @@ weights reach them by `shm`, as they come to its host memory.
 """
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from asyncrl.cluster.gpus import Gpu
 from asyncrl.config import Config
-from extras.planning.memory import OWN_GPU_UTILIZATION, Sharing, check_engine, check_tp, check_trainer, plan_shared
-from extras.planning.shape import ModelShape
 
+SHARE_BESIDE_TRAINER, SHARE_ALONE = 0.45, 0.9
+"""Share of a GPU's memory for an engine beside a trainer rank, and for one that has the GPU for itself."""
 CORES_PER_GPU_WORKER = 2
 """Cores that a rollout worker on GPUs keeps busy: its own process, and its engine's."""
 
@@ -36,7 +33,7 @@ class WorkerPlacement:
     cpu_threads: int
     """Compute threads of the engine on the CPU."""
     gpu_memory_utilization: float
-    """Share of the GPU's memory for the engine; 0 where it is yet to be computed, and on the CPU."""
+    """Share of the GPU's memory for the engine; 0 on the CPU."""
     num_gpus: int = 1
     """GPUs of its engine, one after the other."""
     cores: tuple[int, ...] = ()
@@ -142,7 +139,7 @@ def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_
             f"{num_trainer_ranks} trainer ranks + {wanted} = {num_trainer_ranks + num_workers * tp} GPUs, {num_gpus} "
             f"are visible; lower --num-rollout-workers to {fitting} or --nproc-per-node" + " or --rollout-tp" * (tp > 1)
         )
-    share = config.gpu_memory_utilization or OWN_GPU_UTILIZATION
+    share = config.gpu_memory_utilization or SHARE_ALONE
     workers = tuple(WorkerPlacement(i, free[i * tp], None, 1, share, tp) for i in range(num_workers))
     threads = _threads(num_cores - CORES_PER_GPU_WORKER * num_workers, num_trainer_ranks)
     return Placement(tuple(range(num_trainer_ranks)), threads, workers, "nccl")
@@ -196,56 +193,13 @@ def _place_on_shared_gpus(config: Config, num_gpus: int, num_cores: int) -> Plac
             f"1 trainer rank + {num_workers} rollout workers = {1 + num_workers} processes on 1 visible GPU: "
             "a GPU is shared by one of each at most; use --num-rollout-workers 1"
         )
-    worker = WorkerPlacement(0, 0, 0, 1, config.gpu_memory_utilization or 0.0)
+    worker = WorkerPlacement(0, 0, 0, 1, config.gpu_memory_utilization or SHARE_BESIDE_TRAINER)
     # Where the optimizer is offloaded, AdamW runs on these threads.
     return Placement((0,), _threads(num_cores - CORES_PER_GPU_WORKER, 1), (worker,), "ipc")
 
 
 def _threads(num_cores: int, num_processes: int) -> int:
     return max(1, num_cores // max(1, num_processes))
-
-
-def plan_memory(
-    config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
-) -> tuple[Placement, str]:
-    """Check that the model fits this node's GPUs; give an engine that shares one its part.
-
-    Returns the placement with that part, and the arithmetic as text.
-    Raises ValueError, with the arithmetic, for what cannot fit.
-    """
-    if config.weight_sync == "shm" and placement.workers:
-        placement = replace(placement, transport="shm")
-    texts, sharing = [], replace(sharing, stages=placement.transport in ("ipc", "nccl"))
-    if placement.workers:
-        check_tp(shape, config.rollout_tp)
-        worker = placement.workers[0]
-        if worker.shared_with_rank is not None:
-            gpu = _fullest(gpus, [worker.gpu])
-            share, kv_bytes, text = plan_shared(config, shape, gpu, sharing)
-            worker = replace(worker, gpu_memory_utilization=share, kv_cache_bytes=kv_bytes)
-            return replace(placement, workers=(worker,)), text
-        engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
-        texts.append(check_engine(config, shape, engine))
-    trainer = _fullest(gpus, placement.trainer_gpus)
-    texts.insert(0, check_trainer(config, shape, trainer, sharing))
-    return placement, "\n".join(texts)
-
-
-def first_that_fits(
-    ways: list[Config], placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
-) -> int:
-    """Index of the first of these options that fit, estimates included, or of the last."""
-    for index, way in enumerate(ways):
-        with suppress(ValueError):
-            plan_memory(way, placement, shape, gpus, replace(sharing, is_strict=True))
-            return index
-    return len(ways) - 1
-
-
-def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:
-    """The one of these GPUs of which others hold most, its number in its name."""
-    index = max(indices, key=lambda i: gpus[i].used_bytes)
-    return replace(gpus[index], name=f"gpu {index} ({gpus[index].name})")
 
 
 def available_cores() -> int:

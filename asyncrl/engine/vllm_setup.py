@@ -12,9 +12,10 @@ from asyncrl.cluster.gpus import list_gpus
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import run_on
 from asyncrl.config import Config
-from extras.planning.memory import ENGINE_STEP_TOKENS
 
 CPU_KV_CACHE_BYTES = 1 << 30
+ENGINE_STEP_TOKENS = 8192
+"""Tokens that an engine computes in one step at most, vLLM's default."""
 
 
 def worker_environment(placement: WorkerPlacement, sockets_path: str | None = None) -> dict[str, str]:

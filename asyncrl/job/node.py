@@ -21,7 +21,7 @@ from asyncrl import user_code as own
 from asyncrl.cluster.cluster import Cluster, check_shares, join
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.node_watch import NodeWatch
-from asyncrl.cluster.placement import Placement, available_cores, first_that_fits, place, plan_memory
+from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.cluster.processes import Interrupted, exit_with_parent, ignore_signals, keep_freed_memory
 from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
 from asyncrl.config import Config
@@ -41,8 +41,6 @@ from asyncrl.tasks import check_rows, encode, load_task
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.problem import Problem, Task
-from extras.planning.memory import Sharing, ways_to_fit
-from extras.planning.shape import read_shape
 
 if TYPE_CHECKING:
     from extras.swarm.swarm import Swarm
@@ -220,16 +218,15 @@ def start_rollout(start: Start) -> Node:
 
 
 def _fit_memory(start: Start, model_path: str) -> Start:
-    """With what the memory of GPUs needs, an engine's share of one and what `--save-memory auto` saves: the same on all
-    nodes. Prints the arithmetic; collective on leaders."""
-    config, cluster, gpus = start.config, start.cluster, visible_gpus()
-    if not gpus:
+    """Return the start with the options and the placement that fit the memory of the node's GPUs; collective on
+    leaders."""
+    if start.device.type == "cpu":
         return start
-    sharing = Sharing(len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas)
-    placed, ways = (start.placement, read_shape(model_path), gpus, sharing), ways_to_fit(config)
-    config = ways[max(cluster.gather(first_that_fits(ways, *placed)))]
-    placement, arithmetic = plan_memory(config, *placed)
-    print(arithmetic, flush=True)
+    config, placement, planning = start.config, start.placement, extras.find("planning")
+    if planning is not None:
+        config, placement = planning.fit(config, placement, model_path, start.cluster)
+    else:
+        print("memory: not planned, as extras/planning is missing; --save-memory auto saves nothing", flush=True)
     if placement.transport == "ipc":
         check_allocator()
     return replace(start, config=config, placement=placement)

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.cluster.placement import available_cores, first_that_fits, place, plan_memory
+from asyncrl.cluster.placement import available_cores, place
 from asyncrl.config import Config, nearest
 from asyncrl.weights.models import MADE_HERE, resolve_model
 from extras.planning import planner
+from extras.planning.fit import first_that_fits, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
 from extras.planning.planner import Cluster, Job, Lengths, Pool
 from extras.planning.shape import read_shape

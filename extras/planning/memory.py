@@ -9,7 +9,9 @@ import itertools
 from dataclasses import dataclass, replace
 
 from asyncrl.cluster.gpus import Gpu
+from asyncrl.cluster.placement import SHARE_ALONE
 from asyncrl.config import Config
+from asyncrl.engine.vllm_setup import ENGINE_STEP_TOKENS
 from extras.planning.shape import ModelShape
 
 GIB = 2**30
@@ -19,8 +21,6 @@ CONTEXT_BYTES = int(1.2 * GIB)
 """A CUDA context, its kernels, cuBLAS workspaces and NCCL's buffers, per process."""
 GRAPH_BYTES = GIB
 """CUDA graphs of an engine."""
-ENGINE_STEP_TOKENS = 8192
-"""Tokens that an engine computes in one step at most, vLLM's default."""
 ERROR = 0.25
 """How far, relative, what is computed of a step may exceed a GPU before the run is refused."""
 SPARE = 0.05
@@ -272,7 +272,7 @@ def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
     """
     engine = engine_items(config, shape, config.rollout_tp)
     kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, config.rollout_tp)
-    share = config.gpu_memory_utilization or OWN_GPU_UTILIZATION
+    share = config.gpu_memory_utilization or SHARE_ALONE
     lines = [
         _gpu_line(gpu),
         f"  engine, {share:.0%}: {_listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
@@ -280,10 +280,6 @@ def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
     if (short := total(engine) + kv_one - min(share * gpu.total_bytes, available_bytes(gpu))) > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
     return "\n".join(lines)
-
-
-OWN_GPU_UTILIZATION = 0.9
-"""Share of a GPU that an engine takes for itself where no trainer rank is on it."""
 
 
 def can_split(shape: ModelShape, tp: int) -> bool:

@@ -37,7 +37,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.gpus import Gpu
-from asyncrl.cluster.placement import Placement
+from asyncrl.cluster.placement import SHARE_ALONE, Placement
 from asyncrl.config import Config
 from extras.planning import memory
 from extras.planning.advisor import least_step_s, most_step_s
@@ -298,7 +298,7 @@ def largest_engine(job: Job, pool: Pool, tp: int, room: float | None = None) -> 
     `room` is what a GPU has for the engine, bytes; by default it is the engine's own.
     """
     if room is None:
-        share = job.config.gpu_memory_utilization or memory.OWN_GPU_UTILIZATION
+        share = job.config.gpu_memory_utilization or SHARE_ALONE
         room = min(share * pool.device.total_bytes, memory.available_bytes(pool.device))
     kv = room - memory.total(memory.engine_items(job.config, job.shape, tp))
     cache = kv / memory.kv_bytes_per_token(job.shape, tp)  # tokens

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place, plan_memory
+from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import engine_options, worker_environment
 from asyncrl.tasks import load_task
 from asyncrl.trainer.policy import load_policy
 from asyncrl.weights.models import load_tokenizer
+from extras.planning.fit import plan_memory
 from extras.planning.memory import Sharing
 from extras.planning.shape import read_shape
 from rollout import run_worker

@@ -1,12 +1,7 @@
-import re
-from dataclasses import replace
-
 import pytest
 
-from asyncrl.cluster.placement import first_that_fits, place, plan_memory
+from asyncrl.cluster.placement import place
 from asyncrl.config import Config
-from extras.planning.memory import Sharing, ways_to_fit
-from extras.planning.tests.test_memory import gpu, shape
 
 
 def devices(placement):
@@ -20,8 +15,8 @@ def devices(placement):
         (0, 2, 1, None, ((None,), [(None, None, 1, 0.0)], "shm")),
         (0, 8, 1, None, ((None,), [(None, None, 4, 0.0)], "shm")),
         (0, 2, 2, 2, ((None, None), [(None, None, 1, 0.0), (None, None, 1, 0.0)], "shm")),
-        (1, 16, 1, None, ((0,), [(0, 0, 1, 0.0)], "ipc")),
-        (1, 16, 1, 1, ((0,), [(0, 0, 1, 0.0)], "ipc")),
+        (1, 16, 1, None, ((0,), [(0, 0, 1, 0.45)], "ipc")),
+        (1, 16, 1, 1, ((0,), [(0, 0, 1, 0.45)], "ipc")),
         (2, 16, 1, None, ((0,), [(1, None, 1, 0.9)], "nccl")),
         (4, 16, 1, 2, ((0,), [(1, None, 1, 0.9), (2, None, 1, 0.9)], "nccl")),
         (8, 64, 4, None, ((0, 1, 2, 3), [(i, None, 1, 0.9) for i in (4, 5, 6, 7)], "nccl")),
@@ -113,26 +108,6 @@ def test_trainer_ranks_get_the_cores_that_workers_leave(gpus, cores, ranks, thre
     assert place(Config(), gpus, cores, ranks).trainer_threads == threads
 
 
-def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model():
-    config = Config(save_memory=("activations",), max_response_tokens=2048, max_running_requests=128)
-    placed = place(config, 1, 16, 1)
-    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], Sharing(1, 1))
-    assert 0.1 < planned.workers[0].gpu_memory_utilization < 0.5
-    assert "KV cache" in arithmetic and "AdamW" in arithmetic
-
-
-def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
-    placed = place(Config(), 4, 16, 2)
-    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, Sharing(2, 2))[0] == placed
-    full = [gpu(141), gpu(141), gpu(141), gpu(141, used_gib=139)]
-    with pytest.raises(ValueError, match=r"139\.0 of 141\.0 GiB are used by other processes.*gpu 3 \(H200\)"):
-        plan_memory(Config(), placed, shape("0.6b"), full, Sharing(2, 2))
-    with pytest.raises(ValueError, match="does not divide 16 attention heads"):
-        plan_memory(
-            Config(rollout_tp=3), place(Config(rollout_tp=3), 4, 16, 1), shape("0.6b"), [gpu(141)] * 4, Sharing(1, 1)
-        )
-
-
 def test_the_printed_table_names_every_process_and_its_device():
     table = place(Config(gpu_memory_utilization=0.35), num_gpus=1, num_cores=8, num_trainer_ranks=1).table()
     assert "trainer rank 0" in table
@@ -157,46 +132,5 @@ def test_a_run_without_workers_of_its_own_trains_on_all_gpus_and_its_weights_are
     placed = place(config, 4, 16, 4)
     assert devices(placed) == ((0, 1, 2, 3), [], "pull") and placed.trainer_threads == 4
     assert placed.table().startswith("placement (no rollout worker here: machines that join sample):\n  trainer rank 0")
-    _, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(80)] * 4, Sharing(4, 4))
-    assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic
     with pytest.raises(ValueError, match="9 trainer ranks on 8 visible GPUs"):
         place(config, 8, 64, 9)
-
-
-def chosen(gib: float, num_gpus: int, ranks: int, size: str = "8b", **options) -> Config:
-    """The options with what memory needs."""
-    config = Config(max_prompt_tokens=512, max_response_tokens=2048, **options)
-    ways, placed = ways_to_fit(config), place(config, num_gpus, 64, ranks)
-    return ways[first_that_fits(ways, placed, shape(size), [gpu(gib)] * num_gpus, Sharing(ranks, ranks))]
-
-
-@pytest.mark.parametrize(
-    ("gib", "num_gpus", "ranks", "size", "save_memory", "tokens"),
-    [
-        (141, 8, 4, "0.6b", (), 16384),
-        (141, 8, 4, "8b", (), 8192),
-        (79.6, 8, 4, "8b", (), 2560),
-        (79.6, 8, 1, "8b", ("activations", "optimizer"), 16384),
-        (32, 8, 4, "4b", ("activations",), 8192),
-    ],
-)
-def test_memory_is_saved_as_far_as_it_must_be_by_smaller_passes_first(gib, num_gpus, ranks, size, save_memory, tokens):
-    config = chosen(gib, num_gpus, ranks, size)
-    assert (config.save_memory, config.max_tokens_per_microbatch) == (save_memory, tokens)
-
-
-def test_what_is_asked_for_by_name_is_not_chosen():
-    asked = chosen(79.6, 8, 4, save_memory=())
-    assert (asked.save_memory, asked.max_tokens_per_microbatch, asked.weight_sync) == ((), 16384, "auto")
-    assert chosen(79.6, 8, 4, weight_sync="nccl").weight_sync == "nccl"
-
-
-def test_an_engine_that_shares_a_gpu_is_left_room_for_a_quarter_of_its_requests_where_that_can_be():
-    config = chosen(80, 1, 1, "1.7b")
-    placed = place(config, 1, 16, 1)
-    _, text = plan_memory(config, placed, shape("1.7b"), [gpu(80)], Sharing(1, 1))
-    held = int(re.search(r"(\d+) of 256 sequences", text)[1])
-    assert config.save_memory == () and held >= 64
-    larger = replace(config, max_tokens_per_microbatch=8192)
-    _, text = plan_memory(larger, placed, shape("1.7b"), [gpu(80)], Sharing(1, 1))
-    assert int(re.search(r"(\d+) of 256 sequences", text)[1]) < 64

@@ -1,0 +1,72 @@
+"""Fits a run into the memory of its GPUs: what `--save-memory auto` saves, and the share of an engine on a shared GPU.
+
+A run calls `fit` before it loads anything. A dry run calls the same functions for GPUs that are not here.
+"""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.gpus import Gpu, visible_gpus
+from asyncrl.cluster.placement import Placement
+from asyncrl.config import Config
+from extras.planning.memory import Sharing, check_engine, check_tp, check_trainer, plan_shared, ways_to_fit
+from extras.planning.shape import ModelShape, read_shape
+
+
+def fit(config: Config, placement: Placement, model_path: str, cluster: Cluster) -> tuple[Config, Placement]:
+    """Return the options with all that memory needs, the same on all nodes, and the placement with the engine's share.
+
+    Prints the arithmetic. Collective on leaders. Raises ValueError, with the arithmetic, for what cannot fit.
+    """
+    sharing = Sharing(len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas)
+    node = (placement, read_shape(model_path), visible_gpus(), sharing)
+    ways = ways_to_fit(config)
+    config = ways[max(cluster.gather(first_that_fits(ways, *node)))]
+    placement, arithmetic = plan_memory(config, *node)
+    print(arithmetic, flush=True)
+    return config, placement
+
+
+def plan_memory(
+    config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
+) -> tuple[Placement, str]:
+    """Check that the model fits this node's GPUs; give an engine that shares one its part.
+
+    Returns the placement with that part, and the arithmetic as text.
+    Raises ValueError, with the arithmetic, for what cannot fit.
+    """
+    if config.weight_sync == "shm" and placement.workers:
+        placement = replace(placement, transport="shm")
+    texts, sharing = [], replace(sharing, stages=placement.transport in ("ipc", "nccl"))
+    if placement.workers:
+        check_tp(shape, config.rollout_tp)
+        worker = placement.workers[0]
+        if worker.shared_with_rank is not None:
+            gpu = _fullest(gpus, [worker.gpu])
+            share, kv_bytes, text = plan_shared(config, shape, gpu, sharing)
+            worker = replace(worker, gpu_memory_utilization=share, kv_cache_bytes=kv_bytes)
+            return replace(placement, workers=(worker,)), text
+        engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
+        texts.append(check_engine(config, shape, engine))
+    trainer = _fullest(gpus, placement.trainer_gpus)
+    texts.insert(0, check_trainer(config, shape, trainer, sharing))
+    return placement, "\n".join(texts)
+
+
+def first_that_fits(
+    ways: list[Config], placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
+) -> int:
+    """Index of the first of these options that fit, estimates included, or of the last."""
+    for index, way in enumerate(ways):
+        with suppress(ValueError):
+            plan_memory(way, placement, shape, gpus, replace(sharing, is_strict=True))
+            return index
+    return len(ways) - 1
+
+
+def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:
+    """The one of these GPUs of which others hold most, its number in its name."""
+    index = max(indices, key=lambda i: gpus[i].used_bytes)
+    return replace(gpus[index], name=f"gpu {index} ({gpus[index].name})")
