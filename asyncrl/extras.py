@@ -1,7 +1,7 @@
 """The one place where the system names optional systems: a table from option to module of extras/.
 
 A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
-The last three modules have no option. Every run uses them if they are there.
+The last four modules have no option. Every run uses them if they are there.
 """
 
 import importlib
@@ -13,6 +13,7 @@ MODULES = {
     "--join": "extras.swarm.join",
     "--dry-run": "extras.planning.dry_run",
     "planning": "extras.planning.fit",
+    "advice": "extras.planning.advice",
     "cores": "extras.cores",
     "watchdog": "extras.watchdog",
 }

@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +25,7 @@ from statistics import fmean
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
 from scripts.runs import Run, evaluations, load, names, progress, readable_summary, rows
@@ -119,8 +121,10 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
         "hardware": f"{hardware['cpu_cores']} CPU cores ({hardware['cpu']}), {gpus}; {ranks}",
         "packages": ", ".join([*map(" ".join, info["packages"].items()), f"Python {info['python']}"]),
     }
-    for event in rows(run.events["advice"]):
-        shown["advice"] = re.search("advice(?: on machines)?: (.*)", event["text"])[1]
+    advice = extras.find("advice")
+    if advice is not None:
+        with suppress(ValueError):  # a run that is too short, for one
+            shown["advice"] = re.search("advice(?: on machines)?: (.*)", advice.advice_of(run))[1]
     for event in rows(run.events["warning"]):
         shown["warning"] = event["text"]
     if run.cut:

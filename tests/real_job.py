@@ -32,7 +32,7 @@ SMALL = {
 OPTIONAL = (
     "extras/swarm/swarm.py", "extras/swarm/hub.py", "extras/swarm/trust.py", "extras/swarm/verify.py",
     "extras/swarm/join.py", "extras/swarm/wire.py", "extras/swarm/pull.py", "extras/swarm/puller.py",
-    "extras/swarm/delta.py", "extras/swarm/snapshots.py", "extras/planning/planner.py", "extras/planning/dry_run.py",
+    "extras/swarm/delta.py", "extras/swarm/snapshots.py", "extras/planning",
     "extras/cores.py", "extras/watchdog.py",
 )  # fmt: skip
 """What a run needs only for machines that join, and what it never needs: a fork may delete it."""
@@ -45,7 +45,8 @@ def copy_without_the_optional(folder: Path) -> Path:
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
     for name in OPTIONAL:
-        (folder / name).unlink()
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
 
 

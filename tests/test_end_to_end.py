@@ -15,6 +15,8 @@ from real_job import ROOT, Job, assert_ledger_balances, copy_without_the_optiona
 
 from asyncrl.runlog.batches import weights_sha256
 from asyncrl.weights.models import resolve_model
+from extras.planning.advice import advice_of
+from scripts.runs import load
 
 pytestmark = pytest.mark.e2e
 
@@ -57,7 +59,8 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     assert {0, 16} <= evaluated
     assert_ledger_balances(metrics)
     assert_time_is_accounted_for(job)
-    assert "advice on α (now 2)" in job.output() and "worker 0  " in job.output()
+    assert "worker 0  " in job.output() and "advice" not in job.output(), "extras/planning is not there"
+    assert "advice on α (now 2)" in advice_of(load(job.run_path))
     assert_checkpoint_serves(job.run_path / "checkpoints" / "step_16")
     run = json.loads((job.run_path / "run.json").read_text())
     assert run["config"]["async_ratio"] == 2 and run["packages"]["torch"]

@@ -26,7 +26,7 @@ FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / fo
 FILES = sorted(path for path in FILES if "tests" not in path.parts and not path.name.startswith(("test_", "conftest")))
 STILL_UPWARDS = {
     "asyncrl.controller.dispatcher",
-    "asyncrl.job.node", "asyncrl.job.publisher", "asyncrl.job.step_log",
+    "asyncrl.job.node", "asyncrl.job.publisher",
     "extras.planning.plan", "extras.planning.plan_inputs",
     "extras.simulation.report", "extras.simulation.scenarios", "extras.simulation.simulate",
     "extras.simulation.workload",

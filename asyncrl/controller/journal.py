@@ -27,7 +27,6 @@ class Journal:
         self._reported: dict[int, int] = {}  # worker that is up -> until when, on its own clock
         self._starts: Counter[int] = Counter()
         self._pauses_s: list[float] = []
-        self._broadcasts_s: list[float] = []
         self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}  # version -> worker -> log-probs
         self._sampled = SampledTokens()
 
@@ -81,9 +80,9 @@ class Journal:
         """A worker has loaded new weights, which were announced at `made_at`, monotonic seconds."""
         self.active(worker, message.activity)
         self._pauses_s.append(message.pause_s)
-        self._broadcasts_s.append(time.monotonic() - made_at)
         self._sampled += message.sampled
-        self.record("update", worker=worker, version=message.version, pause_s=message.pause_s)
+        broadcast_s = time.monotonic() - made_at
+        self.record("update", worker=worker, version=message.version, pause_s=message.pause_s, broadcast_s=broadcast_s)
 
     def probed(self, worker: int, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
         """A worker has scored the probe."""
@@ -93,11 +92,8 @@ class Journal:
 
     def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
         """Take what was measured since the last call, and add what the controller knows."""
-        report = RolloutReport(
-            self._pauses_s, self._sampled, self.take_time(), Counter(ledger), num_restarts, self._broadcasts_s
-        )
+        report = RolloutReport(self._pauses_s, self._sampled, self.take_time(), Counter(ledger), num_restarts)
         self._pauses_s = []
-        self._broadcasts_s = []
         self._sampled = SampledTokens()
         return report
 

@@ -4,6 +4,7 @@ import functools
 import operator
 from collections import Counter
 
+from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.controller.ledger import bias_of_dropping
 from asyncrl.job.node import Node
@@ -11,7 +12,6 @@ from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
     Max,
     Measured,
-    RolloutReport,
     batch_metrics,
     over_nodes,
     rollout_metrics,
@@ -21,7 +21,6 @@ from asyncrl.runlog.metrics import (
 from asyncrl.runlog.progress import Progress
 from asyncrl.runlog.samples import readable_samples
 from asyncrl.runlog.time_ledger import describe, seconds
-from extras.planning.advice import FIRST_STEPS, MIN_STEPS, StepTold, advice_of
 
 STEPS_WITHOUT_SIGNAL = 3
 """Steps from the first in which every group's rewards were equal, after which the run says so."""
@@ -35,7 +34,6 @@ class StepLog:
         self.progress: Progress | None = None
         self.tokens_before = 0
         """Tokens that were generated until the last step."""
-        self.first_steps: list[StepTold] = []
         self.has_signal = False
         """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
@@ -92,7 +90,6 @@ class StepLog:
             **training_metrics(stats),
             **times,
         }
-        self._advise(step, groups, metrics, rollout)
         self.warn_of_equal_rewards(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
@@ -111,21 +108,6 @@ class StepLog:
             measured |= node.swarm.take_report()
         return measured
 
-    def _advise(self, step: int, groups: list[Group], metrics: dict[str, float], rollout: RolloutReport) -> None:
-        """Say after the first steps how rollout and training could be balanced, or how many machines that join are
-        enough; only where rollout may run ahead (no partial rollouts, no engine that sleeps), on one node."""
-        config, last = self.node.config, min(FIRST_STEPS, self.node.config.steps)
-        stays_synchronous = config.over_sampling > 1 or config.colocate == "sleep"
-        stays_synchronous |= config.listen is not None and config.async_ratio == 0
-        if step > last or last < MIN_STEPS or stays_synchronous or self.node.cluster.num_nodes > 1:
-            return
-        responses = tuple((t.worker, t.started_at, t.ended_at) for group in groups for t in group.trajectories)
-        self.first_steps.append(StepTold(metrics, rollout, responses))
-        if step == last and len(self.first_steps) >= MIN_STEPS:  # fewer where the run goes on from one of them
-            advice = advice_of(self.first_steps, config, self.node.placement)
-            self.node.run.record("advice", text=advice)
-            print(advice, flush=True)
-
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Say, once, that the run has learnt nothing from its first steps, and where to look."""
         compares_all = self.node.config.advantage in ("reinforce", "gae")  # and not the members of a group alone
@@ -138,8 +120,10 @@ class StepLog:
             )
 
     def say_where_time_went(self) -> None:
-        """Print, on each leader, what share of the run trainer and workers spent on what."""
+        """Print on each leader what share of the run trainer and workers spent on what, and how to get advice on it."""
         if self.node.cluster.is_leader:
             print(describe("trainer ", self.clock.total))
             for worker, spent in self.node.controller.journal.worker_time().items():
                 print(describe(f"worker {worker}", spent))
+        if self.node.cluster.is_first and extras.find("advice") is not None:
+            print(f"for advice on α and the split of devices: python scripts/advise.py {self.node.run.path}")

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -135,8 +135,6 @@ class RolloutReport:
     """SampleBuffer.ledger, since the start of the run."""
     num_restarts: int
     """Restarts of workers, since the start of the run."""
-    broadcasts_s: list[float] = field(default_factory=list)
-    """From the announcement of weights until a worker had them, of each update, seconds."""
 
     def __add__(self, other: "RolloutReport") -> "RolloutReport":
         ledger = Counter(self.ledger)
@@ -147,7 +145,6 @@ class RolloutReport:
             self.worker_time + other.worker_time,
             ledger,
             self.num_restarts + other.num_restarts,
-            self.broadcasts_s + other.broadcasts_s,
         )
 
 

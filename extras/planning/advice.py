@@ -1,53 +1,69 @@
-"""What a run's steps tell the advisor (extras/planning/advisor.py), and the advice in words, with its arithmetic.
+"""What the records of a run say about α, the split of its devices, and how many remote hosts are enough.
 
-And how many machines are enough for a run that others sample for: see `rate_that_suffices`.
+It measures the run, and says with its arithmetic what comes of that. The arithmetic on α and devices is in advisor.py;
+that on hosts is `rate_that_suffices`. `python scripts/advise.py runs/NAME` prints it. A run is given as
+scripts/runs.py reads it: `metrics` has a row per step, `events` a table per kind of event, `info` is run.json.
 """
 
+import dataclasses
 import itertools
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.cluster.placement import Placement
+from asyncrl.cluster.placement import Placement, place
 from asyncrl.config import Config
-from asyncrl.runlog.metrics import RolloutReport
 from extras.planning.advisor import Measured, expected_step, predicted_step, tail_share
 
-FIRST_STEPS = 20
-"""Steps after which advice is given; the first quarter of them is not looked at, as everything is still filling."""
 MIN_STEPS = 8
+"""Steps that advice needs. The first quarter of a run is left out, because everything is still filling then."""
 ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
 NEAR = 1.1
 """A step within this factor of the best is as good: the rest is within the arithmetic's error, and costs staleness."""
 
 
-@dataclass(frozen=True)
-class StepTold:
-    """What one step tells."""
-
-    metrics: dict[str, float]
-    rollout: RolloutReport
-    responses: tuple[tuple[int, float, float], ...]
-    """Worker, start and end of each that was trained on, from ticket to reward, Unix seconds."""
-
-    @property
-    def busy_s(self) -> float:
-        """What the trainer did not wait, seconds."""
-        return self.metrics["time/step_s"] - self.metrics["time/wait_s"]
+def config_of(run) -> Config:
+    """Return the options of a run, as far as this code has them."""
+    names = {field.name for field in dataclasses.fields(Config)}
+    return Config.from_dict({name: value for name, value in run.info["config"].items() if name in names})
 
 
-def measure(steps: list[StepTold], config: Config, placement: Placement) -> Measured:
-    """Means over the steps, of which there are MIN_STEPS, but their first quarter."""
+def advice_of(run) -> str:
+    """Return advice on remote hosts for a run that these may join, on α and the split of devices for any other.
+
+    Raises ValueError for a run that is too short, or that the arithmetic does not describe.
+    """
+    config, num_steps = config_of(run), len(run.metrics)
+    if num_steps < MIN_STEPS:
+        raise ValueError(f"{run.path} has {num_steps} steps, and advice needs {MIN_STEPS}; let it train longer")
+    if config.over_sampling > 1 or config.colocate == "sleep" or (config.listen and config.async_ratio == 0):
+        raise ValueError(f"{run.path} lets rollout and training take turns, so there is nothing to balance")
+    if "groups" not in run.events["step"] or "group" not in run.events["trajectory"]:
+        raise ValueError(f"{run.path} does not record which responses a step trained on; give a run that sampled")
+    if run.events["step"]["node"].nunique() > 1:
+        raise ValueError(f"{run.path} has several nodes; there is advice for one node only")
+    if config.listen:
+        return advise_on_machines(measure_machines(run, config))
+    hardware = run.info["hardware"]
+    placement = place(config, len(hardware["gpus"]), hardware["cpu_cores"], run.info["world_size"])
+    return advise(measure(run, config, placement))
+
+
+def measure(run, config: Config, placement: Placement) -> Measured:
+    """Return means over the steps of a run, without its first quarter."""
     rollout, training, unit, is_shared = _devices(placement)
-    first = len(steps) // 4
-    before, settled = steps[first - 1], steps[first:]
-    generated = settled[-1].metrics["tokens/generated"] - before.metrics["tokens/generated"]
-    sampled = sum(step.rollout.sampled.new for step in settled)  # by evaluations, too
-    for_training = min(1.0, generated / sampled) if sampled else 1.0
-    decoding_s = statistics.fmean(step.rollout.worker_time["decoding"] / 1e9 for step in settled) * for_training
-    took_s = [[end - start for _, start, end in step.responses] for step in settled]
+    first = len(run.metrics) // 4
+    settled = run.metrics.iloc[first:]
+    settles_at, ends_at = run.events["step"]["time"].iloc[[first - 1, -1]]
+    generated = settled["tokens/generated"].iloc[-1] - run.metrics["tokens/generated"].iloc[first - 1]
+    ended = run.events["trajectory"]
+    is_evaluation = (ended["group"] < 0) & ended["time"].between(settles_at, ends_at, inclusive="right")
+    for_training = generated / (generated + ended["tokens"][is_evaluation].sum())
+    decoding_s = (settled["time/step_s"] * settled["worker_time/decoding"]).mean() * for_training
+    responses = trained_responses(run)
+    responses = responses[responses["step"] > first]
+    took_s = (responses["ended_at"] - responses["started_at"]).groupby(responses["step"])
     return Measured(
         async_ratio=config.async_ratio,
         rollout_devices=rollout,
@@ -55,12 +71,23 @@ def measure(steps: list[StepTold], config: Config, placement: Placement) -> Meas
         unit=unit,
         is_shared=is_shared,
         samples=config.groups_per_step * config.group_size,
-        decoding_s=decoding_s * rollout / len(placement.workers),
-        training_s=statistics.fmean(step.busy_s for step in settled) * training,
-        response_mean_s=statistics.fmean(map(statistics.fmean, took_s)),
-        response_max_s=statistics.fmean(map(max, took_s)),
-        step_s=statistics.fmean(step.metrics["time/step_s"] for step in settled),
+        decoding_s=float(decoding_s * rollout),
+        training_s=_busy_s(settled) * training,
+        response_mean_s=float(took_s.mean().mean()),
+        response_max_s=float(took_s.max().mean()),
+        step_s=float(settled["time/step_s"].mean()),
     )
+
+
+def trained_responses(run):
+    """Return a table with a row per response and step that trained on it: the trajectory's event, and `step`."""
+    groups = run.events["step"][["step", "groups"]].explode("groups").astype("Int64")
+    return groups.merge(run.events["trajectory"], left_on="groups", right_on="group")
+
+
+def _busy_s(steps) -> float:
+    """Return the mean time of a step in which the trainer did not wait, seconds."""
+    return float((steps["time/step_s"] - steps["time/wait_s"]).mean())
 
 
 def _devices(placement: Placement) -> tuple[int, int, str, bool]:
@@ -143,18 +170,19 @@ def machines_that_suffice(m: Machines) -> float:
     return next(enough, None) or len(rates) + (missing if math.isinf(missing) else math.ceil(missing))
 
 
-def measure_machines(steps: list[StepTold], config: Config) -> Machines:
-    """What the steps tell; the rates are those of the last MIN_STEPS, as machines leave."""
-    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for worker, start, end in itertools.chain(*(step.responses for step in steps[-MIN_STEPS:])):
-        spans[worker].append((start, end))
-    settled = steps[len(steps) // 4 :]
-    broadcasts_s = [seconds for step in settled for seconds in step.rollout.broadcasts_s]
+def measure_machines(run, config: Config) -> Machines:
+    """Return means over the steps without their first quarter; rates are those of the last steps, as hosts leave."""
+    responses = trained_responses(run)
+    latest = responses[responses["step"] > len(run.metrics) - MIN_STEPS]
+    workers = [rows[["started_at", "ended_at"]].to_numpy().tolist() for _, rows in latest.groupby("worker")]
+    first = len(run.metrics) // 4
+    updates = run.events["update"]
+    settled = updates[updates["time"] > run.events["step"]["time"].iloc[first - 1]]
     return Machines(
-        rates=tuple(len(of) / _covered_s(of) for of in spans.values()),
+        rates=tuple(len(spans) / _covered_s(spans) for spans in workers),
         responses=config.groups_per_step * config.group_size,
-        train_s=statistics.fmean(step.busy_s for step in settled),
-        broadcast_s=statistics.fmean(broadcasts_s or [0.0]),
+        train_s=_busy_s(run.metrics.iloc[first:]),
+        broadcast_s=float(settled["broadcast_s"].mean()),
         refresh_lag=max(1, config.swarm.refresh_lag),
     )
 
@@ -168,13 +196,6 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 
 
 # Text
-
-
-def advice_of(steps: list[StepTold], config: Config, placement: Placement) -> str:
-    """The advice that these steps give: on machines where they may join, else on α and the split of devices."""
-    if config.listen is not None:
-        return advise_on_machines(measure_machines(steps, config))
-    return advise(measure(steps, config, placement))
 
 
 def advise(m: Measured) -> str:
@@ -220,7 +241,7 @@ def _advice(m: Measured) -> Iterator[str]:
         yield "  advice: leave both as they are"
         return
     now, then = (m.async_ratio, *before), (alpha, *split)
-    rates, bound = (one / other for one, other in zip(predicted_step(m, *now), predicted_step(m, *then), strict=True))
+    rates, bound = (slow / fast for slow, fast in zip(predicted_step(m, *now), predicted_step(m, *then), strict=True))
     expected = expected_step(m, *now) / expected_step(m, *then)
     yield (
         f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "

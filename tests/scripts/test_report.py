@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl import extras
 from scripts import report
 from scripts.runs import load
 from scripts.timeline import STATE_COLORS, build_timeline, pack, trace
@@ -630,20 +631,26 @@ def test_a_run_that_is_going_on_or_was_killed_has_a_report_without_the_half_writ
     assert page_of(run)["facts"]["left out"] == "the last line of metrics.jsonl, events.jsonl, which is half written"
 
 
-def test_what_ended_a_run_early_and_its_advice_are_said(run):
+def test_what_ended_a_run_early_is_said_and_no_advice_that_its_few_steps_cannot_give(run):
     write_lines(run / "metrics.jsonl", [metrics_line(1), metrics_line(2)])
     ended = {"event": "run_ended", "time": STARTED + 40, "status": "ended early", "reason": "Interrupted: stopped"}
-    advice = {"event": "advice", "time": STARTED + 39, "text": "a table\n  advice: leave both\n  a caveat"}
-    write_lines(run / "events.jsonl", [*make_events(), advice, ended])
+    write_lines(run / "events.jsonl", [*make_events(), ended])
     facts = page_of(run)["facts"]
     assert facts["outcome"] == "ended early: 2 of 12 steps; Interrupted: stopped; worker deaths: 1"
-    assert facts["advice"] == "leave both"
+    assert "advice" not in facts
 
 
-def test_the_advice_on_how_many_machines_are_enough_is_said(run):
-    advice = {"event": "advice", "time": STARTED + 39, "text": "advice on machines: 2 workers give enough"}
-    write_lines(run / "events.jsonl", [*make_events(), advice])
-    assert page_of(run)["facts"]["advice"] == "2 workers give enough"
+def test_the_advice_on_devices_is_said_where_extras_planning_is_there(run, monkeypatch):
+    events = make_events()
+    for event in events:
+        if event["event"] == "step":
+            event["groups"] = [*range(8 * event["step"] - 8, 8 * event["step"])]
+    write_lines(run / "events.jsonl", events)
+    (run / "run.json").write_text(json.dumps(run_json() | {"world_size": 1}))
+    # Decoding takes 1.5 s and the longest response 1.26 s: (1.5 + 1.26/3) / (1.5 + 1.26/5) = 1.10.
+    assert page_of(run)["facts"]["advice"].startswith("--async-ratio 4: predicted 1.10×")
+    monkeypatch.setitem(extras.MODULES, "advice", "extras.nowhere.advice")
+    assert "advice" not in page_of(run)["facts"]
 
 
 def test_the_script_ends_with_one_line_and_a_status(tmp_path):

@@ -3,17 +3,15 @@
 import dataclasses
 import itertools
 import math
-from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
-from asyncrl.messages import SampledTokens
-from asyncrl.runlog.metrics import RolloutReport
 from extras.planning.advice import (
     Machines,
-    StepTold,
+    advice_of,
     advise,
     advise_on_machines,
     best_alpha,
@@ -26,6 +24,7 @@ from extras.planning.advice import (
     training_share_by_rates,
 )
 from extras.planning.advisor import Measured, expected_step, predicted_step, tail_share
+from scripts.runs import frame
 
 CONFIG = Config(async_ratio=1.0, groups_per_step=16, group_size=4)
 
@@ -165,29 +164,42 @@ def test_on_shared_cores_it_says_what_its_numbers_cannot_mean(alpha, words):
 # What is measured
 
 
-def steps(count):
-    """The first half of them are twice as slow as the others."""
-    return [
-        told(i, step_s=2.0 if i < count / 2 else 1.0, responses=((0, 0.0, 0.1), (0, 1.0, 1.5 + 0.1 * (i % 2))))
-        for i in range(count)
-    ]
+def make_run(num_steps, spans, **config):
+    """A run whose steps are twice as slow in its first half as in the second.
+
+    A step trains 0.4 s. Two workers decode for 0.6 s of it each. 2,000 tokens are for training, 1,000 are an
+    evaluation's. Weights take 0.6 and 0.8 s to the workers. `spans(step)` are worker, start and end of the responses of
+    a step. Before the first step there was a large evaluation.
+    """
+    numbers, now = range(1, num_steps + 1), 0.0
+    metrics, events = [], {"step": [], "trajectory": [], "update": []}
+    events["trajectory"].append({"group": -1, "time": -1.0, "tokens": 10**6})
+    for step in numbers:
+        step_s = 2.0 if step <= num_steps / 2 else 1.0
+        now += step_s
+        times = {"time/step_s": step_s, "time/wait_s": step_s - 0.4, "worker_time/decoding": 0.6 / step_s}
+        metrics.append({"step": step, "tokens/generated": 500 + 2000 * step, **times})
+        events["step"].append({"step": step, "time": now, "groups": [step], "node": 0})
+        for worker, start, end in spans(step):
+            response = {"worker": worker, "started_at": start, "ended_at": end, "time": now, "tokens": 5}
+            events["trajectory"].append({"group": step, **response})
+        events["trajectory"].append({"group": -1, "time": now, "tokens": 1000})
+        events["update"] += [{"time": now + 0.01, "broadcast_s": 0.6}, {"time": now + 0.01, "broadcast_s": 0.8}]
+    made = dataclasses.asdict(dataclasses.replace(CONFIG, **config))
+    info = {"config": made, "hardware": {"gpus": [], "cpu_cores": 8}, "world_size": 1}
+    frames = {kind: frame(lines) for kind, lines in events.items()}
+    return SimpleNamespace(path="runs/one", metrics=frame(metrics), events=frames, info=info)
 
 
-def told(step, step_s, responses):
-    """The trainer computes 0.4 s, workers decode 1.2 s, 2000 of 3000 tokens are for training, weights take 0.7 s."""
-    metrics = {"time/step_s": step_s, "time/wait_s": step_s - 0.4, "tokens/generated": 500 + 2000 * step}
-    decoding = Counter(decoding=1_200_000_000)
-    rollout = RolloutReport([], SampledTokens(new=3000), decoding, Counter(), 0, [0.6, 0.8] if step % 2 else [])
-    return StepTold(metrics, rollout, responses)
+def usual_spans(step):
+    return [(0, 0.0, 0.1), (0, 1.0, 1.5 + 0.1 * (step % 2))]
 
 
 def test_measurements_are_means_without_the_first_quarter_and_without_evaluations():
     workers = tuple(WorkerPlacement(i, None, None, 3, 0.0) for i in range(2))
-    m = measure(steps(20), CONFIG, Placement((None, None), 2, workers, "shm"))
+    m = measure(make_run(20, usual_spans), CONFIG, Placement((None, None), 2, workers, "shm"))
     assert (m.rollout_devices, m.training_devices, m.unit, m.is_shared) == (6, 4, "CPU core", True)
-    assert m.decoding_s == pytest.approx(1.2 * 3 * 2 / 3), (
-        "3 cores a worker; a third of the tokens were an evaluation's"
-    )
+    assert m.decoding_s == pytest.approx(0.6 * 6 * 2 / 3), "6 cores; a third of the tokens were an evaluation's"
     assert m.training_s == pytest.approx(0.4 * 4) and m.response_max_s == pytest.approx(0.55, abs=0.01)
     assert m.response_mean_s == pytest.approx((0.1 + 0.55) / 2, abs=0.01)
     assert (m.async_ratio, m.samples) == (1.0, 64)
@@ -195,11 +207,41 @@ def test_measurements_are_means_without_the_first_quarter_and_without_evaluation
 
 
 def test_a_gpu_is_a_device_whether_shared_or_not():
+    run = make_run(8, usual_spans)
     own = tuple(WorkerPlacement(i, 2 + i, None, 1, 0.9) for i in range(3))
-    m = measure(steps(8), CONFIG, Placement((0, 1), 4, own, "shm"))
+    m = measure(run, CONFIG, Placement((0, 1), 4, own, "shm"))
     assert (m.rollout_devices, m.training_devices, m.unit, m.is_shared) == (3, 2, "GPU", False)
-    shared = measure(steps(8), CONFIG, Placement((0,), 4, (WorkerPlacement(0, 0, 0, 1, 0.4),), "ipc"))
+    shared = measure(run, CONFIG, Placement((0,), 4, (WorkerPlacement(0, 0, 0, 1, 0.4),), "ipc"))
     assert (shared.rollout_devices, shared.training_devices, shared.is_shared) == (1, 1, True)
+
+
+def test_the_advice_for_a_run_is_on_devices_or_where_hosts_may_join_on_these():
+    assert advice_of(make_run(8, usual_spans)).startswith("advice on α (now 1) and on the split of 8 CPU cores")
+    joined = advice_of(make_run(8, usual_spans, listen="127.0.0.1:5000"))
+    assert joined.startswith("advice on machines: 1 workers give Σμ = ")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "options", "why"),
+    [
+        (7, {}, "runs/one has 7 steps, and advice needs 8"),
+        (8, {"over_sampling": 2.0, "async_ratio": 0.0}, "nothing to balance"),
+        (8, {"listen": "127.0.0.1:5000", "async_ratio": 0.0}, "nothing to balance"),
+    ],
+)
+def test_a_run_that_advice_does_not_describe_is_refused(num_steps, options, why):
+    with pytest.raises(ValueError, match=why):
+        advice_of(make_run(num_steps, usual_spans, **options))
+
+
+def test_a_run_of_several_nodes_or_without_responses_is_refused():
+    run = make_run(8, usual_spans)
+    run.events["step"]["node"] = [0, 1] * 4
+    with pytest.raises(ValueError, match="has several nodes"):
+        advice_of(run)
+    run.events["trajectory"] = frame([])
+    with pytest.raises(ValueError, match="does not record which responses"):
+        advice_of(run)
 
 
 # Machines
@@ -245,9 +287,9 @@ def test_the_advice_on_machines_shows_its_arithmetic():
 
 def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
     """Worker 0: 3 responses in 0–2 and 5–6 s; worker 1: one in 4 s; worker 2 has given none in the last steps."""
-    lately = ((0, 0.0, 1.5), (0, 1.0, 2.0), (0, 5.0, 6.0), (1, 0.0, 4.0))
-    of_steps = [((2, 0.0, 1.0),)] * 12 + [lately[:2], lately[2:], *[()] * 6]
-    made = [dataclasses.replace(step, responses=of) for step, of in zip(steps(20), of_steps, strict=True)]
-    m = measure_machines(made, CONFIG)
+    lately = {13: [(0, 0.0, 1.5), (0, 1.0, 2.0)], 14: [(0, 5.0, 6.0), (1, 0.0, 4.0)]}
+    run = make_run(20, lambda step: lately.get(step, []) if step > 12 else [(2, 0.0, 1.0)])
+    run.events["update"].loc[:7, "broadcast_s"] = 99.0  # those before the fifth step ended
+    m = measure_machines(run, CONFIG)
     assert m.rates == pytest.approx((3 / 3, 1 / 4))
     assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (64, pytest.approx(0.4), pytest.approx(0.7), 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cluster.cluster import check_shares
-from asyncrl.cluster.placement import place, plan_memory
+from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config
 from asyncrl.messages import SampledTokens
@@ -20,6 +20,7 @@ from asyncrl.runlog.metrics import RolloutReport, rollout_metrics, time_metrics
 from asyncrl.runlog.run_directory import RunDirectory
 from extras.planning import memory, planner
 from extras.planning import plan as script
+from extras.planning.fit import plan_memory
 from extras.planning.plan import main, options_of
 from extras.planning.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
 from extras.planning.planner import Job, Pool, Training, compute_s, make_engine
@@ -251,7 +252,7 @@ def run(tmp_path, model):
                 "ended_at": 2.0 * step - 1 + 0.25 * member,
             }
             directory.record("trajectory", **fields)
-        report = RolloutReport([], SampledTokens(new=200), Counter(), Counter({"tokens_generated": 200 * step}), 0, [])
+        report = RolloutReport([], SampledTokens(new=200), Counter(), Counter({"tokens_generated": 200 * step}), 0)
         times = time_metrics(spent, {"decoding": decoding, "gated": 5 * 10**8})
         sampled = rollout_metrics(report, 200 * (step - 1), times["time/step_s"])
         directory.log_metrics({"step": step, "tokens/trained": 200.0, "tokens/forward": 600.0, **sampled, **times})
