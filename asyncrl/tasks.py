@@ -17,9 +17,8 @@ from data.problem import Candidate, DrawnTask, Problem, Task
 from data.reasoning_gym import ReasoningGym
 from data.sums import Sums
 
-TASKS = {"addition": Addition, "gsm8k": Gsm8k, "jsonl": Jsonl}
-FAMILIES = {"reasoning_gym": ReasoningGym, "sums": Sums}
-"""Tasks that are chosen as FAMILY:NAME."""
+TASKS = {"addition": Addition, "gsm8k": Gsm8k, "jsonl": Jsonl, "reasoning_gym": ReasoningGym, "sums": Sums}
+"""Single-turn tasks. One that takes a `name` is chosen as TASK:NAME."""
 
 
 def load_task(name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()) -> Task:
@@ -38,10 +37,9 @@ def prepare_task(
         return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
     task_class = _task_class(name)
     given = {"seed": seed, "data_path": data_path}
-    if task_class in FAMILIES.values():
-        given["name"] = name.partition(":")[2]
-    make = _with_arguments(task_class, name, task_args, given)
-    return functools.partial(UserTask, name, make) if user_code.is_own(name) else make
+    if user_code.is_own(name):
+        return functools.partial(UserTask, name, _with_arguments(task_class, name, task_args, given))
+    return _with_arguments(task_class, name, task_args, given | {"name": name.partition(":")[2]})
 
 
 def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[], Any]:
@@ -81,18 +79,16 @@ def score_of(name: str) -> Callable[[str, str], Any]:
     task_class = _task_class(name)
     score = inspect.getattr_static(task_class, "score", None)
     if not isinstance(score, staticmethod):
-        reason = "its score is no static method" if score else "it has no score"
         raise ValueError(
-            f"--task {name}: {reason}; give it a @staticmethod score(answer, response), as it runs in processes where "
-            "no task is made, or give --reward FILE.py:FUNCTION"
+            f"--task {name} has no static method score; give it a @staticmethod score(answer, response), as it runs in "
+            "processes where no task is made, or give --reward FILE.py:FUNCTION"
         )
     return task_class.score
 
 
 def _task_class(name: str) -> type:
     """The class of a single-turn task."""
-    family = name.partition(":")[0]
-    task_class = FAMILIES.get(family) or user_code.load(name, "--task", TASKS)
+    task_class = TASKS.get(name.partition(":")[0]) or user_code.load(name, "--task", TASKS)
     if not isinstance(task_class, type):
         kind = type(task_class).__name__
         raise ValueError(f"--task {name} is a {kind}; give a class with train_problem and eval_problems")

@@ -158,8 +158,14 @@ def _score_there(text, answer, response):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("@staticmethod\n    def score(", "def nothing("), "it has no score; give it a @staticmethod score"),
-        (("@staticmethod\n    def score(", "def score(self, "), "its score is no static method; give it a @staticm"),
+        (
+            ("@staticmethod\n    def score(", "def nothing("),
+            "has no static method score; give it a @staticmethod score",
+        ),
+        (
+            ("@staticmethod\n    def score(", "def score(self, "),
+            "has no static method score; give it a @staticmethod score",
+        ),
     ],
 )
 def test_a_task_without_a_static_score_is_told_what_to_do(tmp_path, change, said):

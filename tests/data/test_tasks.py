@@ -276,7 +276,9 @@ def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(
 
 
 def test_an_unknown_task_is_an_error_with_the_list():
-    message = "'additions' is none of addition, gsm8k, jsonl, nor FILE.py:NAME; did you mean addition?"
+    message = (
+        "'additions' is none of addition, gsm8k, jsonl, reasoning_gym, sums, nor FILE.py:NAME; did you mean addition?"
+    )
     with pytest.raises(ValueError, match=message):
         load_task("additions", seed=0)
 

@@ -103,7 +103,7 @@ def test_what_is_not_there_or_does_not_fit_is_one_line(capsys, args, said):
 def test_a_task_whose_score_takes_self_is_refused_unless_a_reward_takes_its_place(tmp_path, capsys):
     path = write_own(tmp_path, TASK.replace("    @staticmethod\n    def score(", "    def score(self, "))
     reward = write_own(tmp_path, "def score(response, answer): return 1.0\n")
-    assert "its score is no static method" in refusal(capsys, "--task", f"{path}:Double")
+    assert "has no static method score" in refusal(capsys, "--task", f"{path}:Double")
     assert parse_config(["--task", f"{path}:Double", "--reward", f"{reward}:score"])
 
 
