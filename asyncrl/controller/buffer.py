@@ -13,12 +13,44 @@ version. Freshness as in ROLL Flash (arXiv 2510.11345): a bound on every sample.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from asyncrl.config import Config
 from asyncrl.controller.ledger import DropReason, Ledger
-from asyncrl.controller.state import BufferState, Resident
 from asyncrl.records import Group, Trajectory
+
+
+@dataclass
+class Resident:
+    """A group that holds a place: running while members are missing, finished when all have arrived."""
+
+    version: int
+    """Oldest version that its tokens can have: that of its admission, then of its start; the true one once finished."""
+    started: bool = False
+    num_failed: int = 0
+    members: dict[int, Trajectory] = field(default_factory=dict)
+    group: Group | None = None
+    rank: int = 0
+    """Place in the order in which groups finished."""
+
+    @property
+    def num_generated(self) -> int:
+        return sum(trajectory.num_generated for trajectory in self.members.values())
+
+    def has_any_of(self, workers: Collection[int]) -> bool:
+        """Whether one of these workers has sampled a member."""
+        return any(trajectory.worker in workers for trajectory in self.members.values())
+
+
+@dataclass
+class BufferState:
+    """A buffer in plain data."""
+
+    trainer_version: int
+    published_version: int
+    residents: dict[int, Resident]
+    """Those that have no place on this node any more admit nothing new until they are consumed."""
+    ledger: dict[str, int | float]
 
 
 class SampleBuffer:

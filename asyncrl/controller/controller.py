@@ -12,10 +12,10 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.controller.announcements import Announcements
 from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.cut import ControllerState, cut, restore
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.evaluation import Evaluations, evaluation_metrics
 from asyncrl.controller.journal import Journal
-from asyncrl.controller.state import ControllerState, cut, restore
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.waiting import Changes
 from asyncrl.controller.workers import Disbelieved, Worker, Workers
@@ -64,7 +64,8 @@ class Controller:
         self._stopping = False
         self.is_asked_to_stop = False
         """Whether batches and evaluations are waited for only while there is a worker."""
-        restore(restored, self.dispatcher, self.evaluations)
+        if restored is not None:
+            restore(restored, self.dispatcher, self.evaluations)
 
     # Life of the workers
 
@@ -306,7 +307,7 @@ class Controller:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
         `take_batch`, in which `measure()` gives the lengths of its records; sampling goes on."""
         with self._changed:
-            return cut(self._changed, self.dispatcher, self.evaluations, measure)
+            return cut(self._changed, self.dispatcher, self.announcements, self.evaluations, measure)
 
     # What was measured
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from asyncrl import user_code as own
 from asyncrl.config import Config
-from asyncrl.controller.state import IDS_PER_NODE, TicketState
 from asyncrl.controller.workers import Worker
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
 from data.problem import Problem
 
+IDS_PER_NODE = 10**9
+"""Groups and tickets of node n are numbered from n times this."""
 NUM_CHECKED_PROMPTS = 512
 """Training prompts whose length is checked before anything starts; the others are when their turn comes."""
 
@@ -45,6 +46,19 @@ class PromptSource:
             return calls.call(functools.partial(self.encode, problem), "env_timeout_s", what=f"the prompt of {what}")
 
         return replace(self, train_problem=train_problem, encode=encode)
+
+
+@dataclass
+class TicketState:
+    """How far a source of tickets is: what it handed out is consumed, resident, put back or dropped for good."""
+
+    next_problem: int
+    next_group: int
+    next_ticket: int
+    problems: dict[int, int]
+    """Resident group -> index of its problem."""
+    put_back: list[int]
+    """Problems to issue again, in this order."""
 
 
 class TicketSource:

@@ -26,7 +26,7 @@ from asyncrl.cluster.processes import Interrupted, exit_with_parent, ignore_sign
 from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.state import ControllerState
+from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.probe import Probe

@@ -18,7 +18,7 @@ from asyncrl.user_code import found_again
 
 if TYPE_CHECKING:
     from asyncrl.cluster.cluster import Cluster
-    from asyncrl.controller.state import ControllerState
+    from asyncrl.controller.cut import ControllerState
 
 MAY_CHANGE = (
     "steps", "lr", "optim_args", "save_every", "keep_last", "stop_after_s", "eval_every", "eval_greedy", "wandb",
@@ -110,7 +110,8 @@ def controller_of(checkpoint: Checkpoint, model_path: str, cluster: "Cluster", c
 
     Raises ValueError if the weights of the model that are not in the checkpoint have changed.
     """
-    from asyncrl.controller.state import ControllerState, redistribute
+    from asyncrl.controller.cut import ControllerState
+    from asyncrl.controller.redistribute import redistribute
     from asyncrl.runlog.batches import weights_sha256
     from asyncrl.runlog.plain import decode
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from trajectories import make_trajectory
 
 from asyncrl.config import Config
-from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.buffer import BufferState, SampleBuffer
 from asyncrl.controller.ledger import COUNTS, DROP_REASONS, bias_of_dropping
-from asyncrl.controller.state import BufferState
 from asyncrl.messages import SampledTokens
 from asyncrl.runlog.metrics import RolloutReport, rollout_metrics
 from asyncrl.runlog.plain import decode, encode

@@ -19,7 +19,7 @@ from walk_worker import WalkProcess, WalkWorkers
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.state import ControllerState
+from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import PromptSource
 from asyncrl.controller.workers import MAX_RESTARTS, Disbelieved
 from asyncrl.messages import Finished, InFlight, Updated

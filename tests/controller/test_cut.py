@@ -7,7 +7,7 @@ import pytest
 from test_controller import session, wait_until
 
 import asyncrl.controller.workers
-from asyncrl.controller.state import ControllerState
+from asyncrl.controller.cut import ControllerState
 from asyncrl.runlog.plain import decode, encode
 
 

@@ -22,8 +22,9 @@ from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.evaluation import Evaluation
-from asyncrl.controller.state import ControllerState, TicketState
+from asyncrl.controller.tickets import TicketState
 from asyncrl.job import checkpoints as module
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import NobodySamples, _open_records

@@ -9,10 +9,11 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import DROP_REASONS
-from asyncrl.controller.state import IDS_PER_NODE, ControllerState, redistribute
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.redistribute import redistribute
+from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
 from asyncrl.records import Partial, Trajectory
 from asyncrl.runlog.plain import decode, encode
 from data.problem import Problem

@@ -1,0 +1,100 @@
+"""The cut: everything that a resumed run needs of a node's rollout, in plain data, as of one instant.
+
+Keyed by problem: each problem that was handed out is resident, put back, or done (consumed, or dropped for good). So
+the frontier is what was consumed, and never what was handed out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncrl.config import Config
+from asyncrl.controller.announcements import Announcements
+from asyncrl.controller.buffer import BufferState
+from asyncrl.controller.dispatcher import Dispatcher
+from asyncrl.controller.evaluation import Evaluation, Evaluations
+from asyncrl.controller.tickets import TicketState
+from asyncrl.controller.waiting import Changes
+from asyncrl.records import Ticket
+
+
+@dataclass
+class ControllerState:
+    """The rollout of one node, between two steps, when all that was trained on is published."""
+
+    buffer: BufferState
+    tickets: TicketState
+    queue: list[Ticket]
+    """Tickets of training groups whose trajectories are still to come, in the order in which they are issued again."""
+    announced: int
+    """Version of the weights that were announced last. Tokens may be as new, so no older weights may follow."""
+    evaluates: bool
+    """Whether the published version is to be evaluated when it is announced again: its evaluation had not ended."""
+    evaluations: list[Evaluation]
+    """Evaluations that have ended and were not reported."""
+    num_restarts: int
+    records: dict[str, int]
+    """Length of each record at the cut, bytes."""
+
+
+def continues_responses(config: Config) -> bool:
+    """Whether responses continue from their tokens after a resume.
+
+    Where training is on-policy they are sampled again by their own seeds instead, so that a resumed run equals the
+    unbroken one to the bit.
+    """
+    return config.async_ratio > 0 or config.over_sampling > 1
+
+
+def cut(
+    changes: Changes,
+    dispatcher: Dispatcher,
+    announcements: Announcements,
+    evaluations: Evaluations,
+    measure: Callable[[], dict[str, int]],
+) -> ControllerState:
+    """Return the state of a node's rollout, at an instant in which the caller holds the lock `changes`.
+
+    Weights that wait for an evaluation are announced before, unless no worker is there to end it. Where responses
+    continue from their tokens, the workers report how far they are. The last report is that instant: what ended until
+    then has ended. `measure()` gives the lengths of the records.
+    """
+    workers = dispatcher.workers
+    changes.wait_until(lambda: announcements.deferred is None or not any(workers), "an evaluation")
+    if continues_responses(dispatcher.config):
+        changes.wait_until(workers.ask(), "what is in flight")
+    partials, lost = {}, {}
+    for worker in workers:
+        if worker.in_flight is not None:
+            partials |= {partial.ticket_id: partial for partial in worker.in_flight.partials}
+            lost |= worker.in_flight.lost
+    queue, num_lost = [], 0
+    for ticket in dispatcher.unfinished():
+        num_lost += lost.get(ticket.ticket_id, 0)
+        partial = partials.get(ticket.ticket_id)
+        queue.append(ticket if partial is None else dispatcher.tickets.going_on(ticket, partial))
+    buffer = dispatcher.buffer.state()
+    for count in ("tokens_generated", "tokens_dropped_aborted"):
+        buffer.ledger[count] += num_lost
+    return ControllerState(
+        buffer,
+        dispatcher.tickets.state(),
+        queue,
+        announced=announcements.newest.version,
+        evaluates=evaluations.running is not None,
+        evaluations=list(evaluations.ended),
+        num_restarts=workers.num_restarts,
+        records=measure(),
+    )
+
+
+def restore(state: ControllerState, dispatcher: Dispatcher, evaluations: Evaluations) -> None:
+    """Have a node's rollout, in which nothing has happened, continue from a state.
+
+    The tickets of what was running come before all others. An evaluation that was running starts again when its
+    weights are announced.
+    """
+    dispatcher.buffer.restore(state.buffer)
+    dispatcher.tickets.restore(state.tickets)
+    dispatcher.queue.put_first(state.queue)
+    dispatcher.workers.num_restarts = state.num_restarts
+    evaluations.ended = list(state.evaluations)
