@@ -30,7 +30,8 @@ class StepLog:
     """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
 
     def __init__(self, node: Node):
-        self.node, self.clock = node, node.clock
+        self.node = node
+        self.clock = node.clock
         self.progress: Progress | None = None
         self.tokens_before = 0
         """Tokens that were generated until the last step."""
@@ -60,7 +61,8 @@ class StepLog:
     def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         self.clock.enter("other")
-        account, config = self.clock.take(), self.node.config
+        account = self.clock.take()
+        config = self.node.config
         if not self.node.cluster.is_leader:
             return
         measured = self._measure(step, groups)
@@ -109,10 +111,12 @@ class StepLog:
         return measured
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
-        """Say, once, that the run has learnt nothing from its first steps, and where to look."""
-        compares_all = self.node.config.advantage in ("reinforce", "gae")  # and not the members of a group alone
-        self.has_signal |= metrics["reward/zero_variance_groups"] < 1 or (compares_all and metrics["reward/std"] > 0)
-        if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, self.node.config.steps):
+        """Warn once if the run has learnt nothing from its first steps, and say where to look."""
+        config = self.node.config
+        compares_all = config.advantage in ("reinforce", "gae")  # and not the members of a group alone
+        differs = metrics["reward/std"] > 0 if compares_all else metrics["reward/zero_variance_groups"] < 1
+        self.has_signal |= differs
+        if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, config.steps):
             print(
                 f"warning: in {step} steps no group had unequal rewards (mean {metrics['reward/mean']:g}): nothing is "
                 f"learnt; look at the responses in {self.node.run.path}/samples.jsonl, and at --task and its reward",
