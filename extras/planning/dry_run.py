@@ -35,9 +35,7 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     best = planner.plan(job, cluster)[0]
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", best.training.gpus if pool.count == 1 else 0))
     if not per_machine:
-        raise ValueError(
-            f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or extras/planning/plan.py"
-        )
+        raise ValueError(f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or scripts/plan.py")
     placed = place(config, pool.gpus, available_cores(), per_machine)
     ways, num_ranks = ways_to_fit(config), per_machine * pool.count
     check_shares(config, pool.count, num_ranks)

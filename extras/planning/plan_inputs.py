@@ -1,4 +1,4 @@
-"""What the planner is told of machines and work: data sheets, cluster.toml, lengths, and what a run has measured."""
+"""What the planner reads: data sheets, cluster.toml, lengths, and a run, which is given as scripts/runs.py reads it."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from asyncrl.config import Config, nearest
 from extras.planning import planner
+from extras.planning.advice import config_of
 from extras.planning.planner import Cluster, Job, Lengths, Pool
 from extras.planning.shape import read_shape
-from scripts.runs import Run
 
 ASSUMED_LINK = 1.25
 """GB/s between machines where nothing is said: Ethernet of 10 Gbit/s."""
@@ -55,7 +55,7 @@ def _checked(kind: type, where: str, values: dict):
     return kind(**values)
 
 
-def lengths_of(run: Run, config: Config, prompt_tokens: float | None) -> Lengths:
+def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
     """Lengths of a run's responses, and of its prompts unless they are given."""
     responses, made = run.events["trajectory"], run.info["config"]
     if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
@@ -68,7 +68,7 @@ def lengths_of(run: Run, config: Config, prompt_tokens: float | None) -> Lengths
     return Lengths.of(prompt, clipped, config.groups_per_step * config.group_size)
 
 
-def with_rates(cluster: Cluster, run: Run) -> tuple[Cluster, str]:
+def with_rates(cluster: Cluster, run) -> tuple[Cluster, str]:
     """The cluster with mfu and hbm_efficiency of the run's GPUs as the run has measured them, and what was done."""
     gpus = run.info["hardware"]["gpus"]
     measured = [pool for pool in cluster.pools if pool.called in gpus]
@@ -77,8 +77,7 @@ def with_rates(cluster: Cluster, run: Run) -> tuple[Cluster, str]:
         where, measured = "machines that joined it, too", []
     if not measured:
         return cluster, f"{run.path} ran on {where}: its lengths are taken, its rates say nothing of this cluster"
-    known = {field.name for field in dataclasses.fields(Config)}
-    config = Config.from_dict({name: value for name, value in run.info["config"].items() if name in known})
+    config = config_of(run)
     job = Job(config, read_shape(config.model), lengths_of(run, config, None))
     steps, responses = run.metrics[len(run.metrics) // 4 :], run.events["trajectory"]  # at first everything fills
     engines = len(responses[["node", "worker"]].drop_duplicates())

@@ -1,4 +1,4 @@
-"""Records and tables of simulate.py; its option --report writes the tables again."""
+"""Records and tables of scripts/simulate.py; its option --report writes the tables again."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,19 @@ from jinja2 import StrictUndefined, Template
 
 from extras.simulation import cluster, engine, scenarios, workload
 from extras.simulation.scenarios import UNITS, Scenario
-from scripts.lines import markdown, read
 
 NEAR = 0.15
 RULE = f"A hit: what is reported lies within the range of the seeds, or within {NEAR:.0%} of their mean."
+
+
+def read(path: Path) -> list[dict]:
+    """Return the records of a file, one a line; none if there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def markdown(heading: list[str], rows: list[list]) -> list[str]:
+    """Return the lines of a table."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (heading, ["---"] * len(heading), *rows)]
 
 
 def replace(new: dict, path: Path) -> None:
@@ -151,7 +160,7 @@ def write(out: Path) -> None:
     """
     records = read(out / "simulation.jsonl")
     if not records:
-        raise ValueError(f"{out / 'simulation.jsonl'} has no records; run python extras/simulation/simulate.py first")
+        raise ValueError(f"{out / 'simulation.jsonl'} has no records; run python scripts/simulate.py first")
     page = Template(Path(__file__).with_name("page.md").read_text(encoding="utf-8"), undefined=StrictUndefined)
     text = page.render(
         made_by=dict.fromkeys(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from extras.latency_law import LatencyLaw
 from extras.simulation.cluster import Case, Outcome, train_s_per_token
 from extras.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, EngineCurve, Swarm, roofline
 from extras.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, lengths_up_to
-from scripts.latency import LatencyLaw
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 SYNC_BYTES_PER_S = 8e9

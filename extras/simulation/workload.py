@@ -13,7 +13,7 @@ from statistics import NormalDist
 from asyncrl.controller.tickets import PromptSource
 from asyncrl.records import Ticket
 from data.problem import Problem
-from scripts.latency import LatencyLaw
+from extras.latency_law import LatencyLaw
 
 LONGEST_TO_MEDIAN = 20.0
 """ROLL Flash: the longest response is more than 20 times the median."""

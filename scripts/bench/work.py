@@ -22,8 +22,9 @@ from asyncrl.engine.environments import Environment, Environments, SingleTurn
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.score import Scored
 from asyncrl.records import Ticket
+from extras.latency_law import LatencyLaw
 from rollout import RolloutWorker, run_worker, start_worker
-from scripts.latency import LatencyLaw, start_delayed
+from scripts.latency import start_delayed
 
 GROUPS, GROUP_SIZE = 32, 8
 SAMPLES_PER_STEP = GROUPS * GROUP_SIZE

@@ -19,7 +19,8 @@ from asyncrl.engine.score import Failed
 from asyncrl.records import EVALUATION_GROUP, Partial, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import ENVIRONMENTS, TextEnvironment
-from scripts.latency import Delayed, LatencyLaw
+from extras.latency_law import LatencyLaw
+from scripts.latency import Delayed
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 EOS = TOKENIZER.eos_token_id

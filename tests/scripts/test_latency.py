@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from scripts.latency import Delay, LatencyLaw
+from extras.latency_law import Delay, LatencyLaw
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from asyncrl.runlog.run_directory import RunDirectory
 from extras.planning import memory, planner
 from extras.planning import plan as script
 from extras.planning.fit import plan_memory
-from extras.planning.plan import main, options_of
+from extras.planning.plan import options_of
 from extras.planning.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
 from extras.planning.planner import Job, Pool, Training, compute_s, make_engine
 from extras.planning.shape import read_shape
+from scripts.plan import main
 from scripts.qwen3_shapes import qwen3_config
 from scripts.runs import load
 

@@ -7,7 +7,6 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from simulation_bounds import check
 
 from asyncrl.controller import workers
 from asyncrl.records import Ticket
+from extras.latency_law import LatencyLaw
 from extras.simulation import report, scenarios, swarm
-from extras.simulation import simulate as script
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, Simulation, simulate
 from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
@@ -25,10 +24,10 @@ from extras.simulation.swarm import Uplink, fair_share
 from extras.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, draws_of, lengths_up_to
 from extras.swarm import leases
 from extras.swarm.pull import KEPT
-from scripts.latency import LatencyLaw
+from scripts import simulate as script
 from scripts.lines import read
 
-RECORDS = Path(__file__).parents[2] / "results" / "simulation" / "simulation.jsonl"
+RECORDS = scenarios.RESULTS / "simulation" / "simulation.jsonl"
 LAW = lengths_up_to(400)
 
 
@@ -454,7 +453,7 @@ def test_the_table_of_swarms_has_every_arm_with_its_means_and_ranges():
 
 ERRORS = {
     "--only nothing": "--only 'nothing' is none of scheduling",
-    "--report": "simulation.jsonl has no records; run python extras/simulation/simulate.py first",
+    "--report": "simulation.jsonl has no records; run python scripts/simulate.py first",
     "--seeds 0": "--seeds must be at least 1, got 0",
 }
 

@@ -1,11 +1,11 @@
-"""The papers' comparisons at their scale, by simulation: `python extras/simulation/simulate.py`.
+"""The papers' comparisons at their scale, by simulation: `python scripts/simulate.py`.
 
 A discrete-event simulation with a virtual clock. The Controller is the real one, with its SampleBuffer, TicketSource,
 TicketQueue and Dispatcher. Simulated are what a worker does between two messages, the speed of its engine and the time
 to train (extras/simulation/). What is assumed: see the table and workload.py, engine.py and scenarios.toml.
 
-    python extras/simulation/simulate.py                          # everything: records and table in results/simulation
-    python extras/simulation/simulate.py --only scheduling        # some of them; the other records are kept
+    python scripts/simulate.py                          # everything: records and table in results/simulation
+    python scripts/simulate.py --only scheduling        # some of them; the other records are kept
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     """Read the command line, run what was chosen, seed by seed, and write records and table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records")
-    parser.add_argument("--only", nargs="+", help="mechanisms, or names of comparisons; see scripts/simulation")
+    parser.add_argument("--only", nargs="+", help="mechanisms, or names of comparisons, see scenarios.toml")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own")
     parser.add_argument("--report", action="store_true", help="simulate nothing, write the table again")
     arguments = parser.parse_args()

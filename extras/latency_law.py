@@ -1,0 +1,80 @@
+"""The law of a simulated environment's latency, and how often a step fails: `normal:10,5 fail:0.01 scale:0.01`.
+
+The law is in seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA` or `constant:S`, `fail:P` for the share of steps that
+hang or crash, and `scale:F` for a factor on the seconds. scripts/latency.py delays real environments by it, and
+extras/simulation computes with it.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Delay:
+    """What one simulated step costs."""
+
+    seconds: float
+    failure: Literal["hang", "crash"] | None
+
+
+_LAWS = {"constant": 1, "normal": 2, "lognormal": 2, "fail": 1, "scale": 1}
+"""Numbers that each law takes."""
+LAWS_HINT = "allowed are constant:S, normal:MU,SIGMA or lognormal:MU,SIGMA, fail:P and scale:F, separated by a space"
+
+
+@dataclass(frozen=True)
+class LatencyLaw:
+    """How long a simulated step of an environment takes, and how often it fails."""
+
+    kind: Literal["constant", "normal", "lognormal"]
+    numbers: tuple[float, ...]
+    """Seconds (constant), their mean and standard deviation (normal), or those of ln(seconds) (lognormal)."""
+    failure_rate: float = 0.0
+    """Share of steps that fail; half of these hang, half crash."""
+    scale: float = 1.0
+    """Factor on the seconds."""
+
+    @classmethod
+    def parse(cls, text: str) -> "LatencyLaw":
+        """Read `normal:10,5`, `fail:0.01`, or both with a space between; seconds are 0 where only `fail` is given.
+
+        Raises ValueError for anything else.
+        """
+        laws: dict[str, tuple[float, ...]] = {}
+        for part in text.split():
+            name, numbers = _parse_law(part, text)
+            if name in laws:
+                raise ValueError(f"latency {text!r} has two laws {name!r}; {LAWS_HINT}")
+            laws[name] = numbers
+        (failure_rate,), (scale,) = laws.pop("fail", (0.0,)), laws.pop("scale", (1.0,))
+        if len(laws) > 1 or not text.split():
+            raise ValueError(f"latency {text!r} has {len(laws)} laws of seconds, wanted one; {LAWS_HINT}")
+        kind, numbers = next(iter(laws.items()), ("constant", (0.0,)))
+        return cls(kind, numbers, failure_rate, scale)
+
+    def draw(self, rng: random.Random) -> Delay:
+        """The next delay; a negative draw counts as 0 s."""
+        laws = {"constant": float, "normal": rng.normalvariate, "lognormal": rng.lognormvariate}
+        seconds, chance, failure = laws[self.kind](*self.numbers), rng.random(), None
+        if chance < self.failure_rate:
+            failure = "hang" if chance < self.failure_rate / 2 else "crash"
+        return Delay(max(0.0, seconds * self.scale), failure)
+
+
+def _parse_law(part: str, text: str) -> tuple[str, tuple[float, ...]]:
+    """Name and numbers of one law; `text` is all that was given, for the error."""
+    name, _, values = part.partition(":")
+    try:
+        numbers = tuple(float(value) for value in values.split(","))
+    except ValueError:
+        numbers = ()
+    if _LAWS.get(name) != len(numbers) or not all(math.isfinite(number) for number in numbers):
+        raise ValueError(f"latency {text!r}: cannot read {part!r}; {LAWS_HINT}")
+    if name == "fail" and not 0 <= numbers[0] <= 1:
+        raise ValueError(f"latency {text!r}: the P of fail:P is a probability, in [0, 1], got {numbers[0]:g}")
+    if numbers[-1] < 0:
+        what = {"constant": "S", "scale": "F"}.get(name, "SIGMA")
+        raise ValueError(f"latency {text!r}: {what} must be at least 0, got {numbers[-1]:g}")
+    return name, numbers
