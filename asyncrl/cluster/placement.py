@@ -10,7 +10,7 @@ weights reach them by `shm`, as they come to its host memory.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config import Config
@@ -87,27 +87,70 @@ def _device(gpu: int | None, threads: int, num_gpus: int = 1) -> str:
 
 
 def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int, has_nccl: bool = True) -> Placement:
-    """Give every process of a node its device, and weights their way.
+    """Return the device of every process of a node, and the transport of weights.
 
-    Args: the GPUs and CPU cores that this node may use, the trainer ranks that torchrun started on it (0 on a machine
-    that joined a run), and whether torch has NCCL. Raises ValueError, with the arithmetic, for what does not fit.
+    Args: the GPUs and CPU cores that this node may use, the trainer ranks that torchrun started on it (0 on a host that
+    joined a run), and whether torch has NCCL. Raises ValueError, with the arithmetic, for what does not fit.
     """
-    if config.num_rollout_workers == 0:
-        return _place_trainer(num_gpus, num_cores, num_trainer_ranks)
-    placement = _place_processes(config, num_gpus, num_cores, num_trainer_ranks)
-    transport = _choose_transport(config.weight_sync, placement, has_nccl)
-    if config.colocate == "sleep" and all(worker.shared_with_rank is None for worker in placement.workers):
+    if num_gpus:
+        workers = _place_on_gpus(config, num_gpus, num_trainer_ranks)
+        threads = _threads(num_cores - CORES_PER_GPU_WORKER * len(workers), num_trainer_ranks)
+        trainer_gpus = tuple(range(num_trainer_ranks))
+    else:
+        num_workers = _count_on_cpu(config, num_cores)
+        threads = _threads(num_cores, num_trainer_ranks + num_workers)
+        workers = tuple(WorkerPlacement(worker, None, None, threads, 0.0) for worker in range(num_workers))
+        trainer_gpus = (None,) * num_trainer_ranks
+    if not workers:
+        return Placement(trainer_gpus, threads, (), "pull")
+    if config.colocate == "sleep" and workers[0].shared_with_rank is None:
         raise ValueError(
             "--colocate sleep is for one GPU that trainer and engine share, and none is; use --colocate share"
         )
-    return replace(placement, transport=transport)
+    transport = _choose_transport(config.weight_sync, workers[0], num_trainer_ranks, has_nccl)
+    return Placement(trainer_gpus, threads, workers, transport)
 
 
-def _choose_transport(wanted: str, placement: Placement, has_nccl: bool) -> str:
-    """`wanted`, or the fastest that goes where it is `auto`. Raises ValueError for one that cannot go."""
-    if not placement.trainer_gpus or placement.trainer_gpus[0] is None:
+def _place_on_gpus(config: Config, num_gpus: int, num_trainer_ranks: int) -> tuple[WorkerPlacement, ...]:
+    """Return the rollout workers of a node with GPUs: after the trainer's GPUs, or one worker on the trainer's only."""
+    if config.dtype == "float32":
+        raise ValueError(f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto or bfloat16")
+    tp, num_workers = config.rollout_tp, config.num_rollout_workers
+    if num_workers is None:
+        num_workers = max(1, (num_gpus - num_trainer_ranks) // tp)
+    if (num_gpus, num_trainer_ranks, num_workers, tp) == (1, 1, 1, 1):
+        return (WorkerPlacement(0, 0, 0, 1, config.gpu_memory_utilization or SHARE_BESIDE_TRAINER),)
+    needed = num_trainer_ranks + num_workers * tp
+    if needed > num_gpus:
+        raise ValueError(
+            f"{num_trainer_ranks} trainer ranks + {num_workers} rollout workers × {tp} GPUs = {needed} GPUs, "
+            f"{num_gpus} visible; lower --nproc-per-node, --num-rollout-workers or --rollout-tp "
+            "(one rank and one worker may share the only GPU)"
+        )
+    share = config.gpu_memory_utilization or SHARE_ALONE
+    return tuple(
+        WorkerPlacement(worker, num_trainer_ranks + worker * tp, None, 1, share, tp) for worker in range(num_workers)
+    )
+
+
+def _count_on_cpu(config: Config, num_cores: int) -> int:
+    """Return the number of rollout workers of a node without GPUs."""
+    num_workers = 1 if config.num_rollout_workers is None else config.num_rollout_workers
+    if config.rollout_tp > 1 and num_workers:
+        raise ValueError(f"--rollout-tp {config.rollout_tp} splits an engine over GPUs, and none is visible; use 1")
+    if num_workers > num_cores:
+        raise ValueError(
+            f"--num-rollout-workers {num_workers} on {num_cores} CPU cores: {num_workers} / {num_cores} = "
+            f"{num_workers / num_cores:.2f} engines per core, and the trainer; use {num_cores} or fewer"
+        )
+    return num_workers
+
+
+def _choose_transport(wanted: str, worker: WorkerPlacement, num_trainer_ranks: int, has_nccl: bool) -> str:
+    """Return the transport that is `wanted`, or for `auto` the fastest one. Raises ValueError if it cannot work."""
+    if worker.gpu is None or num_trainer_ranks == 0:
         possible, why = ["shm"], "without a GPU weights go through host memory"
-    elif placement.transport == "ipc":
+    elif worker.shared_with_rank is not None:
         possible, why = ["ipc", "shm"], "trainer and worker share one GPU, which NCCL refuses"
     elif has_nccl:
         possible, why = ["nccl", "shm"], "trainer and workers have separate GPUs, between which there is no CUDA IPC"
@@ -118,87 +161,8 @@ def _choose_transport(wanted: str, placement: Placement, has_nccl: bool) -> str:
     return possible[0] if wanted == "auto" else wanted
 
 
-def _place_processes(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
-    if num_gpus == 0:
-        return _place_on_cpu(config, num_cores, num_trainer_ranks)
-    if config.dtype == "float32":
-        raise ValueError(f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto or bfloat16")
-    _check_ranks(num_gpus, num_trainer_ranks)
-    free = list(range(num_trainer_ranks, num_gpus))
-    if not free:
-        return _place_on_shared_gpus(config, num_trainer_ranks, num_cores)
-    tp, fitting = config.rollout_tp, len(free) // config.rollout_tp
-    num_workers = max(1, fitting) if config.num_rollout_workers is None else config.num_rollout_workers
-    if num_workers > fitting and not num_trainer_ranks:
-        raise ValueError(
-            f"--rollout-tp {tp} needs {tp} GPUs, {num_gpus} are visible; use --rollout-tp {num_gpus} or less here"
-        )
-    if num_workers > fitting:
-        wanted = f"{num_workers} rollout workers" + (f" × {tp} GPUs" if tp > 1 else "")
-        raise ValueError(
-            f"{num_trainer_ranks} trainer ranks + {wanted} = {num_trainer_ranks + num_workers * tp} GPUs, {num_gpus} "
-            f"are visible; lower --num-rollout-workers to {fitting} or --nproc-per-node" + " or --rollout-tp" * (tp > 1)
-        )
-    share = config.gpu_memory_utilization or SHARE_ALONE
-    workers = tuple(WorkerPlacement(i, free[i * tp], None, 1, share, tp) for i in range(num_workers))
-    threads = _threads(num_cores - CORES_PER_GPU_WORKER * num_workers, num_trainer_ranks)
-    return Placement(tuple(range(num_trainer_ranks)), threads, workers, "nccl")
-
-
-def _place_trainer(num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
-    """Of a node without rollout workers."""
-    if num_gpus:
-        _check_ranks(num_gpus, num_trainer_ranks)
-    gpus = tuple(range(num_trainer_ranks)) if num_gpus else (None,) * num_trainer_ranks
-    return Placement(gpus, _threads(num_cores, num_trainer_ranks), (), "pull")
-
-
-def _check_ranks(num_gpus: int, num_trainer_ranks: int) -> None:
-    if num_trainer_ranks > num_gpus:
-        raise ValueError(
-            f"{num_trainer_ranks} trainer ranks on {num_gpus} visible GPUs: each rank needs its own; "
-            f"use --nproc-per-node {num_gpus} or fewer"
-        )
-
-
-def _place_on_cpu(config: Config, num_cores: int, num_trainer_ranks: int) -> Placement:
-    if config.rollout_tp > 1:
-        raise ValueError(f"--rollout-tp {config.rollout_tp} splits an engine over GPUs, and none is visible; use 1")
-    num_workers = config.num_rollout_workers or 1
-    if num_workers > num_cores:
-        raise ValueError(
-            f"--num-rollout-workers {num_workers} on {num_cores} CPU cores: {num_workers} / {num_cores} = "
-            f"{num_workers / num_cores:.2f} engines per core, and the trainer; use {num_cores} or fewer"
-        )
-    threads = _threads(num_cores, num_trainer_ranks + num_workers)
-    workers = tuple(WorkerPlacement(worker, None, None, threads, 0.0) for worker in range(num_workers))
-    return Placement((None,) * num_trainer_ranks, threads, workers, "shm")
-
-
-def _place_on_shared_gpus(config: Config, num_gpus: int, num_cores: int) -> Placement:
-    """No GPU is free of a trainer rank: the one worker shares a GPU with the one rank."""
-    num_workers = config.num_rollout_workers or 1
-    if num_gpus > 1:
-        raise ValueError(
-            f"{num_gpus} trainer ranks on {num_gpus} visible GPUs leave none for rollout workers: "
-            f"use --nproc-per-node {num_gpus - 1} or fewer"
-        )
-    if config.rollout_tp > 1:
-        raise ValueError(
-            f"1 trainer rank + 1 rollout worker × {config.rollout_tp} GPUs = {1 + config.rollout_tp} GPUs, 1 is "
-            "visible; use --rollout-tp 1"
-        )
-    if num_workers > 1:
-        raise ValueError(
-            f"1 trainer rank + {num_workers} rollout workers = {1 + num_workers} processes on 1 visible GPU: "
-            "a GPU is shared by one of each at most; use --num-rollout-workers 1"
-        )
-    worker = WorkerPlacement(0, 0, 0, 1, config.gpu_memory_utilization or SHARE_BESIDE_TRAINER)
-    # Where the optimizer is offloaded, AdamW runs on these threads.
-    return Placement((0,), _threads(num_cores - CORES_PER_GPU_WORKER, 1), (worker,), "ipc")
-
-
 def _threads(num_cores: int, num_processes: int) -> int:
+    """Return the compute threads of each process; where the optimizer is offloaded, AdamW runs on the trainer's."""
     return max(1, num_cores // max(1, num_processes))
 
 
