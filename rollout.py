@@ -2,7 +2,7 @@
 
 A worker reads messages from the controller in order, so a ticket sent after an update is sampled under it. Tickets run
 at the same time and independently: each is generated, stepped or scored as soon as its turn ends, and sent back;
-nothing waits for a batch, unless a baseline asks for a barrier.
+nothing waits for a batch.
 """
 
 import asyncio
@@ -35,7 +35,6 @@ from asyncrl.messages import (
     Finished,
     Hold,
     Probed,
-    Proceed,
     Ready,
     Receiving,
     Sleep,
@@ -45,7 +44,6 @@ from asyncrl.messages import (
     Tickets,
     Update,
     Updated,
-    Waiting,
 )
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.weights.models import load_tokenizer
@@ -61,10 +59,31 @@ class RolloutWorker:
         self._ended = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task] = set()
         self._episodes: dict[int, list[Episode]] = {}  # ticket -> its trajectories
-        self._opened = asyncio.Event()  # the barrier at which tickets wait for all others, on all workers
         self._finished: list[Trajectory] = []
-        self._waiting: list[int] = []
+        self._is_flushing = False
         self._probing: asyncio.Task | None = None
+
+    async def act(self, message) -> None:
+        """Act on a message of the controller."""
+        match message:
+            case Tickets(tickets):
+                self._start_tickets(tickets)
+            case Connect(init_info):
+                await self.proxy.connect(init_info)
+            case Update() as update:
+                await self._update(update)
+            case Abort(ticket_ids):
+                await self._abort(ticket_ids)
+            case Suspend():
+                await self._suspend(self.proxy.suspend)
+            case Hold(reason):
+                self.proxy.activity.hold(reason)
+            case Sleep():
+                await self._suspend(self.proxy.sleep)
+                self.connection.send(Asleep())
+            case Stop():
+                self.connection.send(Stopped(self.proxy.activity.report()))
+                self._ended.set_result(None)
 
     async def serve(self) -> None:
         """Act on messages until one says stop or anything fails; then end what the worker has started."""
@@ -80,32 +99,12 @@ class RolloutWorker:
         # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
         inbox = start_reading(self.connection, {Cut: lambda _: self._start(self._say_what_is_in_flight())})
         while not self._ended.done():
-            match await inbox.get():
-                case Tickets(tickets):
-                    self._start_tickets(tickets)
-                case Connect(init_info):
-                    await self.proxy.connect(init_info)
-                case Update() as update:
-                    await self._update(update)
-                case Abort(ticket_ids):
-                    await self._abort(ticket_ids)
-                case Suspend():
-                    await self._suspend(self.proxy.suspend)
-                case Hold(reason):
-                    self.proxy.activity.hold(reason)
-                case Sleep():
-                    await self._suspend(self.proxy.sleep)
-                    self.connection.send(Asleep())
-                case Proceed():
-                    self._open_barrier()
-                case Stop():
-                    self.connection.send(Stopped(self.proxy.activity.report()))
-                    self._ended.set_result(None)
+            await self.act(await inbox.get())
 
     def _start_tickets(self, tickets: list[Ticket]) -> None:
         self.proxy.activity.add(trajectories=sum(ticket.num_members for ticket in tickets))
         for ticket in tickets:  # noted at once, as the next message may be to abort them
-            self._episodes[ticket.ticket_id] = self._make_episodes(ticket)
+            self._episodes[ticket.ticket_id] = self.make_episodes(ticket)
             self._start(self._run_ticket(ticket))
 
     async def _run_ticket(self, ticket: Ticket) -> None:
@@ -122,36 +121,10 @@ class RolloutWorker:
         self._flush_soon()
         self._finished += trajectories
 
-    def _make_episodes(self, ticket: Ticket) -> list[Episode]:
-        members = range(ticket.member, ticket.member + ticket.num_members)
-        generates = [self.proxy.generate] if len(members) == 1 else self._share_request(ticket)
-        make, wait = self.environments.make_environment, functools.partial(self._wait_at_barrier, ticket.ticket_id)
-        return [
-            Episode(
-                self.config, ticket, member, environment=make(ticket, member), generate=generate, wait_at_barrier=wait
-            )
-            for member, generate in zip(members, generates, strict=True)
-        ]
-
-    def _share_request(self, ticket: Ticket) -> list[Callable]:
-        """One `generate` per member; all of them wait for the same request."""
-        request = f"{ticket.ticket_id}.0", ticket.prompt_tokens, ticket.seed, ticket.num_members
-        start = functools.cache(lambda: asyncio.ensure_future(self.proxy.generate_group(*request)))
-
-        async def generate(index: int, *_):
-            return (await start())[index]
-
-        return [functools.partial(generate, index) for index in range(ticket.num_members)]
-
-    async def _wait_at_barrier(self, ticket_id: int) -> None:
-        """Wait until all tickets, on all workers, have come as far."""
-        self.proxy.activity.add(at_barrier=1)
-        try:
-            self._flush_soon()
-            self._waiting.append(ticket_id)
-            await self._opened.wait()
-        finally:
-            self.proxy.activity.add(at_barrier=-1)
+    def make_episodes(self, ticket: Ticket) -> list[Episode]:
+        """Make the trajectories of a ticket: one."""
+        environment = self.environments.make_environment(ticket, ticket.member)
+        return [Episode(self.config, ticket, ticket.member, environment=environment, generate=self.proxy.generate)]
 
     async def _update(self, update: Update) -> None:
         """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
@@ -189,23 +162,17 @@ class RolloutWorker:
         self._flush()  # what ends from here on ends after the answer
         self.connection.send(read_in_flight(self.proxy, self._episodes))
 
-    def _open_barrier(self) -> None:
-        """Let all tickets go on that wait now; the next that come wait for the next time."""
-        self._opened.set()
-        self._opened = asyncio.Event()
-
     def _flush_soon(self) -> None:
-        """Send all that ends or comes to the barrier in this turn of the event loop by one message instead of many."""
-        if not (self._finished or self._waiting):
+        """Send all that ends in this turn of the event loop by one message instead of many."""
+        if not self._is_flushing:
+            self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
+        self._is_flushing = False
         finished, self._finished = self._finished, []
-        waiting, self._waiting = self._waiting, []
         if finished:
             self.connection.send(Finished(finished, self.proxy.activity.report_if_due()))
-        if waiting:
-            self.connection.send(Waiting(waiting))
 
     def _start(self, coroutine) -> asyncio.Task:
         task = asyncio.create_task(coroutine)
@@ -250,7 +217,10 @@ async def start_worker(
     environments = start_environments(spec, tokenizer)  # after vLLM's fork: they may start threads
     freeze_garbage()
     connection.send(Ready(time.monotonic() - start))
-    return RolloutWorker(spec, connection, proxy, environments)
+    worker_class = RolloutWorker
+    if spec.config.is_baseline:
+        worker_class = extras.load("--scheduling").BaselineWorker
+    return worker_class(spec, connection, proxy, environments)
 
 
 def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start_worker) -> None:

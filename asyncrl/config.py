@@ -241,6 +241,11 @@ class Config:
         """Whether the task is an environment that may take more than one step."""
         return is_environment(self.task)
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether rollout is one that the papers compare with; see extras/baselines.py."""
+        return self.scheduling != "queue" or not self.replicate_prompts
+
     def dtype_on(self, device: str) -> str:
         """Name of the dtype that models compute in on a device of this type, `cpu` or `cuda`."""
         return "float32" if device == "cpu" and self.dtype != "bfloat16" else "bfloat16"

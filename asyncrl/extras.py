@@ -12,6 +12,7 @@ MODULES = {
     "--listen": "extras.swarm.swarm",
     "--join": "extras.swarm.join",
     "--dry-run": "extras.planning.dry_run",
+    "--scheduling": "extras.baselines",
     "planning": "extras.planning.fit",
     "advice": "extras.planning.advice",
     "cores": "extras.cores",

@@ -33,7 +33,7 @@ OPTIONAL = (
     "extras/swarm/swarm.py", "extras/swarm/hub.py", "extras/swarm/trust.py", "extras/swarm/verify.py",
     "extras/swarm/join.py", "extras/swarm/wire.py", "extras/swarm/pull.py", "extras/swarm/puller.py",
     "extras/swarm/delta.py", "extras/swarm/snapshots.py", "extras/planning",
-    "extras/cores.py", "extras/watchdog.py",
+    "extras/cores.py", "extras/watchdog.py", "extras/baselines.py",
 )  # fmt: skip
 """What a run needs only for machines that join, and what it never needs: a fork may delete it."""
 

@@ -3,6 +3,7 @@
 import pytest
 
 from asyncrl import extras
+from asyncrl.job.command_line import parse_config
 
 
 @pytest.mark.parametrize("option", extras.MODULES)
@@ -16,3 +17,14 @@ def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, m
     assert extras.find("--dry-run") is None
     with pytest.raises(ValueError, match=r"--dry-run needs extras/\w+/\w+\.py, which this copy of the code lacks; .*$"):
         extras.load("--dry-run")
+
+
+@pytest.mark.parametrize("line", ["--scheduling batch", "--scheduling lockstep", "--no-replicate-prompts"])
+def test_a_baseline_whose_file_is_missing_is_refused_in_one_line(monkeypatch, capsys, line):
+    assert parse_config(line.split()).is_baseline
+    monkeypatch.setitem(extras.MODULES, "--scheduling", "extras.nowhere")
+    assert not parse_config([]).is_baseline, "the default needs no optional system"
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(line.split())
+    message = "error: --scheduling needs extras/nowhere.py, which this copy of the code lacks; bring it back, or leave"
+    assert capsys.readouterr().err.startswith(message)

@@ -1,8 +1,7 @@
 """One trajectory from start to end: `Episode` resets an environment, lets the policy act and steps it until it ends.
 
-Every environment is on its own: none waits for another unless a barrier is asked for. Tokens go in and come out: what
-the policy wrote is never tokenised again, and the environment's tokens are off the loss mask. Single-turn tasks are
-environments of one step.
+No environment waits for another. Tokens go in and come out: what the policy wrote is never tokenised again, and the
+environment's tokens are off the loss mask. Single-turn tasks are environments of one step.
 """
 
 import asyncio
@@ -25,32 +24,32 @@ class Episode:
     """Runs the trajectory of one ticket and member."""
 
     def __init__(
-        self,
-        config: Config,
-        ticket: Ticket,
-        member: int,
-        *,
-        environment: Environment,
-        generate: Callable,
-        wait_at_barrier: Callable | None = None,
-    ):
+        self, config: Config, ticket: Ticket, member: int, *, environment: Environment, generate: Callable
+    ) -> None:
         """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn: greedy without a seed, and
-        with a prefix where the ticket has one. `wait_at_barrier()` is awaited where --scheduling has a barrier."""
-        self.config, self.ticket, self.member, self.environment = config, ticket, member, environment
+        with a prefix where the ticket has one."""
+        self.config = config
+        self.ticket = ticket
+        self.member = member
+        self.environment = environment
         self.request_id: str | None = None
         """The request that is being sampled now."""
-        self._generate, self._wait_at_barrier = generate, wait_at_barrier
+        self.is_aborted = False
+        """Whether its caller gave it up."""
+        self._generate = generate
         self._task: asyncio.Task | None = None
-        self._aborted = False
         self._tokens: list[int] = []
         self.turns: list[tuple[int, Completion]] = []
         """Position of the first token, and what was sampled."""
+        self._sampling_times = (0.0, 0.0)
+        """Start and end of the newest turn, before its step."""
         self._times: list[tuple[float, float, float]] = []
-        self._reward, self._reward_parts = 0.0, Counter()
+        self._reward = 0.0
+        self._reward_parts: Counter[str] = Counter()
 
     def abort(self) -> None:
         """End the trajectory where it stands. While it samples, the engine's abort of `request_id` does that."""
-        self._aborted = True
+        self.is_aborted = True
         if self.request_id is None and self._task is not None:
             self._task.cancel()
 
@@ -59,11 +58,11 @@ class Episode:
         self._task = asyncio.current_task()
         started_at, failure = time.time(), ""
         try:
-            finish_reason: FinishReason = "aborted" if self._aborted else await self._play()
+            finish_reason: FinishReason = "aborted" if self.is_aborted else await self._play()
         except Failed as error:
             finish_reason, failure = "failed", str(error)
         except asyncio.CancelledError:
-            if not self._aborted:
+            if not self.is_aborted:
                 raise
             finish_reason = "aborted"
         trajectory = self._trajectory(finish_reason, failure, started_at, worker)
@@ -76,15 +75,11 @@ class Episode:
         self._check_prompt()
         max_tokens = len(self._tokens) + self.config.max_response_tokens
         while True:
-            await self._wait_for_others("lockstep")
-            started_at = time.time()
-            completion = await self._act(max_tokens - len(self._tokens))
-            sampled_at = time.time()
-            if completion.finish_reason == "aborted" or self._aborted:
+            completion = await self.act(max_tokens - len(self._tokens))
+            if completion.finish_reason == "aborted" or self.is_aborted:
                 return "aborted"
-            await self._wait_for_others("batch")
             step = await self.environment.step(completion.tokens)
-            self._times.append((started_at, sampled_at, time.time()))
+            self._times.append((*self._sampling_times, time.time()))
             self._reward = bounded(self._reward + step.reward, "the reward")
             self._reward_parts.update(step.reward_parts)
             if step.ended:
@@ -93,11 +88,6 @@ class Episode:
                 return "length"
             self._tokens += step.tokens
 
-    async def _wait_for_others(self, scheduling: str) -> None:
-        """Wait where this scheduling has its barrier, if it is the run's; evaluation waits for nobody."""
-        if self.config.scheduling == scheduling and not self.ticket.is_evaluation:
-            await self._wait_at_barrier()
-
     def _check_prompt(self) -> None:
         if len(self._tokens) > self.config.max_prompt_tokens:
             raise ValueError(
@@ -105,8 +95,9 @@ class Episode:
                 f"{len(self._tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
             )
 
-    async def _act(self, max_tokens: int) -> Completion:
-        """One turn of the policy."""
+    async def act(self, max_tokens: int) -> Completion:
+        """Let the policy take one turn."""
+        started_at = time.time()
         turn = len(self.turns)
         self.request_id = f"{self.ticket.ticket_id}.{turn}"
         seed = None if self.ticket.group_id == GREEDY_GROUP else self.ticket.seed + turn * _SEEDS_PER_TURN
@@ -117,6 +108,7 @@ class Episode:
             self.request_id = None
         self.turns.append((len(self._tokens), completion))
         self._tokens += completion.tokens
+        self._sampling_times = (started_at, time.time())
         return completion
 
     def _trajectory(self, finish_reason: FinishReason, failure: str, started_at: float, worker: int) -> Trajectory:

@@ -104,7 +104,7 @@ class LLMProxy:
         request = self.requests[request_id] = Request(segments=[] if prefix is None else [prefix])
         try:
             while True:
-                await self._until_resumed()
+                await self.until_resumed()
                 if request.aborted:
                     return request.end("aborted")
                 if self.config.on_update == "restart":  # in which every response is of one version
@@ -121,7 +121,7 @@ class LLMProxy:
         finally:
             del self.requests[request_id]
 
-    async def _until_resumed(self) -> None:
+    async def until_resumed(self) -> None:
         """Wait while sampling stands; else a request would be stamped and salted with the version that is going."""
         while not self._resumed.is_set():  # an update that wakes it may be followed at once by a suspend
             await self._resumed.wait()
@@ -133,31 +133,18 @@ class LLMProxy:
         prefix, attempt = request.tokens, len(request.segments)
         request.engine_id, seed = f"{request_id}-{attempt}-{self.version}", None if seed is None else seed + attempt
         try:
-            (segment,) = await self._sample(
-                request.engine_id, [*prompt_tokens, *prefix], seed, max_tokens - len(prefix), 1
-            )
+            tokens = [*prompt_tokens, *prefix]
+            (segment,) = await self.sample(request.engine_id, tokens, seed, max_tokens - len(prefix))
             self.sampled.resumed += len(segment.tokens) if prefix else 0
             return segment
         finally:
             request.engine_id = None
             self._returned.set()
 
-    async def generate_group(
-        self, request_id: str, prompt_tokens: tuple[int, ...], seed: int, num_responses: int
+    async def sample(
+        self, engine_id: str, prompt_tokens: list[int], seed: int | None, max_tokens: int, num_responses: int = 1
     ) -> list[Completion]:
-        """Sample several responses by one request; all are returned when the last has ended."""
-        request = self.requests[request_id] = Request()
-        try:
-            await self._until_resumed()
-            request.engine_id = request_id
-            max_tokens = self.config.max_response_tokens
-            return await self._sample(request_id, list(prompt_tokens), seed, max_tokens, num_responses)
-        finally:
-            del self.requests[request_id]
-
-    async def _sample(
-        self, engine_id: str, prompt_tokens: list[int], seed: int | None, max_tokens: int, num_responses: int
-    ) -> list[Completion]:
+        """Sample responses by one request of the engine, to their end or until they are aborted."""
         from vllm.inputs import tokens_input
 
         params = self.sampling_params(seed, max_tokens, num_responses)

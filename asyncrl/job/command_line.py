@@ -107,6 +107,8 @@ def check(config: Config) -> None:
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:
         load_score(config.task, config.reward)
+    if config.is_baseline:
+        extras.load("--scheduling")
     own.files(own.texts_of(config))
 
 

@@ -19,6 +19,7 @@ from asyncrl.engine.score import Failed
 from asyncrl.records import EVALUATION_GROUP, Partial, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import ENVIRONMENTS, TextEnvironment
+from extras.baselines import BaselineEpisode
 from extras.latency_law import LatencyLaw
 from scripts.latency import Delayed
 
@@ -136,7 +137,8 @@ def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(sc
 
     ticket = replace(make_ticket(environment_seed=0), group_id=EVALUATION_GROUP if is_evaluation else 3)
     config = Config(scheduling=scheduling)
-    episode = Episode(config, ticket, 1, environment=Counted(), generate=generate, wait_at_barrier=wait)
+    episode = BaselineEpisode(config, ticket, 1, environment=Counted(), generate=generate)
+    episode.wait_at_barrier = wait
     asyncio.run(episode.run(0))
     assert " ".join(did) == expected
 

@@ -15,6 +15,7 @@ from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.records import Ticket
+from extras.baselines import generate_group
 
 NUM, MOST = 24, 280
 
@@ -195,7 +196,7 @@ def test_tokens_that_nobody_can_go_on_from_are_counted(pair):
     proxy = pair.proxy
 
     async def run():
-        task = asyncio.create_task(proxy.generate_group("5.0", PROMPT, seed=9, num_responses=4))
+        task = asyncio.create_task(generate_group(proxy, "5.0", PROMPT, seed=9, num_responses=4))
         ticket = Ticket(5, 0, 0, 4, 0, PROMPT, "", None, 9, 0)
         episodes = [Episode(pair.config, ticket, member, environment=None, generate=None) for member in range(4)]
         for episode in episodes:

@@ -19,6 +19,7 @@ from asyncrl.engine.vllm_setup import num_sampled
 from asyncrl.weights.ipc import CHUNK_BYTES
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.transport import ParameterSpec
+from extras.baselines import generate_group
 
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
 
@@ -143,7 +144,7 @@ def test_what_is_suspended_goes_on_after_the_next_update_and_not_before(pair):
 
 
 def test_one_request_gives_a_whole_group_with_different_responses(pair):
-    completions = pair.run(pair.proxy.generate_group("group", PROMPT, seed=3, num_responses=6))
+    completions = pair.run(generate_group(pair.proxy, "group", PROMPT, seed=3, num_responses=6))
     assert len(completions) == 6 and len({tuple(c.tokens) for c in completions}) == 6
     for completion in completions:
         assert np.abs(completion.logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)).max() < 1e-4
@@ -151,7 +152,7 @@ def test_one_request_gives_a_whole_group_with_different_responses(pair):
 
 def test_an_aborted_group_returns_what_every_member_has(pair):
     async def abort_soon():
-        task = asyncio.create_task(pair.proxy.generate_group("ab-group", PROMPT, seed=4, num_responses=6))
+        task = asyncio.create_task(generate_group(pair.proxy, "ab-group", PROMPT, seed=4, num_responses=6))
         await asyncio.sleep(0.02)
         await pair.proxy.abort(["ab-group"])
         return await task
@@ -324,7 +325,7 @@ def test_a_response_woken_by_an_update_that_a_suspend_follows_at_once_waits_for_
 
     async def wake_and_suspend():
         await proxy.suspend()
-        response = proxy.generate_group("r", PROMPT, 1, 1) if as_group else proxy.generate("r", PROMPT, 1)
+        response = generate_group(proxy, "r", PROMPT, 1, 1) if as_group else proxy.generate("r", PROMPT, 1)
         response = asyncio.create_task(response)
         await asyncio.sleep(0)
         await proxy.update(1, [{}])
