@@ -54,7 +54,7 @@ def train_on(node: "Node", log: "StepLog") -> None:
     log.begin()
     with checkpoints:  # from here on a signal lets the step end
         for step in range(node.first_version + 1, config.steps + 1):
-            groups = node.take_batch(step, publisher.verify)
+            groups = node.take_batch(step, publisher)
             updates = batch.deal(groups, step, policy, node.cluster)
             with keep_what_fails(policy, node.cluster, node.run and node.run.path, step, groups):
                 stats = policy.train_step(updates, policy_version=step - 1)

@@ -9,7 +9,7 @@ import importlib.util
 from types import ModuleType
 
 MODULES = {
-    "--listen": "extras.swarm.swarm",
+    "--listen": "extras.swarm.node",
     "--join": "extras.swarm.join",
     "--dry-run": "extras.planning.dry_run",
     "--scheduling": "extras.baselines",

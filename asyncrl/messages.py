@@ -55,15 +55,6 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Have these weights come to where you are, while you sample on, and say so; to a joined machine's engine."""
-
-    version: int
-    infos: list[dict]
-    """What to pull; see extras/swarm/pull.py."""
-
-
-@dataclass(frozen=True)
 class Update:
     """Load new weights, then score the probe under them."""
 
@@ -127,13 +118,6 @@ class Ready:
 @dataclass(frozen=True)
 class Receiving:
     """The engine stands still and waits for the weights of its update: the trainer is to send them (`nccl`)."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The weights that were to come are there, and can be loaded at once."""
-
-    version: int
 
 
 @dataclass(frozen=True)

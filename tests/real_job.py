@@ -29,23 +29,14 @@ SMALL = {
 }
 
 
-OPTIONAL = (
-    "extras/swarm/swarm.py", "extras/swarm/hub.py", "extras/swarm/trust.py", "extras/swarm/verify.py",
-    "extras/swarm/join.py", "extras/swarm/wire.py", "extras/swarm/pull.py", "extras/swarm/puller.py",
-    "extras/swarm/delta.py", "extras/swarm/snapshots.py", "extras/planning",
-    "extras/cores.py", "extras/watchdog.py", "extras/baselines.py",
-)  # fmt: skip
-"""What a run needs only for machines that join, and what it never needs: a fork may delete it."""
-
-
-def copy_without_the_optional(folder: Path) -> Path:
-    """A copy of all that a run needs, without what is optional."""
+def copy_without(folder: Path, *names: str) -> Path:
+    """A copy of all that a run needs, without some of the optional systems, each a file or a folder of extras."""
     for name in ("algos", "data", "asyncrl", "extras"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
-    for name in OPTIONAL:
-        path = folder / name
+    for path in (*ROOT.glob("*.py"), ROOT / "tests" / "fake_job.py"):
+        (folder / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    for path in [folder / "extras" / name for name in names]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
 

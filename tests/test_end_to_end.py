@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from real_job import ROOT, Job, assert_ledger_balances, copy_without_the_optional, run_job
+from real_job import ROOT, Job, assert_ledger_balances, copy_without, run_job
 
 from asyncrl.runlog.batches import weights_sha256
 from asyncrl.weights.models import resolve_model
@@ -41,7 +41,8 @@ def assert_time_is_accounted_for(job):
 
 
 def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree_without_what_is_optional(tmp_path):
-    root, options = copy_without_the_optional(tmp_path), {"groups_per_step": 16, "group_size": 8, "async_ratio": 2}
+    root = copy_without(tmp_path, "swarm", "planning", "simulation", "baselines.py", "cores.py", "watchdog.py")
+    options = {"groups_per_step": 16, "group_size": 8, "async_ratio": 2}
     # So few at a time that the trainer waits for the engine, however busy the cores: an update then meets some.
     options |= {"max_running_requests": 6, "steps": 16, "eval_every": 8, "save_every": 8}
     job = run_job(tmp_path, root=root, **options)

@@ -25,11 +25,6 @@ SINGLE_FILES = FLOORS[1]
 FOLDERS = ("algos", "data", "asyncrl", "extras", "scripts")
 FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 FILES = sorted(path for path in FILES if "tests" not in path.parts and not path.name.startswith(("test_", "conftest")))
-STILL_UPWARDS = {
-    "asyncrl.controller.dispatcher",
-    "asyncrl.job.node", "asyncrl.job.publisher",
-}  # fmt: skip
-"""Modules that name what stands above them. None may be added; the list is to become empty."""
 MAX_FUNCTION_LINES = 45
 MAX_README_LINES = 150
 
@@ -57,9 +52,7 @@ def room_of(module: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_run_only_downwards(path, request):
-    if name_of(path) in STILL_UPWARDS:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="imports upwards still"))
+def test_imports_run_only_downwards(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     room = room_of(name_of(path))
     rooms = {room_of(module) for module in imported_modules(tree)} - {room, None}

@@ -105,7 +105,7 @@ class Oracle:
         published = max(0, self.announced_trainer_version - self.config.publish_delay)
         problems = {int(ticket.answer) for ticket in tickets}
         assert len(problems) == 1 and self.announced >= 0 and group_id not in self.groups
-        published = max(0, published - self.config.swarm.refresh_lag)
+        published = max(0, published - (self.config.swarm.refresh_lag if self.config.listen else 0))
         assert {ticket.min_version for ticket in tickets} == {published}
         (problem,) = problems
         assert self.problems.get(problem, "put back" if problem == len(self.problems) else "unknown") == "put back"

@@ -17,8 +17,6 @@ from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Abort,
     Cut,
-    Fetch,
-    Fetched,
     Finished,
     InFlight,
     Proceed,
@@ -31,6 +29,8 @@ from asyncrl.messages import (
     Waiting,
 )
 from asyncrl.records import Partial, Trajectory
+from extras.swarm.remote import RemoteWorker, SwarmWorkers
+from extras.swarm.wire import Fetch, Fetched
 
 
 @dataclass
@@ -76,7 +76,8 @@ class WalkProcess:
 
     def send(self, message):
         if isinstance(message, Cut):
-            assert self.walk.controller.workers[self.index].is_remote is False, "a machine that joined is not asked"
+            worker = self.walk.controller.workers[self.index]
+            assert not isinstance(worker, RemoteWorker), "a machine that joined is not asked"
             self.is_asked = True
             return
         self.inbox.append(message)
@@ -158,16 +159,22 @@ class WalkProcess:
         self.outbox.append(InFlight(partials, lost))
 
     def fetch(self):
-        """Weights have come, while it went on."""
-        self.outbox.append(Fetched(self.fetching))
-        self.fetching = None
+        """Weights have come, while it went on, or are gone as too many others still read older ones."""
+        version, self.fetching = self.fetching, None
+        controller = self.walk.controller
+        try:
+            controller.pulled.open(version, None)
+        except ValueError:
+            controller.fetch_anew(controller.workers[self.index], version)
+        else:
+            self.outbox.append(Fetched(version))
 
     def load(self):
         """Finish loading; the buffer must still hold what it held."""
         update, self.loading = self.loading, None
-        assert self.walk.buffers[update.update_infos[0]["buffer"]] == update.version, (
-            "a buffer was overwritten while read"
-        )
+        (info,) = update.update_infos
+        there = self.walk.buffers[info["buffer"]] if "buffer" in info else info["version"]
+        assert there == update.version, "a buffer was overwritten while read"
         self.version, self.stands = update.version, False
         discarded, self.discarded = self.discarded, 0
         self.outbox.append(Updated(self.version, 0.0, SampledTokens(discarded=discarded), None))
@@ -286,8 +293,8 @@ class WalkProcess:
         )
 
 
-class WalkWorkers(Workers):
-    """The real Workers, with processes that are not started."""
+class WithoutProcesses:
+    """For a kind of Workers: its processes are not started."""
 
     def __init__(self, walk, config, placement):
         super().__init__(config, placement, "", Path(), main=None)
@@ -307,4 +314,12 @@ class WalkWorkers(Workers):
 
     def _start(self, index, num_restarts=0):
         process = WalkProcess(self.config, index, self.walk)
-        return Worker(index, process=process, scores_probe=index == 0, num_restarts=num_restarts)
+        return Worker(index, process=process, num_restarts=num_restarts)
+
+
+class WalkWorkers(WithoutProcesses, Workers):
+    """The real Workers, with processes that are not started."""
+
+
+class WalkSwarmWorkers(WithoutProcesses, SwarmWorkers):
+    """The same in a run that listens."""

@@ -12,7 +12,7 @@ Pure: no clock, no process, no I/O; the same calls give the same answers. B is g
 version. Freshness as in ROLL Flash (arXiv 2510.11345): a bound on every sample.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from asyncrl.config import Config
@@ -36,10 +36,6 @@ class Resident:
     @property
     def num_generated(self) -> int:
         return sum(trajectory.num_generated for trajectory in self.members.values())
-
-    def has_any_of(self, workers: Collection[int]) -> bool:
-        """Whether one of these workers has sampled a member."""
-        return any(trajectory.worker in workers for trajectory in self.members.values())
 
 
 @dataclass
@@ -70,7 +66,6 @@ class SampleBuffer:
         self.config = config
         self.trainer_version = self.published_version = 0
         self._residents: dict[int, Resident] = {}
-        self._held: dict[int, Resident] = {}  # the batch that `hold` gave, which may still be put back
         self._unpublished: list[int] = []  # trainer version that each consumed, unpublished group is to make
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
@@ -79,12 +74,10 @@ class SampleBuffer:
         self._ledger = Ledger()
 
     def state(self) -> BufferState:
-        """All that a resumed run needs of it, in which every batch was published, and a held one put back; see
-        `restore`."""
-        version, residents = self.trainer_version - bool(self._held), self._residents | self._held
-        published = max(self.published_version, version - self.config.publish_delay)
-        residents = {i: replace(r, members=dict(r.members), group=None) for i, r in residents.items()}
-        return BufferState(version, published, residents, dict(self._ledger.counts))
+        """All that a resumed run needs of the buffer, in which every batch was published; see `restore`."""
+        published = max(self.published_version, self.trainer_version - self.config.publish_delay)
+        residents = {i: replace(r, members=dict(r.members), group=None) for i, r in self._residents.items()}
+        return BufferState(self.trainer_version, published, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
@@ -101,15 +94,15 @@ class SampleBuffer:
         return self.config.stale_policy != "gate"
 
     @property
-    def _oldest_to_start(self) -> int:
+    def oldest_to_start(self) -> int:
         """Oldest version with which a new group may start."""
-        return max(0, self.published_version - self.config.swarm.refresh_lag)
+        return self.published_version
 
     # Admission
 
     def num_free_places(self) -> int:
         """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
-        if self._is_bounded and self._oldest_to_start + self.config.max_staleness < self.trainer_version:
+        if self._is_bounded and self.oldest_to_start + self.config.max_staleness < self.trainer_version:
             return 0
         return self.config.max_outstanding_groups - len(self._residents) - len(self._unpublished)
 
@@ -120,9 +113,9 @@ class SampleBuffer:
             raise RuntimeError(f"group {group_id} has no place: all {most} are taken, {self.ledger()}")
         if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
-        self._residents[group_id] = Resident(self._oldest_to_start)
+        self._residents[group_id] = Resident(self.oldest_to_start)
         self._ledger.issue()
-        return self._oldest_to_start
+        return self.oldest_to_start
 
     def start(self, group_id: int, version: int) -> None:
         """Note that a worker with `version` takes a member; the first to be taken makes the group that much fresher."""
@@ -187,67 +180,36 @@ class SampleBuffer:
         """Count tokens of responses that were started over, or came when nobody waited for them any more."""
         self._ledger.generate(num_tokens, reason)
 
-    def groups_of(self, workers: Collection[int]) -> list[int]:
-        """Resident groups, without those that are held, that have a trajectory of one of these workers."""
-        return [group_id for group_id, resident in self._residents.items() if resident.has_any_of(workers)]
-
-    def holds_any_of(self, workers: Collection[int]) -> bool:
-        """Whether the batch that is held has a trajectory of one of these workers."""
-        return any(resident.has_any_of(workers) for resident in self._held.values())
-
-    def holding_back(self) -> set[int]:
-        """Groups that run, and without which there is no next batch, now or in time for the groups after it."""
-        batch = self._next_batch()
-        if batch is not None:
-            return {group_id for group_id in self._left_too_late(batch) if self.is_running(group_id)}
-        return {group_id for group_id in self._residents if self.is_running(group_id)}
-
     # Consumption
 
     def take(self) -> list[Group] | None:
-        """Take the next batch of B groups, or return None while it must be waited for; see `hold` and `consume`."""
-        return self.consume() if self.hold() else None
+        """Find and consume the next batch of B groups, or return None while it must be waited for."""
+        batch = self.find_batch()
+        return None if batch is None else self.consume(batch)
 
-    def hold(self) -> list[Group] | None:
-        """Take out the next batch of B groups, oldest version first, or return None while it must be waited for.
+    def find_batch(self) -> list[int] | None:
+        """Find the next batch of B groups, oldest version first, or return None while it must be waited for.
 
-        The batch is then consumed or put back. Its groups leave the buffer and keep their places until `publish`. Under
-        `wait` those left behind must still come in time. Taking the oldest finished groups leaves the most room for
-        them: if this batch does not do, none does, and a running group must be waited for. Raises RuntimeError if a
-        group would break the bound.
+        Under `wait` those left behind must still come in time. Taking the oldest finished groups leaves the most room
+        for them: if this batch does not do, none does, and a running group must be waited for. Raises RuntimeError if
+        a group would break the bound.
         """
-        if self._held:
-            raise RuntimeError(f"groups {[*self._held]} are held: they are to be consumed or put back first")
         batch = self._next_batch() if self._may_have_batch else None
         self._may_have_batch = batch is not None and next(self._left_too_late(batch), None) is None
         if not self._may_have_batch:
             return None
         for group_id in batch:
             self._check_fresh(self._residents[group_id].group)
-        self._held = {group_id: self._residents.pop(group_id) for group_id in batch}
+        return batch
+
+    def consume(self, batch: list[int]) -> list[Group]:
+        """Take out and return the groups of a batch: they are trained on now, and keep their places until `publish`."""
+        groups = [self._residents.pop(group_id).group for group_id in batch]
         self.trainer_version += 1
         self._unpublished += [self.trainer_version] * len(batch)
-        return self.held
-
-    @property
-    def held(self) -> list[Group]:
-        """The groups of the batch that is held; none if no batch is."""
-        return [resident.group for resident in self._held.values()]
-
-    def consume(self) -> list[Group]:
-        """Count the batch that is held as trained on. Returns its groups."""
-        groups, self._held = self.held, {}
         for group in groups:
             self._ledger.consume(group.trajectories)
         return groups
-
-    def put_back(self) -> None:
-        """Make the groups of the batch that is held resident again, as if they had never been taken out."""
-        self._unpublished = [version for version in self._unpublished if version < self.trainer_version]
-        self.trainer_version -= 1
-        self._residents |= self._held
-        self._held = {}
-        self._may_have_batch = True
 
     def surplus(self) -> list[int]:
         """Groups to give up so that `take` need not wait: at most extra_groups of them, or none if that does not do."""
@@ -299,7 +261,7 @@ class SampleBuffer:
 
     def expired(self) -> list[int]:
         """Groups under `drop` that no later batch can hold: their oldest token would be beyond the bound."""
-        if self.config.stale_policy != "drop" or self._held:  # if that is put back, they are in time for its version
+        if self.config.stale_policy != "drop":
             return []
         oldest = self.trainer_version - self.config.max_staleness
         return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]
@@ -318,5 +280,5 @@ class SampleBuffer:
 
     def ledger(self) -> dict[str, int | float]:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
-        residents = [*self._residents.values(), *self._held.values()]
-        return self._ledger.balance(len(residents), sum(resident.num_generated for resident in residents))
+        num_tokens = sum(resident.num_generated for resident in self._residents.values())
+        return self._ledger.balance(len(self._residents), num_tokens)

@@ -4,7 +4,8 @@ It lives in the process of local trainer rank 0, and the ticket queue with it. T
 trainer's thread meet at one condition, which guards all state.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -18,10 +19,9 @@ from asyncrl.controller.evaluation import Evaluations, evaluation_metrics
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.waiting import Changes
-from asyncrl.controller.workers import Disbelieved, Worker, Workers
+from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Asleep,
-    Fetched,
     Finished,
     HoldReason,
     InFlight,
@@ -33,13 +33,16 @@ from asyncrl.messages import (
     Waiting,
 )
 from asyncrl.records import Group, Ticket, Trajectory
-from asyncrl.runlog.metrics import RolloutReport
+from asyncrl.runlog.metrics import Measured, RolloutReport
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.weights.transport import Announcement, Staged
+from asyncrl.weights.transport import Announcement, Staged, Transport
 
 
 class Controller:
     """Runs rollout on one node: start, take batches, publish, evaluate, stop."""
+
+    buffer_class = SampleBuffer
+    dispatcher_class = Dispatcher
 
     def __init__(
         self,
@@ -55,15 +58,15 @@ class Controller:
         the groups of a step, and a run that is resumed goes on from `restored`."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
-        self.buffer = SampleBuffer(config.of_node(num_nodes))
-        self.dispatcher = Dispatcher(config, workers, self.buffer, tickets)
-        self.announcements = Announcements(workers, config.swarm.refresh_lag)
+        self.buffer = self.buffer_class(config.of_node(num_nodes))
+        self.dispatcher = self.dispatcher_class(config, workers, self.buffer, tickets)
+        self.announcements = Announcements(workers)
         self.evaluations = Evaluations()
         self.journal = Journal(record)
         self._changed = Changes(config.timeout_s, workers, self.announcements, self.dispatcher.describe)
         self._stopping = False
         self.is_asked_to_stop = False
-        """Whether batches and evaluations are waited for only while there is a worker."""
+        """Whether the run is to end after this step."""
         if restored is not None:
             restore(restored, self.dispatcher, self.evaluations)
 
@@ -81,30 +84,11 @@ class Controller:
         with self._changed:
             self._changed.wait_until(lambda: not self.workers.starting, "workers to start")
 
-    def connect(self, transport) -> None:
+    def connect(self, transport: Transport) -> None:
         """Give the engines the weight transport, when all are up."""
         self.wait_until_ready()
         with self._changed:
             self.announcements.connect(transport)
-
-    def let_in(self, process, machine: str, scores_probe: bool) -> Worker:
-        """Make a worker of an engine of a machine that has joined; its messages come by `on_message`."""
-        with self._changed:
-            worker = self.workers.join(process, scores_probe)
-            self.journal.record("worker_started", worker=worker.index, attempt=0, machine=machine)
-            return worker
-
-    def end_leases(self) -> None:
-        """Issue again the tickets that machines which have joined have had for too long."""
-        with self._changed:
-            for ticket in list(self.dispatcher.leases.end()):
-                self._issue_again(ticket, self.tickets.elsewhere(ticket))
-            self._fill()
-
-    def fetch_anew(self, worker: Worker, version: int) -> None:
-        """Have a worker fetch the newest weights in place of a version that is gone."""
-        with self._changed:
-            self.announcements.on_gone(worker, version)
 
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
@@ -112,10 +96,8 @@ class Controller:
             self._changed.notify_all()  # now, as this may raise; they wait for the lock all the same
             match message:
                 case None:
-                    self._on_death(worker)
-                case Disbelieved():
-                    self.dispatcher.shut_out([worker.index])
-                    self._on_death(worker)
+                    if not self._stopping:
+                        self.on_death(worker)
                 case Ready(startup_s):
                     worker.state = "sampling"
                     self.journal.record("worker_ready", worker=worker.index, startup_s=startup_s)
@@ -125,14 +107,10 @@ class Controller:
                     for trajectory in self.dispatcher.take_back(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
-                    if self.dispatcher.leases.are_due():
-                        self.end_leases()
                 case Waiting(ticket_ids):
                     self.dispatcher.at_barrier.update(ticket_ids)
-                case Fetched():
-                    self.announcements.on_fetched(worker)
                 case Receiving():
-                    self.announcements.on_receiving(worker)
+                    worker.transport.send(worker.index, worker.loading.staged)
                 case Updated():
                     self.journal.updated(worker.index, message, worker.loading.made_at)
                     self.buffer.count_discarded(message.sampled.discarded)
@@ -145,24 +123,25 @@ class Controller:
                     worker.answer(message)
                 case Stopped(activity):
                     self.journal.active(worker.index, activity)
-            self._fill()
+            self.fill()
 
-    def _on_death(self, worker: Worker) -> None:
+    def on_death(self, worker: Worker) -> None:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
-        if self._stopping:
-            return
         self.journal.lost(worker.index)
-        self.announcements.on_death(worker)
+        worker.disconnect()
         self.workers.replace(worker)
+        self.issue_all_again(worker, self.tickets.again)
+        self.journal.started(worker.index)
+
+    def issue_all_again(self, worker: Worker, make_again: Callable[[Ticket], Ticket]) -> None:
+        """Record that a worker has died, and issue again what `make_again` makes of its tickets."""
         exit_code, tickets = worker.process.exit_code, len(worker.running)
         self.journal.record("worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets)
-        if not worker.is_remote:
-            self.journal.started(worker.index)
-        make_again = self.tickets.elsewhere if worker.is_remote else self.tickets.again
         for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
-            self._issue_again(ticket, make_again(ticket))
+            self.issue_again(ticket, make_again(ticket))
 
-    def _issue_again(self, ticket: Ticket, again: Ticket) -> None:
+    def issue_again(self, ticket: Ticket, again: Ticket) -> None:
+        """Issue another ticket before all others in place of one that was lost, if that is still needed."""
         if ticket.is_evaluation:
             self.evaluations.running.issue_again(ticket, again)
         if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):  # else dropped, or finished without it
@@ -176,73 +155,53 @@ class Controller:
         elif ended := self.evaluations.add(trajectory):
             self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy())
             if deferred := self.announcements.take_deferred():
-                self._announce(deferred)
+                self.announce(deferred)
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Start what can start, nothing before the first weights are announced, and tell idle workers why they are."""
         why_full: HoldReason = "weights"
         if self.announcements.newest is not None:
             self.dispatcher.fill()
             why_full = "bound" if self.announcements.deferred is None else "evaluation"
         self.dispatcher.hold_idle(why_full)
-        self.announcements.catch_up()
 
     # Batches
 
     def take_batch(self) -> list[Group]:
-        """Wait for the next batch and consume it. Raises as `hold_batch`."""
-        self.hold_batch()
-        return self.consume_batch()
+        """Wait for the next batch and consume it.
+
+        Raises what ended rollout, RuntimeError if no batch comes or can come.
+        """
+        return self.wait_for_batch(self.take_batch_if_ready)
+
+    def wait_for_batch(self, done: Callable[[], Any]) -> Any:
+        """Wait until `done()`, to which a batch is necessary, and return its result. Raises as `take_batch`."""
+        what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
+        with self._changed:
+            return self._changed.wait_until(done, what, self._can_get_batch)
 
     def take_batch_if_ready(self) -> list[Group] | None:
         """Consume the next batch of groups, or return None while it must be waited for."""
         with self._changed:
-            return self.consume_batch() if self.hold_batch_if_ready() else None
+            batch = self.find_batch()
+            return None if batch is None else self.consume(batch)
 
-    def hold_batch(self) -> list[Group]:
-        """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
+    def find_batch(self) -> list[int] | None:
+        """Find the groups of the next batch, or return None while it must be waited for; the caller holds the lock."""
+        # An evaluation that holds published weights back is what is waited for: it keeps places taken.
+        self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
+        return self.dispatcher.find_batch()
 
-        Returns its groups, none if the run is asked to stop and has no worker. Raises what ended rollout, RuntimeError
-        if none comes or can come.
-        """
-        what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
-        with self._changed:
-            is_over = lambda: self.buffer.held or self.hold_batch_if_ready() or self._is_left_alone()  # noqa: E731
-            self._changed.wait_until(is_over, what, self._can_get_batch)
-            return self.buffer.held
-
-    def _is_left_alone(self) -> bool:
-        """Whether the run is asked to stop, and no worker is there that could finish the step."""
-        return self.is_asked_to_stop and not any(self.workers)
-
-    def hold_batch_if_ready(self) -> list[Group] | None:
-        """Hold the next batch of groups, or return None while it must be waited for."""
-        with self._changed:
-            # An evaluation that holds published weights back is what is waited for: it keeps places taken.
-            self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
-            return self.dispatcher.hold_batch()
-
-    def refuse_batch(self, workers: Collection[int]) -> bool:
-        """Drop all groups of workers that are not believed.
-
-        If the held batch has one of them, it is put back, and another one is to be waited for. Returns whether it was.
-        """
-        with self._changed:
-            is_refused = self.dispatcher.refuse_batch(workers)
-            self._fill()
-            return is_refused
-
-    def consume_batch(self) -> list[Group]:
-        """Consume the batch that is held: it is trained on now. Returns its groups."""
-        with self._changed:
-            batch = self.dispatcher.consume_batch()
-            self.dispatcher.drop_expired()
-            if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
-                self.workers.suspend()
-            self._fill()
-            if self.config.colocate == "sleep":
-                self._put_to_sleep()
-            return batch
+    def consume(self, batch: list[int]) -> list[Group]:
+        """Consume a batch that was found: it is trained on now. Returns its groups; the caller holds the lock."""
+        groups = self.dispatcher.consume(batch)
+        self.dispatcher.drop_expired()
+        if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
+            self.workers.suspend()
+        self.fill()
+        if self.config.colocate == "sleep":
+            self._put_to_sleep()
+        return groups
 
     def _can_get_batch(self) -> bool:
         """Whether something runs or may start that can give the next batch before the next weights."""
@@ -282,11 +241,12 @@ class Controller:
         with self._changed:
             self._changed.notify_all()
             if self.evaluations.running is None:
-                self._announce(announcement)
+                self.announce(announcement)
             else:
                 self.announcements.deferred = announcement
 
-    def _announce(self, announcement: Announcement) -> None:
+    def announce(self, announcement: Announcement) -> None:
+        """Have all workers load these weights, and evaluate them if that is asked for; the caller holds the lock."""
         self.announcements.announce(announcement)
         self.buffer.publish(announcement.trainer_version)
         self.dispatcher.drop_expired()
@@ -294,14 +254,17 @@ class Controller:
         if tickets:  # of several nodes the first alone evaluates
             self.evaluations.start(announcement.version, tickets)
             self.dispatcher.queue.put_first(tickets)
-        self._fill()
+        self.fill()
 
     def finish_evaluations(self) -> None:
-        """Wait until no evaluation runs, nor weights wait for one, or no worker is there and the run is to stop."""
+        """Wait until no evaluation runs, nor weights wait for one."""
         self.clock.enter("evaluate")
         with self._changed:
-            is_over = lambda: self.evaluations.running is None or self._is_left_alone()  # noqa: E731
-            self._changed.wait_until(is_over, "an evaluation")
+            self._changed.wait_until(self.has_evaluated, "an evaluation")
+
+    def has_evaluated(self) -> bool:
+        """Whether no evaluation is to be waited for."""
+        return self.evaluations.running is None
 
     def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
@@ -316,6 +279,14 @@ class Controller:
         with self._changed:
             self.workers.check()  # what ended a reading thread is the reason if the ledger does not balance
             return self.journal.take_report(self.buffer.ledger(), self.workers.num_restarts)
+
+    def take_extra_metrics(self) -> Measured:
+        """Take metrics of this node that an optional system has; none here."""
+        return {}
+
+    def shuts_out(self, worker: int, problem: str) -> bool:
+        """Whether a worker whose weights are wrong is done without; one of this node is not."""
+        return False
 
     def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
         """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""

@@ -5,7 +5,6 @@ queue scheduling). `batch` is the baseline: groups are split evenly over the wor
 """
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from asyncrl.controller.tickets import TicketQueue, TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import Abort, Hold, HoldReason, Proceed, Tickets
 from asyncrl.records import Group, Ticket, Trajectory
-from extras.swarm.leases import Leases
 
 MIN_FAILED_IN_A_ROW = 20
 """Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
@@ -29,8 +27,7 @@ class Dispatcher:
 
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
-        self.leases = Leases(config, workers, buffer, self.min_version)
-        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.leases.may_start)
+        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.may_start)
         self.at_barrier: set[int] = set()
         """Tickets that wait for all others."""
         self._failed_in_a_row = 0
@@ -41,57 +38,48 @@ class Dispatcher:
         """Take in a trajectory of a training group. Raises RuntimeError if nothing succeeds any more."""
         if trajectory.finish_reason == "failed":
             if not self.buffer.add_failed(trajectory):
-                self._on_failed_group(trajectory)
+                self.on_failed_group(trajectory)
         elif group := self.buffer.add(trajectory):
             self._failed_in_a_row = 0
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
-                self._drop(group.group_id, "filtered")
+                self.drop(group.group_id, "filtered")
             elif self.config.extra_members:
                 self._abort(group.group_id)
 
-    def _on_failed_group(self, trajectory: Trajectory) -> None:
-        if not self.workers[trajectory.worker].is_remote:  # a machine that fails and fails is shut out
-            self._failed_in_a_row += 1
+    def on_failed_group(self, trajectory: Trajectory) -> None:
+        """Drop a group too many of whose trajectories failed; `trajectory` is the last. Raises as `add`."""
+        self._failed_in_a_row += 1
         if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "mend the environment or reward, or raise --env-timeout-s if it is only slow"
             )
-        self._drop(trajectory.group_id, "failed")
+        self.drop(trajectory.group_id, "failed")
 
     def drop_expired(self) -> None:
         """Drop, under `drop`, the groups that are too old for every later batch."""
         for group_id in self.buffer.expired():
-            self._drop(group_id, "stale")
+            self.drop(group_id, "stale")
 
-    def hold_batch(self) -> list[Group] | None:
-        """Hold the next batch, having dropped what it need not wait for; or return None while it must be waited for."""
+    def find_batch(self) -> list[int] | None:
+        """Find the next batch, having dropped what it need not wait for; None while it must be waited for."""
         for group_id in self.buffer.surplus():
-            self._drop(group_id, "aborted")
-        return self.buffer.hold()
+            self.drop(group_id, "aborted")
+        return self.buffer.find_batch()
 
-    def consume_batch(self) -> list[Group]:
-        """Consume the batch that is held. Returns its groups, each with its problem."""
-        batch = self.buffer.consume()
-        return [replace(group, problem=self.tickets.forget(group.group_id)) for group in batch]
+    def consume(self, batch: list[int]) -> list[Group]:
+        """Consume a batch that was found. Returns its groups, each with its problem."""
+        groups = self.buffer.consume(batch)
+        return [replace(group, problem=self.tickets.forget(group.group_id)) for group in groups]
 
-    def refuse_batch(self, workers: Collection[int]) -> bool:
-        """Drop all groups that have a trajectory of one of these workers, which are not believed. If one of them is
-        held, put the batch back before. Returns whether it was."""
-        is_refused = self.buffer.holds_any_of(workers)
-        if is_refused:
-            self.buffer.put_back()
-        self.shut_out(workers)
-        return is_refused
-
-    def _drop(self, group_id: int, reason: DropReason) -> None:
+    def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group; a problem that is not to blame is issued again, so that slow problems are not starved."""
         self.buffer.drop(group_id, reason)
         self._abort(group_id)
-        if reason in ("stale", "aborted", "shut_out"):
-            self.tickets.put_back(group_id)
-        else:
+        if reason in ("filtered", "failed"):
             self.tickets.forget(group_id)
+        else:
+            self.tickets.put_back(group_id)
 
     def _abort(self, group_id: int) -> None:
         """End what still runs or waits for a group."""
@@ -103,19 +91,9 @@ class Dispatcher:
 
     def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
-        in_time = {i: worker.take_back(i) for i in {trajectory.ticket_id for trajectory in trajectories}}
-        for trajectory in trajectories:
-            if in_time[trajectory.ticket_id]:
-                self.leases.note(worker, trajectory)
-            elif not trajectory.is_evaluation:
-                self.buffer.count_discarded(trajectory.num_generated, "late")
-        return [trajectory for trajectory in trajectories if in_time[trajectory.ticket_id]]
-
-    def shut_out(self, workers: Collection[int]) -> None:
-        """Drop the groups, but for those that are held, that have a trajectory of one of these workers, which are not
-        believed."""
-        for group_id in self.buffer.groups_of(workers):
-            self._drop(group_id, "shut_out")
+        for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
+            worker.take_back(ticket_id)
+        return trajectories
 
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
@@ -147,6 +125,10 @@ class Dispatcher:
                 self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
         self._send_out()
         self._open_barrier()
+
+    def may_start(self, worker: Worker, ticket: Ticket) -> bool:
+        """Whether a worker with a free slot may be given a ticket."""
+        return worker.can_start(self.min_version(ticket))
 
     def min_version(self, ticket: Ticket) -> int:
         """Version a worker needs before it may start this ticket: with several workers one has newer weights before

@@ -41,9 +41,8 @@ class Journal:
 
     def lost(self, worker: int) -> None:
         """A worker is gone, and another is to take its place; until now it did what it last reported."""
-        if worker in self._ledgers:
-            self._reported.pop(worker, None)
-            self._enter(worker, "restarting", self._clock())
+        self._reported.pop(worker, None)
+        self._enter(worker, "restarting", self._clock())
 
     def active(self, worker: int, report: ActivityReport | None) -> None:
         """A worker reported what it was doing, or had nothing new to report.

@@ -227,13 +227,12 @@ class TicketQueue:
         return self._assign_in_advance(workers) if self.scheduling == "batch" else self._assign_to_free(workers)
 
     def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Give each ticket to the least loaded worker that may start it, of those to one of this node, then to the
-        fastest; a heap, as there can be thousands of both."""
+        """Give each ticket to the least loaded worker that may start it, and of those to the lowest `order`; a heap,
+        as there can be thousands of both."""
         if not self._tickets:
             return
         most = self.max_running_requests
-        speeds = ((w.is_remote and w.token_s, w) for w in workers)
-        loads = [(w.num_running, token_s, place) for place, (token_s, w) in enumerate(speeds) if w.num_running < most]
+        loads = [(w.num_running, w.order, place) for place, w in enumerate(workers) if w.num_running < most]
         heapq.heapify(loads)
         while self._tickets:
             ticket, passed_over = self._tickets[0], []

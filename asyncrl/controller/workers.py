@@ -16,10 +16,10 @@ from asyncrl.cluster.processes import kill_session
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
-from asyncrl.messages import Cut, Fetch, HoldReason, InFlight, Sleep, Stop, Suspend, Update
+from asyncrl.messages import Connect, Cut, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from asyncrl.records import Ticket
 from asyncrl.user_code import digest, found_again, texts_of
-from asyncrl.weights.transport import Announcement
+from asyncrl.weights.transport import Announcement, Transport
 
 MAX_RESTARTS = 3
 """Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
@@ -33,10 +33,6 @@ class WorkerDied(RuntimeError):
     """A rollout worker could not be started, died more often than MAX_RESTARTS allows, or there is none at all."""
 
 
-class Disbelieved:
-    """In place of a message of a machine that has joined: what it sent is not believed, and it is shut out."""
-
-
 @dataclass
 class Worker:
     """One rollout worker as the controller sees it.
@@ -47,29 +43,23 @@ class Worker:
 
     index: int
     process: WorkerProcess | None = None
-    """Set as soon as it has been started; for an engine of a machine that joined, its connection (swarm.py)."""
-    is_remote: bool = False
-    """Whether it is on a machine that joined: it fetches weights before it loads them, and is not started again."""
-    scores_probe: bool = False
-    """Whether it scores the probe after an update: all workers of this node, and one of each joined host."""
+    """Set as soon as the process has been started."""
+    transport: Transport = field(default_factory=Transport)
+    """What brings weights to the worker; one that does nothing until `connect`."""
+    order: float = 0.0
+    """Of equally loaded workers the one with the lowest order gets a ticket; all workers of this node are alike."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
     """What it was told last, and of sleep what it has said; only new weights end `suspended` and `asleep`."""
     sent_version: int = -1
     """Newest version sent."""
     loading: Announcement | None = None
-    """Weights that this worker was told to load, or to fetch and load, and has not loaded yet."""
+    """Weights that this worker was told to load and has not loaded yet."""
     owed: bool = False
     """Whether the announced weights are to be sent when those that are `loading` are loaded."""
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
-    given_at: dict[int, float] = field(default_factory=dict)
-    """When it was given each of them, monotonic seconds."""
-    lapsed: set[int] = field(default_factory=set)
-    """Those of them that have been issued again: it keeps their slots, and what comes of them is late."""
     num_running: int = 0
     """Trajectories that its tickets ask for."""
-    token_s: float = 0.0
-    """Time that a token takes here, of late, seconds; 0 before the first."""
     num_restarts: int = 0
     """Restarts since a ticket came back from it."""
     is_asked: bool = False
@@ -89,26 +79,41 @@ class Worker:
         """Whether the worker was told to stand still until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
-    def is_behind(self, newest: Announcement, refresh_lag: int) -> bool:
-        """Whether it has to have the newest weights. One on a machine that has joined may be `refresh_lag` versions
-        behind, unless it waits for newer ones; an evaluation is of the newest alone, and nobody may miss it."""
-        is_patient = self.is_remote and self.sent_version >= 0 and self.held != "version" and not newest.evaluate
-        return newest.version - self.sent_version >= max(1, refresh_lag if is_patient else 1)
+    def connect(self, transport: Transport) -> None:
+        """Have the worker's engine take weights from a transport."""
+        self.transport = transport
+        self.process.send(Connect(transport.init_info(self.index)))
 
-    def fetch(self, announcement: Announcement, infos: list[dict]) -> None:
-        """Have the weights come to the worker's machine, while it samples on; then it is to `load` them."""
+    def disconnect(self) -> None:
+        """Give back what joined the worker to the trainer; the worker has died."""
+        self.transport.drop(self.index)
+        if self.loading is not None:
+            self.finish_loading()
+
+    def is_behind(self, newest: Announcement) -> bool:
+        """Whether the worker has to load the newest weights."""
+        return newest.version > self.sent_version
+
+    def can_load(self, announcement: Announcement) -> bool:
+        """Whether the worker may begin to read these weights now."""
+        return self.transport.can_read(self.index, announcement.staged)
+
+    def load(self, announcement: Announcement) -> None:
+        """Have the worker load staged weights, score the probe, and sample."""
+        infos = self.transport.messages(self.index, announcement.staged)
+        self.transport.acquire(self.index, announcement.staged)
         self.loading = announcement
-        self.process.send(Fetch(announcement.version, infos))
+        self.send_update(infos, announcement.probe)
 
-    def load(self, announcement: Announcement, infos: list[dict]) -> None:
-        """Have the worker load staged weights, score the probe if that is its part, and sample."""
-        self.state, self.sent_version, self.loading = "sampling", announcement.version, announcement
-        self.process.send(Update(announcement.version, infos, announcement.probe if self.scores_probe else ()))
+    def send_update(self, infos: list[dict], probe: tuple[tuple[int, ...], ...]) -> None:
+        """Have the engine load the weights that are `loading`, by their update infos, and score a probe."""
+        self.state, self.sent_version = "sampling", self.loading.version
+        self.process.send(Update(self.sent_version, infos, probe))
 
-    def loaded(self) -> Announcement:
-        """Note that the worker reads no weights any more. Returns those that it read."""
-        announcement, self.loading = self.loading, None
-        return announcement
+    def finish_loading(self) -> None:
+        """Note that the worker reads no weights any more, and give their buffer back."""
+        self.transport.release(self.index, self.loading.staged)
+        self.loading = None
 
     def suspend(self) -> None:
         """Have the worker stop sampling until the next update."""
@@ -144,22 +149,18 @@ class Worker:
     def give(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
         self.held = None
-        self.running[ticket.ticket_id], self.given_at[ticket.ticket_id] = ticket, time.monotonic()
+        self.running[ticket.ticket_id] = ticket
         self.num_running += ticket.num_members
 
     @property
     def awaited(self) -> list[Ticket]:
-        """Tickets that it has, and that nobody else has."""
-        return [ticket for ticket in self.running.values() if ticket.ticket_id not in self.lapsed]
+        """Tickets that the worker has, and whose trajectories are waited for."""
+        return list(self.running.values())
 
-    def take_back(self, ticket_id: int) -> bool:
-        """Note that the worker has ended a ticket. Returns whether it came in time, and was not issued again."""
+    def take_back(self, ticket_id: int) -> None:
+        """Note that the worker has ended a ticket."""
         self.num_running -= self.running.pop(ticket_id).num_members
-        del self.given_at[ticket_id]
         self.num_restarts = 0
-        is_late = ticket_id in self.lapsed
-        self.lapsed.discard(ticket_id)
-        return not is_late
 
     def describe(self) -> str:
         """State of the worker in a few words."""
@@ -182,8 +183,6 @@ class Workers:
         """Whether any trajectory has come back."""
         self._main = main
         self._workers: dict[int, Worker] = {}
-        self._num_joined = 0
-        self._alone_since = time.monotonic()
         self._readings: list[Future] = []  # of all processes that there were: handling a death may fail too
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
@@ -208,8 +207,8 @@ class Workers:
 
     @property
     def are_coming(self) -> bool:
-        """Whether a worker is starting, or none is there and a machine may join: each has a timeout of its own."""
-        return not self._workers or bool(self.starting)
+        """Whether a worker is starting, which has a timeout of its own."""
+        return bool(self.starting)
 
     def launch(self, on_message: Callable, on_ended: Callable) -> None:
         """Start all workers; returns at once.
@@ -225,13 +224,6 @@ class Workers:
         self._readings.append(thread)
         thread.add_done_callback(self._on_ended)
 
-    def join(self, process, scores_probe: bool) -> Worker:
-        """Take in a worker of another machine; `process` is its connection, with the calls of WorkerProcess."""
-        worker = Worker(self.num_workers + self._num_joined, process, is_remote=True, scores_probe=scores_probe)
-        self._num_joined += 1
-        self._workers[worker.index] = worker
-        return worker
-
     def _start(self, index: int, num_restarts: int = 0) -> Worker:
         log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
         of_worker = placement.workers[index], self.model_path, placement.transport
@@ -239,20 +231,16 @@ class Workers:
         code = next(filter(Path.is_dir, (folder / "code" for folder in (self.run_path, self.run_path.parent))), Path())
         config = replace(self.config, **found_again(self.config, self._brought, code))
         spec = WorkerSpec(config, *of_worker, log, self._temporary.name)
-        worker = Worker(index, scores_probe=True, num_restarts=num_restarts)
+        worker = Worker(index, num_restarts=num_restarts)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
         self.watch(worker.process.reading)
         return worker
 
     def replace(self, worker: Worker) -> None:
-        """Start a dead worker anew; one of another machine is left out.
+        """Start a dead worker anew.
 
         Raises WorkerDied, with its exit code, first error and last log lines, if it never worked or died too often.
         """
-        if worker.is_remote:
-            del self._workers[worker.index]
-            self._alone_since = time.monotonic()
-            return
         worker.process.stop()
         report = worker.process.death_report()
         if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
@@ -281,21 +269,15 @@ class Workers:
         """Have this node's workers say how far their responses are. Returns what tells whether none is waited for."""
         deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)  # else the wait ends the run
         for worker in self:
-            if worker.is_up and not worker.is_remote:
+            if worker.is_up:
                 worker.ask()
         return lambda: not any(worker.is_asked and not worker.gives_up(deadline) for worker in self)
 
     def check(self) -> None:
-        """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start, or to
-        join."""
+        """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start."""
         for reading in self._readings:
             if reading.done():
                 reading.result()
-        if not self._workers and time.monotonic() > self._alone_since + self.config.join_timeout_s:
-            raise WorkerDied(
-                f"no machine has sampled for this run for {self.config.join_timeout_s:.0f} s, and it has no rollout "
-                "worker of its own; join one sooner, or raise --join-timeout-s"
-            )
         for worker in self.starting:
             if time.monotonic() > worker.process.started_at + self.config.timeout_s:
                 raise WorkerDied(

@@ -110,6 +110,8 @@ def check(config: Config) -> None:
     if config.is_baseline:
         extras.load("--scheduling")
     own.files(own.texts_of(config))
+    if config.listen is not None:
+        extras.load("--listen")
 
 
 def with_lengths(config: Config, given: Collection[str]) -> Config:

@@ -43,7 +43,7 @@ from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.problem import Problem, Task
 
 if TYPE_CHECKING:
-    from extras.swarm.swarm import Swarm
+    from asyncrl.job.publisher import Publisher
 
 
 class NobodySamples(Exception):
@@ -71,7 +71,8 @@ class Start:
     def make_node(self, model_path: str, **of_leader) -> "Node":
         """The node; `of_leader` are the fields that only a leader has."""
         probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else [])
-        return Node(**vars(self), model_path=model_path, probe=probe, **of_leader)
+        kind = Node if self.config.listen is None else extras.load("--listen").SwarmNode
+        return kind(**vars(self), model_path=model_path, probe=probe, **of_leader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,35 +84,25 @@ class Node(Start):
     run: RunDirectory | None = None
     tokenizer: object = None
     controller: Controller | None = None
-    swarm: "Swarm | None" = None
-    """Where machines join that sample for this node from elsewhere."""
     restored: ControllerState | None = None
     """What the controller goes on from."""
 
-    def hold_batch(self) -> None:
-        """Wait until this node holds a batch; collective where hosts may join. Raises NobodySamples, on all ranks."""
-        has_batch = not self.cluster.is_leader or bool(self.controller.hold_batch())
-        if self.config.listen is not None and self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
-            raise NobodySamples
+    def take_batch(self, step: int, publisher: "Publisher") -> list[Group] | None:
+        """Wait for what this node trains on in a step, and compare the engines by then; with --record keep it.
 
-    def take_batch(self, step: int, verify: Callable[[int], bool]) -> list[Group] | None:
-        """Wait for what this node trains on in a step, and with --record keep it; collective.
-
-        `verify(step)` is called once a batch is held on every node. It says whether the batch may be trained on; else
-        another one is waited for. Returns the groups on a leader, None on other ranks.
+        Returns the groups on a leader, None on other ranks.
         """
-        while True:
-            self.clock.enter("wait")
-            self.hold_batch()
-            if verify(step):
-                break
-        if not self.cluster.is_leader:
-            return None
-        groups = self.controller.consume_batch()
-        if self.config.record:
+        self.clock.enter("wait")
+        groups = self.controller.take_batch() if self.cluster.is_leader else None
+        publisher.check_engines(step)
+        self.record_batch(step, groups)
+        return groups
+
+    def record_batch(self, step: int, groups: list[Group] | None) -> None:
+        """Write what is trained on to the run directory, with --record and on a leader."""
+        if self.config.record and groups is not None:
             self.clock.enter("save")
             write_batch(batch_path(self.run.path, step), step, groups)
-        return groups
 
     @property
     def first_version(self) -> int:
@@ -203,18 +194,23 @@ def start_rollout(start: Start) -> Node:
     run = _open_records(start, model_path)
     start.on_end.callback(lambda: run.close(sys.exception()))
     write_stacks_to(run.path / "stacks.txt")
-    workers = Workers(config, start.placement, model_path, run.path, start.worker_main)
-    controller = Controller(config, workers, tickets, run.record, start.clock, cluster.num_nodes, restored)
+    make = make_controller if config.listen is None else extras.load("--listen").make_controller
+    controller = make(start, model_path=model_path, run=run, tickets=tickets, restored=restored)
     start.on_end.callback(controller.stop)
-    swarm = None
-    if config.listen is not None:
-        swarm = extras.load("--listen").listen(start, model_path, run)
     controller.launch()
     if any(worker.shared_with_rank is not None for worker in start.placement.workers):
         # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
         controller.wait_until_ready()
-    of_leader = {"run": run, "controller": controller, "swarm": swarm, "restored": restored}
+    of_leader = {"run": run, "controller": controller, "restored": restored}
     return start.make_node(model_path, tokenizer=load_tokenizer(model_path), **of_leader)
+
+
+def make_controller(
+    start: Start, *, model_path: str, run: RunDirectory, tickets: TicketSource, restored: ControllerState | None
+) -> Controller:
+    """Make the controller of a node, and its workers."""
+    workers = Workers(start.config, start.placement, model_path, run.path, start.worker_main)
+    return Controller(start.config, workers, tickets, run.record, start.clock, start.cluster.num_nodes, restored)
 
 
 def _fit_memory(start: Start, model_path: str) -> Start:

@@ -16,7 +16,7 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
-from asyncrl.weights.transport import Announcement, ParameterSpec
+from asyncrl.weights.transport import Announcement, ParameterSpec, Transport
 
 
 class Publisher:
@@ -32,33 +32,7 @@ class Publisher:
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
         self._has_warned = False
-        self._verifier = None
-        if self.config.listen is not None and self.config.swarm.verify_share:
-            from extras.swarm.verify import Verifier
-
-            self._verifier = Verifier(self.config, node.cluster, node.tokenizer)
-            node.on_end.callback(self._verifier.close)
         self._snapshots = collections.deque(self._resumed_snapshots())
-
-    def verify(self, step: int) -> bool:
-        """Check a share of what joined hosts sampled, with the weights that the step begins with; collective.
-
-        Returns whether every node may train on the batch that it holds. A batch with a response of a host that is not
-        believed is put back, and all groups of that host are dropped.
-        """
-        self.check_engines(step)
-        if self.config.listen is None:
-            return True
-        node, swarm = self.node, self.node.swarm
-        if self._verifier is not None:
-            lies = self._verifier.verify(swarm.take_answered() if swarm else [], self.policy, step - 1)
-            for worker, why in lies:
-                swarm.shut_out(worker, f"sent what is not true: {why}")
-        is_refused = False
-        if swarm is not None:
-            swarm.verified = self._verifier.metrics() if self._verifier else {}
-            is_refused = node.controller.refuse_batch(swarm.disbelieved)
-        return node.cluster.max_over_ranks([int(is_refused)]) == [0]
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
         """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.
@@ -84,7 +58,7 @@ class Publisher:
     def check_engines(self, step: int) -> None:
         """Compare what engines have scored since the last call with the trainer's scores of the same version.
 
-        A worker of this node that has other weights is warned of, once. A joined host that has them is shut out.
+        A worker of this node that has other weights is warned of, once. A joined host is shut out.
         Raises RuntimeError if the weights that this start of the run begins with are wrong, on a leader only.
         """
         node = self.node
@@ -96,11 +70,11 @@ class Publisher:
             if mismatch.is_allowed(dtype):
                 continue
             problem = mismatch.describe(dtype, model_type, node.placement.transport)
-            if mismatch.worker >= len(node.placement.workers):
-                node.swarm.shut_out(mismatch.worker, problem)
-            elif mismatch.version == node.first_version:
+            if node.controller.shuts_out(mismatch.worker, problem):
+                continue
+            if mismatch.version == node.first_version:
                 raise RuntimeError(problem)
-            elif not self._has_warned:
+            if not self._has_warned:
                 self._has_warned = True
                 node.run.record("warning", text=f"step {step}: {problem}")
                 print(f"warning: step {step}: {problem}", flush=True)
@@ -138,16 +112,14 @@ class Publisher:
 
 def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
     """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
-    timeout_s, transport = node.config.timeout_s, None
+    transport = Transport(specs)
     match node.placement.transport:
         case "shm":
             transport = ShmTransport(specs)
         case "ipc":
             transport = IpcTransport(specs)
         case "nccl":
-            transport = NcclTransport(specs, node.device, node.config.rollout_tp, timeout_s)
-    if node.swarm is not None:
-        transport = node.swarm.start(node.controller, transport, specs)
+            transport = NcclTransport(specs, node.device, node.config.rollout_tp, node.config.timeout_s)
     node.controller.connect(transport)
     cores = extras.find("cores")
     if cores is not None:

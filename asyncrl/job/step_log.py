@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from collections import Counter
 
 from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
@@ -72,9 +71,6 @@ class StepLog:
             self.clock.enter("evaluate")  # also where another node's is waited for
         nodes = self.node.cluster.gather((measured, report))
         metrics_of_nodes, reports = zip(*nodes, strict=True)
-        if self.node.swarm is not None:
-            joined = {number: int(metrics["swarm/workers"].value) for number, metrics in enumerate(metrics_of_nodes)}
-            self.node.swarm.num_joined = Counter(joined)
         rollout = functools.reduce(operator.add, reports)
         self.clock.enter("other")
         self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
@@ -106,9 +102,7 @@ class StepLog:
         mismatches = [mismatch.metrics() for mismatch in node.probe.take_newest()]
         for name in mismatches[0] if mismatches else ():
             measured[name] = Max(max(mismatch[name] for mismatch in mismatches))
-        if node.swarm is not None:
-            measured |= node.swarm.take_report()
-        return measured
+        return measured | node.controller.take_extra_metrics()
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if the run has learnt nothing from its first steps, and say where to look."""

@@ -30,13 +30,6 @@ def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[
     return code | {f"--{name.replace('_', '-')}": str(value) for name, value in options.items()}
 
 
-def code_digest() -> str:
-    """One digest of all source files of a run."""
-    return hashlib.sha256(
-        str([item for item in fingerprint(Config()).items() if item[0].endswith(".py")]).encode()
-    ).hexdigest()
-
-
 def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
     """Raise ValueError, in one line, if a node's fingerprint differs from the first; keys are the nodes' names."""
     (first, expected), *others = fingerprints.items()

@@ -1,17 +1,12 @@
 """Publish weights and their version to rollout workers, through vLLM's weight-transfer API; one class per transport.
 
-A transport (shm.py, ipc.py, nccl.py, pull.py) is the trainer's end; vLLM's is a `WeightTransferEngine`. Its calls are
-those of `Transport`, and before them
-
-    transport.init_info(worker)           handed to a worker's engine when it starts, or has been started again
-    transport.reserve()                   True if stage may be called now
-    transport.stage(version, parameters)  copy the weights into a buffer that no one reads -> Staged
+A transport (shm.py, ipc.py, nccl.py) is the trainer's end; vLLM's is a `WeightTransferEngine`.
 """
 
 import collections
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,14 +67,29 @@ class Announcement:
 
 
 class Transport:
-    """What most transports do in these calls; under the lock of the controller they keep books on who reads what."""
+    """What most transports do; as it is, one that brings weights nowhere. Calls under the lock of the controller keep
+    books on who reads what."""
 
-    def __init__(self) -> None:
+    def __init__(self, specs: Sequence[ParameterSpec] = ()):
+        self.specs = specs
         self._readers: collections.Counter[int] = collections.Counter()
         self._announced = -1
 
     keeps_announced = True
     """Whether the announced weights stay until newer ones are announced, for a worker that starts meanwhile."""
+
+    def init_info(self, worker: int = 0) -> dict:
+        """What a worker's engine needs when it starts, or has been started again."""
+        return {}
+
+    def reserve(self) -> bool:
+        """Whether `stage` may be called now."""
+        return True
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+        """Copy weights into a buffer that nobody reads."""
+        collections.deque(parameters, maxlen=0)  # gathering them is collective
+        return Staged(version, [])
 
     def announce(self, staged: Staged) -> None:
         """Keep these weights for any worker that has yet to read them, starts or falls behind."""

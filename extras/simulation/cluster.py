@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from asyncrl.config import Config
-from asyncrl.controller import workers
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.messages import Finished
@@ -21,10 +20,11 @@ from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.planning.advice import Machines, rate_that_suffices
 from extras.simulation.clock import Clock
 from extras.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
-from extras.simulation.fleet import SimulatedWorkers
+from extras.simulation.fleet import SimulatedSwarmWorkers, SimulatedWorkers
 from extras.simulation.swarm import SimulatedSwarm
 from extras.simulation.workload import Workload
-from extras.swarm import leases
+from extras.swarm import leases, remote
+from extras.swarm.controller import SwarmController
 
 FLOPS_PER_PARAMETER = 8
 """Of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""
@@ -121,8 +121,9 @@ class Outcome:
 class _Transport(Transport):
     """Stands where a weight transport does; the workers know how long loading takes."""
 
-    def init_info(self, worker: int) -> dict:
-        return {}
+    def staged(self, version: int) -> Staged:
+        """A version, as machines of a swarm fetch it."""
+        return Staged(version, [])
 
 
 class Simulation:
@@ -130,11 +131,14 @@ class Simulation:
 
     def __init__(self, case: Case):
         self.case, self.clock, self.config = case, Clock(), case.config
-        self.workers = SimulatedWorkers(self.clock, self.config, case.workload, case.cluster)
+        has_swarm = case.cluster.swarm is not None
+        kinds = (SimulatedSwarmWorkers, SwarmController) if has_swarm else (SimulatedWorkers, Controller)
+        self.workers = kinds[0](self.clock, self.config, case.workload, case.cluster)
         tickets = TicketSource(self.config, case.workload.prompts(case.seed))
-        self.controller = Controller(self.config, self.workers, tickets, self._record)
+        self.controller = kinds[1](self.config, self.workers, tickets, self._record)
+        self.controller.pulled = _Transport()
         self.counts, self._before = Counter(), Counter()
-        for name in ("let_in", "on_message", "publish", "take_batch_if_ready", "end_leases"):
+        for name in ("on_message", "publish", "take_batch_if_ready", *(("let_in", "end_leases") if has_swarm else ())):
             setattr(self.controller, name, self._timed(getattr(self.controller, name)))
         self.workers.on_handled = self._on_handled
         self.controller.launch()
@@ -148,11 +152,11 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all steps. Raises RuntimeError if a bound or the ledger is broken, or if nothing moves any more."""
         self._publish()
-        workers.time = leases.time = self.clock  # by which leases end
+        remote.time = leases.time = self.clock  # by which leases end
         try:
             self.clock.run_until(lambda: self._is_over and self._is_waiting)
         finally:
-            workers.time = leases.time = time
+            remote.time = leases.time = time
         seconds = self._published_at - self._started_at
         counts = self._so_far() - self._before
         return Outcome(

@@ -14,11 +14,13 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.controller.workers import Worker, Workers
-from asyncrl.messages import Abort, Fetch, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
+from asyncrl.messages import Abort, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
 from asyncrl.records import FinishReason, Ticket, Trajectory
 from extras.simulation.clock import Clock
 from extras.simulation.engine import Cluster, Request, SimulatedEngine
 from extras.simulation.workload import Workload, draws_of
+from extras.swarm.remote import SwarmWorkers
+from extras.swarm.wire import Fetch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,15 +225,15 @@ class SimulatedProcess:
         )  # fmt: skip
 
 
-class SimulatedWorkers(Workers):
-    """The workers, without processes; only those of a swarm come and go."""
+class SimulatedFleet:
+    """For a kind of Workers: without processes; only those of a swarm come and go."""
 
     num_workers = 0
 
     def __init__(self, clock: Clock, config: Config, workload: Workload, cluster: Cluster):
         self.clock, self.message_s = clock, cluster.message_s
         self.num_workers = 0 if cluster.swarm else cluster.num_workers
-        self.num_restarts = self._num_joined = 0
+        self.num_restarts = 0
         self._workers = {}
         self.have_worked = False
         self.on_handled: Callable[[object], None] = lambda message: None
@@ -266,3 +268,11 @@ class SimulatedWorkers(Workers):
             self.on_handled(message)
 
         self.clock.at(self._controller_free_at, handle)
+
+
+class SimulatedWorkers(SimulatedFleet, Workers):
+    """Workers of one node."""
+
+
+class SimulatedSwarmWorkers(SimulatedFleet, SwarmWorkers):
+    """Workers of machines that come and go."""

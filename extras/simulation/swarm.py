@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.messages import Fetched, Ready
+from asyncrl.messages import Ready
 from extras.simulation.clock import Clock
 from extras.simulation.engine import Cluster, SimulatedEngine
 from extras.simulation.fleet import SimulatedProcess
 from extras.swarm.pull import KEPT
-from extras.swarm.wire import BEAT_S, SILENCE_S
+from extras.swarm.wire import BEAT_S, SILENCE_S, Fetched
 
 CRASH_SHARE = 0.5
 """Of the machines that go, how many do so without a word."""

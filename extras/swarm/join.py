@@ -34,8 +34,7 @@ from asyncrl.cluster.placement import WorkerSpec, available_cores, place
 from asyncrl.cluster.processes import ignore_signals
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
-from asyncrl.messages import Abort, Connect, Fetch, Fetched, Finished, Probed, Ready, Stop, Tickets, Update, Updated
-from asyncrl.runlog.fingerprint import code_digest
+from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Staged
 from extras.planning.memory import check_tp
@@ -51,6 +50,8 @@ from extras.swarm.wire import (
     TO_MACHINE,
     Beat,
     Codec,
+    Fetch,
+    Fetched,
     Join,
     JoinAgain,
     JoinAt,
@@ -59,6 +60,7 @@ from extras.swarm.wire import (
     Pull,
     Refused,
     Welcome,
+    code_digest,
     read_key,
 )
 

@@ -1,114 +1,168 @@
-"""Leases: how long a machine that has joined may have a ticket while another could take it.
+"""Leases: how long a host that has joined may have a ticket while another worker could take it.
 
-Pure but for the clock: no machine is asked, and nothing is waited for.
+Pure but for the clock: no host is asked, and nothing is waited for.
 """
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Collection
 
-from asyncrl.config import Config
-from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.workers import Worker, Workers
+from asyncrl.controller.dispatcher import Dispatcher
+from asyncrl.controller.workers import Worker
 from asyncrl.messages import Abort
 from asyncrl.records import Ticket, Trajectory
+from extras.swarm.remote import RemoteWorker
 
 FASTER = 2.0
-"""Times as fast that another worker must be to be given a ticket which has begun elsewhere."""
+"""Times as fast that another worker must be to be given a ticket which has begun on a host."""
 PATIENCE = 2.0
 """Mean responses that this other worker could have sampled meanwhile; twice as many each time that the ticket moves, as
-a long response is as long elsewhere: so none goes in circles."""
+a long response is as long on any worker: so no ticket moves in circles."""
 STALLED = 2.0
-"""Times what the longest response takes on a machine, after which another as slow may have the ticket."""
+"""Times what the longest response takes on a host, after which another worker as slow may have the ticket."""
 LOOK_S = 2.0
 """Longest time between two looks for leases that are over; less where responses take less."""
 
 
-class Leases:
-    """Knows how fast workers are, and takes tickets that the trainer waits for from machines that are too slow."""
+class LeasingDispatcher(Dispatcher):
+    """Knows how fast workers are, and takes tickets that the trainer waits for from hosts that are too slow."""
 
-    def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, min_version: Callable):
-        """`min_version(ticket)` is the version that a worker needs to start a ticket."""
-        self.config, self.workers, self.buffer, self.min_version = config, workers, buffer, min_version
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.token_s: dict[int, float] = {}
+        """Recent time of a token by worker, seconds; of workers that have returned one."""
         self._mean_s = self._mean_tokens = 0.0  # of a trajectory, over about a step's: at its end the slow alone come
-        self._num_noted, self._most_noted = 0, config.groups_per_step * config.group_size
+        self._num_noted, self._most_noted = 0, self.config.groups_per_step * self.config.group_size
         self._num_moves: Counter[tuple[int, int, int]] = Counter()
         self._taken_from: dict[tuple[int, int, int], Worker] = {}
         self._looked_at = time.monotonic()
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
-        """Whether a worker may be given a ticket: it has the version, and the ticket was not taken from it for one that
-        is much faster."""
-        if not worker.can_start(self.min_version(ticket)):
+        """Whether a worker may be given a ticket; not if it was taken from this worker for one that is much faster."""
+        if not super().may_start(worker, ticket):
             return False
-        taken_from = self._taken_from.get((ticket.group_id, ticket.member, ticket.min_version))
-        return taken_from is not worker or not any(_is_faster(other, worker) for other in self.workers)
+        is_taken = self._taken_from.get(_key(ticket)) is worker
+        return not (is_taken and any(self._is_faster(other, worker) for other in self.workers))
 
-    def note(self, worker: Worker, trajectory: Trajectory) -> None:
+    def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
+        late_tickets = set(worker.reissued) if isinstance(worker, RemoteWorker) else set()
+        in_time = []
+        for trajectory in super().take_back(worker, trajectories):
+            if trajectory.ticket_id not in late_tickets:
+                self._note(worker, trajectory)
+                in_time.append(trajectory)
+            elif not trajectory.is_evaluation:
+                self.buffer.count_discarded(trajectory.num_generated, "late")
+        return in_time
+
+    def _note(self, worker: Worker, trajectory: Trajectory) -> None:
         """Learn from a trajectory how fast its worker is, and how long one is."""
         took_s, num_tokens = trajectory.ended_at - trajectory.started_at, trajectory.num_generated
         self._num_noted = min(self._num_noted + 1, self._most_noted)
         self._mean_s += (took_s - self._mean_s) / self._num_noted
         self._mean_tokens += (num_tokens - self._mean_tokens) / self._num_noted
         if num_tokens:
-            worker.token_s += (took_s / num_tokens - worker.token_s) * (0.1 if worker.token_s else 1)
+            token_s = took_s / num_tokens
+            known_s = self.token_s.get(worker.index) or token_s
+            self.token_s[worker.index] = known_s + 0.1 * (token_s - known_s)
+            if isinstance(worker, RemoteWorker):
+                worker.order = self.token_s[worker.index]  # after workers of this node, and slower hosts last
+
+    def on_failed_group(self, trajectory: Trajectory) -> None:
+        """Drop a failed group; a host that fails again and again is shut out, and does not end the run."""
+        if isinstance(self.workers[trajectory.worker], RemoteWorker):
+            self.drop(trajectory.group_id, "failed")
+        else:
+            super().on_failed_group(trajectory)
+
+    def shut_out(self, workers: Collection[int]) -> None:
+        """Drop the groups that have a trajectory of one of these workers, which are not believed. Groups of a held
+        batch stay."""
+        for group_id in set(self.buffer.groups_of(workers)) - set(self.buffer.held):
+            self.drop(group_id, "shut_out")
+
+    # Leases
 
     def are_due(self) -> bool:
         """Whether to look again for leases that are over."""
         is_time = time.monotonic() > self._looked_at + min(LOOK_S, self._mean_s)
-        return is_time and any(worker.is_remote for worker in self.workers)
+        return is_time and any(isinstance(worker, RemoteWorker) for worker in self.workers)
 
-    def end(self) -> Iterator[Ticket]:
-        """Take from machines that have joined, and yield, the tickets which they have had for `lease_s`, or, where the
-        next batch waits for them, for longer than `_urgent_lease_s`. Another worker has a slot for each, or is so much
-        faster that one is free there at once."""
+    def end_leases(self) -> list[Ticket]:
+        """Take from hosts, and return, tickets that they have had for `lease_s`, or, where the next batch waits for
+        them, for longer than `_urgent_lease_s`.
+
+        Another worker has a slot for each, or is so much faster that one is free there at once.
+        """
         self._looked_at = now = time.monotonic()
-        holding_back, most = self.buffer.holding_back(), self.config.max_running_requests
-        by_speed = sorted((w for w in self.workers if w.is_up), key=_token_s)
-        slots = {worker.index: most - worker.num_running for worker in by_speed}
-        for gone in [key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])]:
-            del self._num_moves[gone]
-            self._taken_from.pop(gone, None)
-        for worker in filter(lambda worker: by_speed and worker.is_remote, self.workers):
-            least_s = min(self._urgent_lease_s(worker, by_speed[0]), self.config.swarm.lease_s)
+        self._forget_moves()
+        holding_back, ended = self.buffer.holding_back(), []
+        takers = sorted((worker for worker in self.workers if worker.is_up), key=self._token_s)
+        slots = {worker.index: self.config.max_running_requests - worker.num_running for worker in takers}
+        for worker in [worker for worker in self.workers if takers and isinstance(worker, RemoteWorker)]:
+            shortest_s = min(self._urgent_lease_s(worker, takers[0]), self.config.swarm.lease_s)
             for ticket in worker.awaited:
                 had_s = now - worker.given_at[ticket.ticket_id]
-                if had_s <= least_s or not self.is_awaited(worker, ticket):
+                if had_s <= shortest_s or not self.is_awaited(worker, ticket):
                     continue
-                version, members = self.min_version(ticket), ticket.num_members
-                able = (other for other in by_speed if other is not worker and other.can_start(version))
-                has_slots = (w for w in able if slots[w.index] >= members or _is_faster(w, worker))
-                if (other := next(has_slots, None)) is None:
+                taker = next((other for other in takers if self._can_take(other, worker, ticket, slots)), None)
+                if taker is None:
                     continue
                 is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
-                key = ticket.group_id, ticket.member, ticket.min_version
-                lease_s = self._urgent_lease_s(worker, other) * 2 ** self._num_moves[key] if is_urgent else math.inf
-                if had_s > min(lease_s, self.config.swarm.lease_s):
-                    self._num_moves[key] += 1
-                    slots[other.index] -= members
-                    self._taken_from[key] = worker
-                    worker.lapsed.add(ticket.ticket_id)
-                    worker.process.send(Abort([ticket.ticket_id]))
-                    yield ticket
+                if had_s > self._lease_s(worker, taker, ticket if is_urgent else None):
+                    slots[taker.index] -= ticket.num_members
+                    self._take_away(worker, ticket)
+                    ended.append(ticket)
+        return ended
+
+    def is_awaited(self, worker: Worker, ticket: Ticket) -> bool:
+        """Whether a worker's trajectory of a ticket is waited for: the worker was not told to abort it."""
+        is_running = ticket.is_evaluation or self.buffer.is_running(ticket.group_id)
+        return is_running and ticket.ticket_id not in worker.reissued
+
+    def _can_take(self, other: Worker, worker: Worker, ticket: Ticket, slots: dict[int, int]) -> bool:
+        """Whether another worker could start a ticket of `worker` soon."""
+        if other is worker or not other.can_start(self.min_version(ticket)):
+            return False
+        return slots[other.index] >= ticket.num_members or self._is_faster(other, worker)
+
+    def _lease_s(self, worker: Worker, taker: Worker, urgent: Ticket | None) -> float:
+        """Time for which a worker may have a ticket, seconds; `urgent` is a ticket that the trainer waits for."""
+        lease_s = self.config.swarm.lease_s
+        if urgent is None:
+            return lease_s
+        return min(lease_s, self._urgent_lease_s(worker, taker) * 2 ** self._num_moves[_key(urgent)])
+
+    def _take_away(self, worker: Worker, ticket: Ticket) -> None:
+        self._num_moves[_key(ticket)] += 1
+        self._taken_from[_key(ticket)] = worker
+        worker.reissued.add(ticket.ticket_id)
+        worker.process.send(Abort([ticket.ticket_id]))
+
+    def _forget_moves(self) -> None:
+        """Forget what has moved of groups that no longer run."""
+        for key in [key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])]:
+            del self._num_moves[key]
+            self._taken_from.pop(key, None)
 
     def _urgent_lease_s(self, worker: Worker, other: Worker) -> float:
         """Time for which a worker may have a ticket that the trainer waits for, if another could start it now."""
-        if _is_faster(other, worker):
-            return PATIENCE * self._mean_tokens * other.token_s
-        return STALLED * self.config.max_response_tokens * _token_s(worker)
+        if self._is_faster(other, worker):
+            return PATIENCE * self._mean_tokens * self._token_s(other)
+        return STALLED * self.config.max_response_tokens * self._token_s(worker)
 
-    def is_awaited(self, worker: Worker, ticket: Ticket) -> bool:
-        """Whether a worker's trajectory of a ticket is waited for: it was not told to abort it."""
-        is_running = ticket.is_evaluation or self.buffer.is_running(ticket.group_id)
-        return is_running and ticket.ticket_id not in worker.lapsed
+    def _token_s(self, worker: Worker) -> float:
+        """Time that a token takes on a worker, seconds; infinite where nothing has come yet."""
+        return self.token_s.get(worker.index) or math.inf
+
+    def _is_faster(self, one: Worker, other: Worker) -> bool:
+        """Whether `one` is so much faster than `other` that what `other` has begun is better begun again there."""
+        token_s = self._token_s(one)
+        return one.is_up and token_s < math.inf and FASTER * token_s <= self._token_s(other)
 
 
-def _token_s(worker: Worker) -> float:
-    """Time that a token takes on a worker, seconds; no end of it where nothing has come yet."""
-    return worker.token_s or math.inf
-
-
-def _is_faster(one: Worker, other: Worker) -> bool:
-    """Whether a worker is so much faster than another that what the other has begun is better begun again there."""
-    return one.is_up and one.token_s > 0 and FASTER * one.token_s <= _token_s(other)
+def _key(ticket: Ticket) -> tuple[int, int, int]:
+    """What all tickets for the same trajectories have in common."""
+    return ticket.group_id, ticket.member, ticket.min_version

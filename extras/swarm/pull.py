@@ -6,7 +6,6 @@ most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being ma
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,8 +28,8 @@ class PullTransport(Transport):
 
     def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
         """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
-        super().__init__()
-        self.specs, self.num_bytes, self.writer = specs, payload_bytes(specs), writer
+        super().__init__(specs)
+        self.num_bytes, self.writer = payload_bytes(specs), writer
         self.num_kept = num_kept
         self._kept: dict[int, Snapshot] = {}
         self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
@@ -40,14 +39,9 @@ class PullTransport(Transport):
         """How parameters lie in a snapshot."""
         return layout(self.specs)
 
-    def reserve(self) -> bool:
-        """Weights may be staged at any time: each version has memory of its own."""
-        return True
-
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
         """Copy `parameters`, in the order of the specs, into a snapshot; old ones that nobody reads go."""
-        for _ in self.copy(version, parameters):
-            pass
+        super().stage(version, self.copy(version, parameters))
         return self.staged(version)
 
     def copy(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,80 +104,3 @@ class PullTransport(Transport):
             self._kept.clear()
         if self.writer is not None:
             self.writer.close()
-
-
-@dataclass(frozen=True)
-class StagedTwice(Staged):
-    """Weights in a buffer of the local transport, and as the snapshot of their version."""
-
-    pulled: Staged
-
-
-class LocalAndPulled:
-    """The transports of a node with workers of its own and of a swarm, as one: each worker reads by its own."""
-
-    def __init__(self, local, pulled: PullTransport, num_own: int):
-        """`local` brings weights to the first `num_own` workers, `pulled` to all others."""
-        self.local, self.pulled, self.num_own = local, pulled, num_own
-
-    def _of(self, worker: int):
-        return self.local if worker < self.num_own else self.pulled
-
-    def _part(self, worker: int, staged: StagedTwice) -> Staged:
-        return staged if worker < self.num_own else staged.pulled
-
-    def init_info(self, worker: int) -> dict:
-        """What a worker's engine, or machine, needs once."""
-        return self._of(worker).init_info(worker)
-
-    @property
-    def keeps_announced(self) -> bool:
-        """Whether the announced weights stay for workers of this node; those of the swarm keep theirs."""
-        return self.local.keeps_announced
-
-    def reserve(self) -> bool:
-        """Whether there is room to stage."""
-        return self.local.reserve()
-
-    def can_read(self, worker: int, staged: Staged) -> bool:
-        """Whether a worker may begin to read what was announced."""
-        return self._of(worker).can_read(worker, self._part(worker, staged))
-
-    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
-        """Copy weights to where each of the two has them, in one pass."""
-        local = self.local.stage(version, self.pulled.copy(version, parameters))
-        return StagedTwice(local.buffer, local.messages, self.pulled.staged(version))
-
-    def messages(self, worker: int, staged: Staged) -> list[dict]:
-        """Update infos for a worker."""
-        return self._part(worker, staged).messages
-
-    def announce(self, staged: Staged) -> None:
-        """These are the weights for any worker that starts, joins or falls behind."""
-        self.local.announce(staged)
-        self.pulled.announce(staged.pulled)
-
-    def acquire(self, worker: int, staged: Staged) -> None:
-        """A worker is about to read."""
-        self._of(worker).acquire(worker, self._part(worker, staged))
-
-    def release(self, worker: int, staged: Staged) -> None:
-        """A worker has read, or has died."""
-        self._of(worker).release(worker, self._part(worker, staged))
-
-    def send(self, worker: int, staged: Staged) -> None:
-        """A worker waits to receive weights."""
-        self._of(worker).send(worker, self._part(worker, staged))
-
-    def drop(self, worker: int) -> None:
-        """A worker has died."""
-        self._of(worker).drop(worker)
-
-    def check(self) -> None:
-        """Raise what went wrong in the background."""
-        self.local.check()
-
-    def close(self) -> None:
-        """The run ends."""
-        self.local.close()
-        self.pulled.close()

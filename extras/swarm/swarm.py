@@ -22,18 +22,17 @@ import numpy as np
 from asyncrl import user_code as own
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.config import Config
-from asyncrl.controller.controller import Controller
-from asyncrl.controller.workers import Disbelieved, Worker
-from asyncrl.messages import Fetch, Fetched, Finished, Probed, Ready, Update, Updated
+from asyncrl.controller.workers import Worker
+from asyncrl.messages import Finished, Probed, Ready, Update, Updated
 from asyncrl.records import Ticket, Trajectory
-from asyncrl.runlog.fingerprint import code_digest
 from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.weights.transport import ParameterSpec, Transport
+from asyncrl.weights.transport import ParameterSpec
 from extras.planning.shape import read_shape
+from extras.swarm.controller import Disbelieved, SwarmController
 from extras.swarm.hub import Hub, make_key
 from extras.swarm.model_files import model_files
-from extras.swarm.pull import KEPT, PIECE_BYTES, LocalAndPulled, PullTransport
+from extras.swarm.pull import KEPT, PIECE_BYTES, PullTransport
 from extras.swarm.snapshots import SnapshotWriter
 from extras.swarm.trust import mistake_in
 from extras.swarm.wire import (
@@ -44,6 +43,8 @@ from extras.swarm.wire import (
     SILENCE_S,
     Beat,
     Codec,
+    Fetch,
+    Fetched,
     Join,
     JoinAgain,
     JoinAt,
@@ -52,6 +53,7 @@ from extras.swarm.wire import (
     Pull,
     Refused,
     Welcome,
+    code_digest,
 )
 
 if TYPE_CHECKING:
@@ -186,13 +188,15 @@ class Swarm:
         self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
         self._encoding = ThreadPoolExecutor(1)
 
-    def start(self, controller: Controller, own: Transport | None, specs: list[ParameterSpec]) -> Transport:
-        """Let machines in. Returns what brings weights to them, and by `own` to the workers of this node."""
-        num_kept = max(KEPT, self.config.swarm.refresh_lag + 2)
-        self.controller, self.weights = controller, PullTransport(specs, self._writer, num_kept)
+    def make_transport(self, specs: list[ParameterSpec]) -> PullTransport:
+        """Make what brings weights to hosts."""
+        return PullTransport(specs, self._writer, max(KEPT, self.config.swarm.refresh_lag + 2))
+
+    def start(self, controller: SwarmController) -> None:
+        """Let machines in."""
+        self.controller = controller
         self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
-        return self.weights if own is None else LocalAndPulled(own, self.weights, controller.workers.num_workers)
 
     def stop(self) -> None:
         """Tell all machines that the run has ended, and listen no more."""
@@ -225,8 +229,12 @@ class Swarm:
             if len(machines) <= MAX_NAMED:
                 metrics |= {f"swarm/{machine.name}/{name}": Sum(value) for name, value in told.items()}
         metrics |= self.verified | {f"swarm/{name}": Sum(self._counts[name]) for name in COUNTS}
-        num_workers = sum(len(machine.engines) for machine in machines)
-        return metrics | {"swarm/machines": Sum(len(machines)), "swarm/workers": Sum(num_workers)}
+        return metrics | {"swarm/machines": Sum(len(machines)), "swarm/workers": Sum(self.num_workers)}
+
+    @property
+    def num_workers(self) -> int:
+        """Engines of machines that have joined this node."""
+        return sum(len(machine.engines) for machine in list(self._machines.values()))
 
     def _count_bytes(self, counts: Counter[str]) -> None:
         self._counts.update({f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")})
@@ -313,7 +321,7 @@ class Swarm:
                 if machine.is_pulling or offset < 0:
                     raise ValueError(f"a Pull from byte {offset}" + " while it pulls" * machine.is_pulling)
                 machine.is_pulling = True
-                opening = self._encoding.submit(self.weights.open, version, base)
+                opening = self._encoding.submit(self.controller.pulled.open, version, base)
                 opening.add_done_callback(
                     lambda opened: self.hub.do_soon(lambda: self._answer(machine, message, opened))
                 )
@@ -360,7 +368,7 @@ class Swarm:
             ticket = worker.running.get(trajectory.ticket_id)
             if ticket is None or counts[ticket.ticket_id] != ticket.num_members or max(members.values()) > 1:
                 raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
-            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.leases.is_awaited(worker, ticket):
+            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
                 raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
             asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
             if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):

@@ -11,7 +11,7 @@ extras/swarm/trust.py looks at every response for what no honest machine sends. 
 - A machine that always claims an older version than the trainer's, as far as tickets allow: all of it is too late.
 - Lies below `allowed_distance`: in bfloat16 engines differ by that much, and so may weights that are some steps older.
 - Few lies: n of them are all missed with probability (1 − verify_share)^n.
-- Lies found after the update that trained on them. What is found before an update never enters it (Node.take_batch).
+- Lies found after the update that trained on them. What is found before an update never enters it.
 - False rewards of environments and async functions, and where scoring fails or takes too long here; false parts of any.
 - Machines that take work and give it back, fail or are slow, which costs time alone.
 """

@@ -5,17 +5,17 @@ is its kind, the name of a class that may come from that side, and its fields, a
 no pickle, which would run what a stranger sends. All else is a ValueError.
 """
 
+import hashlib
 import json
 import struct
 from dataclasses import dataclass
 
 from zmq.utils import z85
 
+from asyncrl.config import Config
 from asyncrl.messages import (
     Abort,
     Connect,
-    Fetch,
-    Fetched,
     Finished,
     Hold,
     Probed,
@@ -26,6 +26,7 @@ from asyncrl.messages import (
     Updated,
 )
 from asyncrl.runlog import plain
+from asyncrl.runlog.fingerprint import fingerprint
 
 PROTOCOL = 3
 """Number of this page and of asyncrl/messages.py; a machine that has another is refused."""
@@ -116,6 +117,22 @@ class Piece:
     data: bytes
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """Run: have these weights come to the host of an engine, while it samples on, and say so."""
+
+    version: int
+    infos: list[dict]
+    """What to pull; see extras/swarm/pull.py."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Machine: the weights that were to come for an engine are there, and can be loaded at once."""
+
+    version: int
+
+
 TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
 FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
 TO_MACHINE = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
@@ -141,6 +158,12 @@ class Codec:
         if kind not in self._kinds:
             raise ValueError(f"a message of kind {kind[:40]!r}, not one of {sorted(self._kinds)}")
         return plain.decode(self._kinds[kind], fields)
+
+
+def code_digest() -> str:
+    """One digest of all source files of a run."""
+    code = [item for item in fingerprint(Config()).items() if item[0].endswith(".py")]
+    return hashlib.sha256(str(code).encode()).hexdigest()
 
 
 def read_key(path: str) -> tuple[bytes, bytes, bytes]:

@@ -122,7 +122,7 @@ class TrainingRig(Rig):
     def step(self, train: bool = True) -> list[Group]:
         """One turn of the loop; without training, the same weights are published under the next version."""
         self.version += 1
-        groups = self.node.take_batch(self.version, lambda step: True)
+        groups = self.node.take_batch(self.version, self.publisher)
         stats = self.train(groups) if train else {}
         self.publisher.publish(self.version, groups)
         with quiet():

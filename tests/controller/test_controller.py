@@ -456,10 +456,3 @@ def test_what_stands_goes_on_although_a_late_version_is_published_again(tmp_path
         for step in range(5):
             s.publish(max(0, step - 2), trainer_version=step)
             s.controller.take_batch()
-
-
-def test_a_controller_without_workers_of_its_own_is_ready_at_once_and_waits_for_machines_that_join(tmp_path):
-    with session(tmp_path, num_workers=0, num_rollout_workers=0, listen="h:1", join_timeout_s=0.1) as s:
-        s.publish(0)
-        with pytest.raises(RuntimeError, match="no machine has sampled"):
-            s.controller.take_batch()

@@ -14,23 +14,31 @@ from dataclasses import dataclass
 
 import pytest
 from walk_oracle import Oracle, WatchedTickets
-from walk_worker import WalkProcess, WalkWorkers
+from walk_worker import WalkProcess, WalkSwarmWorkers, WalkWorkers
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import PromptSource
-from asyncrl.controller.workers import MAX_RESTARTS, Disbelieved
+from asyncrl.controller.workers import MAX_RESTARTS
 from asyncrl.messages import Finished, InFlight, Updated
 from asyncrl.runlog import plain
 from asyncrl.weights.transport import Announcement, Buffers, Staged
 from data.problem import Problem
+from extras.swarm.controller import Disbelieved, SwarmController
+from extras.swarm.pull import PullTransport
+from extras.swarm.remote import RemoteWorker
 
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10
 MAX_EVENTS = 100_000
 RARE = {"die": 0.01, "cut": 0.05, "crash": 0.02}
+
+
+def is_remote(worker):
+    """Whether it is of a host that has joined."""
+    return isinstance(worker, RemoteWorker)
 
 
 def draw_options(rng):
@@ -127,10 +135,14 @@ class Walk:
         tickets = WatchedTickets(config, prompts)
         tickets.oracle = oracle
         placed = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(self.num_workers))
-        workers = WalkWorkers(self, config, Placement((None,), 1, placed, "shm"))
-        self.controller = Controller(config, workers, tickets, self._record, restored=state)
-        end_leases, self.is_ending_leases = self.controller.dispatcher.leases.end, False
-        self.controller.dispatcher.leases.end = lambda: self._note_leases(end_leases)  # also when a message comes
+        kinds = (WalkSwarmWorkers, SwarmController) if config.listen else (WalkWorkers, Controller)
+        workers = kinds[0](self, config, Placement((None,), 1, placed, "shm"))
+        self.controller = kinds[1](config, workers, tickets, self._record, restored=state)
+        self.is_ending_leases = False
+        if config.listen:
+            self.controller.pulled = PullTransport([])
+            end_leases = self.controller.dispatcher.end_leases
+            self.controller.dispatcher.end_leases = lambda: self._note_leases(end_leases)  # also when a message comes
         self.controller.launch()
         self.version, self.trainer, self.evaluations = 0, "connecting", []
 
@@ -207,9 +219,9 @@ class Walk:
 
     def events_of_leaving(self):
         for worker in self.controller.workers:
-            if worker.is_up and worker.process.exit_code is None and (self.deaths_left or worker.is_remote):
+            if worker.is_up and worker.process.exit_code is None and (self.deaths_left or is_remote(worker)):
                 yield ("die", worker.index), lambda worker=worker: self._kill(worker)
-                if worker.is_remote:
+                if is_remote(worker):
                     yield ("die", -worker.index), lambda worker=worker: self._shut_out(worker)
                     if worker.running:
                         yield ("lapse", worker.index), lambda worker=worker: self._end_lease(worker)
@@ -260,8 +272,9 @@ class Walk:
 
     def _note_leases(self, end_leases):
         self.is_ending_leases = True
-        yield from end_leases()
+        tickets = end_leases()
         self.is_ending_leases = False
+        return tickets
 
     def _deliver(self, worker):
         message = worker.process.outbox.popleft()
@@ -288,7 +301,7 @@ class Walk:
             self.oracle.deliver(self.delivering.pop((fields["ticket"], fields["member"])))
 
     def _kill(self, worker):
-        self.deaths_left -= not worker.is_remote
+        self.deaths_left -= not is_remote(worker)
         worker.process.die()
 
     def _connect(self):
@@ -300,19 +313,22 @@ class Walk:
     def take(self):
         """The trainer asks for a batch; whether it got one. That none can come must never be said: it is wrong or a
         deadlock."""
-        batch = self.controller.hold_batch_if_ready()
-        if batch is None:
+        holds = self.config.listen is not None
+        batch = self.controller.hold_batch_if_ready() if holds else self.controller.take_batch_if_ready()
+        if not batch:
             assert self.controller._can_get_batch(), f"no batch can come: {self.controller.dispatcher.describe()}"
             return False
         self.oracle.hold(batch)
         self.trainer = "verifying"
+        if not holds:
+            self._train_on(batch)
         self.oracle.check_ledger(self.controller.take_report().ledger)
         self.evaluations += self.controller.evaluations.take_ended()
         return True
 
     def _workers_of_batch(self):
         """Workers of machines that joined: those that are there, and those of which there is something in the batch."""
-        workers = {t.worker for group in self.controller.buffer.held for t in group.trajectories}
+        workers = {t.worker for group in self.controller.buffer.held_groups for t in group.trajectories}
         workers |= {worker.index for worker in self.controller.workers}
         return [worker for worker in workers if worker >= self.num_workers]
 
@@ -326,7 +342,10 @@ class Walk:
         self.oracle.check_ledger(self.controller.take_report().ledger)
 
     def _consume(self):
-        self.oracle.consume(self.controller.consume_batch())
+        self._train_on(self.controller.consume_batch())
+
+    def _train_on(self, batch):
+        self.oracle.consume(batch)
         self.version, self.trainer = self.version + 1, "training"
         self.oracle.check_ledger(self.controller.take_report().ledger)
 
@@ -343,6 +362,8 @@ class Walk:
         buffer = self.transport.take_buffer()
         self.buffers[buffer] = version
         info = {"buffer": buffer, "version": version, "trainer_version": self.version, "evaluate": self.evaluate}
+        if self.config.listen:
+            self.controller.pulled.stage(version, [])
         self.controller.publish(Announcement(version, self.version, Staged(buffer, [info]), (), self.evaluate))
         self.trainer = "finishing" if is_last else "waiting"
 

@@ -14,9 +14,13 @@ from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Worker, Workers
-from asyncrl.messages import Fetch, Fetched, Finished, Ready, SampledTokens, Tickets, Update, Updated
+from asyncrl.messages import Finished, Ready, SampledTokens, Tickets, Update, Updated
 from asyncrl.weights.transport import Announcement, Buffers, Staged
 from data.problem import Problem
+from extras.swarm.controller import SwarmController
+from extras.swarm.pull import PullTransport
+from extras.swarm.remote import SwarmWorkers
+from extras.swarm.wire import Fetch, Fetched
 
 NUM_GROUPS = 150
 """Groups whose lengths are compared: the first that were issued."""
@@ -59,11 +63,19 @@ class SeededProcess:
                 yield Finished([progress[0]], None)
 
 
-class SeededWorkers(Workers):
-    """The real Workers, with processes that are not started."""
+class WithoutProcesses:
+    """For a kind of Workers: its processes are not started."""
 
     def _start(self, index, num_restarts=0):
         return Worker(index, SeededProcess(), num_restarts=num_restarts)
+
+
+class SeededWorkers(WithoutProcesses, Workers):
+    """The real Workers, with processes that are not started."""
+
+
+class SeededSwarmWorkers(WithoutProcesses, SwarmWorkers):
+    """The same in a run that listens."""
 
 
 class Transport(Buffers):
@@ -83,10 +95,11 @@ class Run:
         config = Config(**sizes, **listen).checked()
         num_own = 0 if are_remote else NUM_WORKERS
         placed = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(num_own))
-        workers = SeededWorkers(config, Placement((None,), 1, placed, "shm"), "", Path(), main=None)
+        kinds = (SeededSwarmWorkers, SwarmController) if are_remote else (SeededWorkers, Controller)
+        workers = kinds[0](config, Placement((None,), 1, placed, "shm"), "", Path(), main=None)
         prompts = PromptSource(lambda index: Problem("", ""), [], lambda problem: [2, 3])
         tickets = TicketSource(config, prompts)
-        self.controller = Controller(config, workers, tickets, lambda event, **fields: None)
+        self.controller = kinds[1](config, workers, tickets, lambda event, **fields: None)
         self._transport, self.version, self.num_lost, self.num_deaths = Transport(2), -1, 0, 0
 
     def lengths(self):
@@ -110,6 +123,8 @@ class Run:
 
     def _start(self):
         self.controller.launch()
+        if self.are_remote:
+            self.controller.pulled = PullTransport([])
         for worker in list(self.controller.workers):
             self.controller.on_message(worker, Ready(0.0))
         self.controller.connect(self._transport)
@@ -141,6 +156,8 @@ class Run:
     def _publish(self):
         self.version += 1
         staged = Staged(self._transport.take_buffer(), [{}])
+        if self.are_remote:
+            self.controller.pulled.stage(self.version, [])
         self.controller.publish(Announcement(self.version, self.version, staged, (), False))
 
 

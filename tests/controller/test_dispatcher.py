@@ -32,8 +32,7 @@ def random_fleet(seed):
             state=rng.choice(["sampling"] * 4 + ["starting"]),
             sent_version=rng.randint(0, 2),
             num_running=rng.randint(0, max_running),
-            token_s=rng.choice([0.0, 0.01, 0.02]),
-            is_remote=rng.random() < 0.5,
+            order=rng.choice([0.0, 0.01, 0.02]),
         )
         for i in range(rng.randint(1, 7))
     ]
@@ -41,17 +40,12 @@ def random_fleet(seed):
     return Fleet(workers, tickets, max_running)
 
 
-def slowness(worker):
-    """Workers of this node are all taken for equal, and for faster than any elsewhere."""
-    return worker.token_s if worker.is_remote else 0.0
-
-
 def in_order_to_the_least_loaded(fleet):
     """Every ticket in its order, each looking at all workers; the first that cannot start holds up those behind it."""
     loads, given = [worker.num_running for worker in fleet.workers], []
     for one in fleet.tickets:
         able = [place for place, worker in enumerate(fleet.workers) if worker.can_start(one.min_version)]
-        place = min(able, key=lambda p: (loads[p], slowness(fleet.workers[p])), default=None)
+        place = min(able, key=lambda p: (loads[p], fleet.workers[p].order), default=None)
         if place is None or loads[place] + one.num_members > fleet.max_running:
             break
         loads[place] += one.num_members
@@ -60,7 +54,7 @@ def in_order_to_the_least_loaded(fleet):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_to_the_fastest(seed):
+def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_by_their_order(seed):
     expected = in_order_to_the_least_loaded(random_fleet(seed))
     fleet = random_fleet(seed)
     queue = TicketQueue("queue", fleet.max_running, lambda worker, ticket: worker.can_start(ticket.min_version))
@@ -94,20 +88,3 @@ def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first
     behind.sent_version = 5
     dispatcher.fill()
     assert (ahead.num_running, behind.num_running) == (1, 1)
-
-
-def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_machine_and_not_back():
-    config = Config(groups_per_step=1, group_size=2, async_ratio=0, max_running_requests=1, listen="127.0.0.1:1")
-    slow, fast = (Worker(i, Outbox(), is_remote=True, state="sampling", sent_version=0) for i in range(2))
-    slow.token_s, fast.token_s = 0.1, 0.01
-    buffer = SampleBuffer(config)
-    dispatcher = Dispatcher(config, [slow, fast], buffer, make_source())
-    dispatcher.fill()
-    held = {id(worker): next(iter(worker.running.values())) for worker in (slow, fast)}
-    for worker in (slow, fast):
-        worker.given_at[held[id(worker)].ticket_id] -= 1000
-    assert list(dispatcher.leases.end()) == [held[id(slow)]], "nobody is much faster than the fast one"
-    again = dispatcher.tickets.elsewhere(held[id(slow)])
-    assert dispatcher.leases.may_start(fast, again) and not dispatcher.leases.may_start(slow, again)
-    fast.token_s = 0.06
-    assert dispatcher.leases.may_start(slow, again), "what was fast is not so much faster any more"

@@ -246,7 +246,7 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
     checkpoints.node.run.close()
     node = make_node(tmp_path, model, resumed=newest_checkpoint(checkpoints.node.run.path), publish_delay=3, steps=9)
     node.controller = SimpleNamespace(connect=lambda transport: None)
-    node.placement, node.swarm = SimpleNamespace(transport="none", workers=()), None
+    node.placement = SimpleNamespace(transport="none", workers=())
     node.restored = SimpleNamespace(announced=0)
     publisher = Publisher(node, policy)
     version, published = publisher._delayed(3, policy.named_full_parameters())

@@ -54,7 +54,7 @@ class JoinedRig(Rig):
         factor = 1.0001 if self.version % 2 else 1 / 1.0001  # else there would be nothing to send
         self.weights = [(name, weight * factor) for name, weight in self.weights]
         super().publish()
-        self.node.swarm.take_answered()
+        self.controller.swarm.take_answered()
 
     def turn(self, train_s: float) -> None:
         """One step of a trainer that takes so long."""

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from simulation_bounds import check
 
-from asyncrl.controller import workers
 from asyncrl.records import Ticket
 from extras.latency_law import LatencyLaw
 from extras.simulation import report, scenarios, swarm
@@ -22,7 +21,7 @@ from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swar
 from extras.simulation.scenarios import Claim, Scenario
 from extras.simulation.swarm import Uplink, fair_share
 from extras.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, draws_of, lengths_up_to
-from extras.swarm import leases
+from extras.swarm import leases, remote
 from extras.swarm.pull import KEPT
 from scripts import simulate as script
 from scripts.lines import read
@@ -228,7 +227,7 @@ def test_machines_that_come_and_go_lose_no_group_and_break_no_bound(lag):
     outcome = simulate(swarm_case(options, stay_s=30.0))
     assert outcome.numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
     assert 0 < outcome.numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
-    assert leases.time is workers.time is time, "leases end by real time again"
+    assert leases.time is remote.time is time, "leases end by real time again"
 
 
 def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept_come_whole():

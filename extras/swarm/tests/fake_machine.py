@@ -16,14 +16,10 @@ from fake_worker import run_fake_worker, trajectory
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
-from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import PromptSource, TicketSource
-from asyncrl.controller.workers import Workers
 from asyncrl.messages import (
     Abort,
     Connect,
-    Fetch,
-    Fetched,
     Finished,
     Probed,
     Ready,
@@ -32,12 +28,13 @@ from asyncrl.messages import (
     Update,
     Updated,
 )
-from asyncrl.runlog.fingerprint import code_digest
 from asyncrl.weights.shm import ShmTransport
-from asyncrl.weights.transport import Announcement, ParameterSpec
+from asyncrl.weights.transport import Announcement, ParameterSpec, Transport
 from data.problem import Problem
+from extras.swarm.controller import SwarmController
 from extras.swarm.hub import make_key
 from extras.swarm.puller import Puller
+from extras.swarm.remote import SwarmWorkers
 from extras.swarm.swarm import Swarm
 from extras.swarm.wire import (
     PROTOCOL,
@@ -45,12 +42,15 @@ from extras.swarm.wire import (
     TO_MACHINE,
     Beat,
     Codec,
+    Fetch,
+    Fetched,
     Join,
     JoinAgain,
     Leave,
     Piece,
     Refused,
     Welcome,
+    code_digest,
     read_key,
 )
 
@@ -138,23 +138,23 @@ def running(
     (model / "config.json").write_text("{}")
     record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
     placement = Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm")
-    workers = Workers(config, placement, "fine", tmp_path, run_fake_worker)
-    controller = Controller(config, workers, TicketSource(config, prompts), record)
+    workers = SwarmWorkers(config, placement, "fine", tmp_path, run_fake_worker)
+    controller = SwarmController(config, workers, TicketSource(config, prompts), record)
     directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
     swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
+    controller.swarm = swarm
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
     try:
         controller.launch()
         patch = pytest.MonkeyPatch()
         patch.setattr("extras.swarm.swarm.read_shape", lambda path: SimpleNamespace(vocab_size=16))
-        controller.connect(swarm.start(controller, ShmTransport(specs) if num_own else None, specs))
+        controller.connect(ShmTransport(specs) if num_own else Transport(specs))
         run = Run(controller, swarm, tmp_path / "swarm.key", events, num_floats)
         if publishes:
             run.publish()
         patch.undo()
         yield run
     finally:
-        swarm.stop()
         controller.stop()
 
 

@@ -118,8 +118,8 @@ def lasting(tmp_path_factory):
         answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731
         with running(tmp_path, answers=answers, swarm_args=("lease_s=3",)) as run:
             run.relay, run.pulls = Relay(run.address), []
-            open_way = run.swarm.weights.open
-            run.swarm.weights.open = lambda version, base: run.pulls.append(base) or open_way(version, base)
+            open_way = run.controller.pulled.open
+            run.controller.pulled.open = lambda version, base: run.pulls.append(base) or open_way(version, base)
             run.far = Far(run.relay.address, run.key_path, tmp_path / "far")
             run.machine = run.far.machine
             wait_until(lambda: run.machine.engines and run.machine.engines[0].is_up, 60)
@@ -293,7 +293,7 @@ def test_a_machine_that_lacks_what_the_user_brings_or_has_another_ends_before_it
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
-    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parents[1]}", "TMPDIR": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{Path.cwd() / 'tests'}", "TMPDIR": str(tmp_path)}
     with running(tmp_path) as run, open(tmp_path / "out", "w") as out:
         command = [sys.executable, "-c", PROGRAM, "--join", run.address, "--key", run.key_path]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)

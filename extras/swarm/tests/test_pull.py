@@ -11,7 +11,7 @@ import extras.swarm.pull
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.delta import BLOCK_WORDS, apply_delta, digest_of, encode_delta
-from extras.swarm.pull import KEPT, MAX_READ, LocalAndPulled, PullTransport
+from extras.swarm.pull import KEPT, MAX_READ, PullTransport
 from extras.swarm.puller import Puller
 from extras.swarm.wire import Piece
 
@@ -183,18 +183,16 @@ def test_a_delta_that_has_begun_goes_on_when_its_base_is_forgotten():
 
 
 def test_beside_a_local_transport_each_worker_reads_by_its_own():
-    both = LocalAndPulled(ShmTransport(SPECS), PullTransport(SPECS), num_own=1)
-    staged = both.stage(4, parameters(1.5))
-    both.announce(staged)
-    (local,), (pulled,) = both.messages(0, staged), both.messages(1, staged)
-    assert local["buffer"] == staged.buffer and pulled["digest"] and "paths" not in both.init_info(1)
-    for worker in (0, 1):
-        both.acquire(worker, staged)
-        both.release(worker, staged)
-    assert both.reserve()
-    for version in range(5, 12):  # not announced, as those before are evaluated
-        both.local.announce(both.local.stage(version, both.pulled.copy(version, parameters(version))))
-    assert is_left(both.pulled, 4) and not is_left(both.pulled, 5)
+    local, pulled = ShmTransport(SPECS), PullTransport(SPECS)
+    for version in range(4, 12):
+        staged = local.stage(version, pulled.copy(version, parameters(version)))
+        local.announce(staged)
+        if version == 4:  # those after it wait for its evaluation to end
+            pulled.announce(pulled.staged(4))
+            machine = Machine(pulled)
+            machine.pull(pulled.staged(4))
+            assert is_same(machine.puller, parameters(4))
+    assert is_left(pulled, 4) and not is_left(pulled, 5)
 
 
 # The far end

@@ -10,9 +10,9 @@ import pytest
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
 from asyncrl.controller.workers import WorkerDied
-from asyncrl.messages import Fetch, Tickets, Update
+from asyncrl.messages import Tickets, Update
 from asyncrl.runlog.metrics import Sum
-from extras.swarm.wire import JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Welcome
+from extras.swarm.wire import Fetch, JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Welcome
 
 
 def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_path, capsys):
@@ -188,6 +188,11 @@ def test_a_machine_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, 
             for _ in range(2):
                 run.step()
             assert not run.left()
+
+
+def test_a_run_that_no_machine_joins_ends_in_one_line(tmp_path):
+    with running(tmp_path, join_timeout_s=0.1) as run, pytest.raises(WorkerDied, match="no machine has sampled"):
+        run.step()
 
 
 def test_a_run_whose_last_machine_has_left_ends_in_one_line(tmp_path):

@@ -11,9 +11,9 @@ import pytest
 import zmq
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
-from asyncrl.messages import Fetched, Finished, Probed, Ready, SampledTokens, Tickets, Update, Updated
+from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Tickets, Update, Updated
 from extras.swarm.hub import MAX_MESSAGE_BYTES
-from extras.swarm.wire import Beat, Codec, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
+from extras.swarm.wire import Beat, Codec, Fetched, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
 
 pack = msgspec.msgpack.encode
 ENCODE = Codec(()).encode

@@ -1,0 +1,173 @@
+"""The controller of a run that listens for hosts."""
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.workers import Worker
+from asyncrl.messages import Finished
+from asyncrl.records import Group
+from asyncrl.runlog.metrics import Measured
+from asyncrl.weights.transport import Announcement, Staged, Transport
+from extras.swarm.leases import LeasingDispatcher
+from extras.swarm.pull import PullTransport
+from extras.swarm.remote import RemoteWorker, SwarmBuffer
+from extras.swarm.wire import Fetched
+
+if TYPE_CHECKING:
+    from extras.swarm.swarm import Swarm
+
+
+class Disbelieved:
+    """In place of a message of a host: what it sent is not believed, and it is shut out."""
+
+
+class SwarmController(Controller):
+    """Lets hosts in, brings weights to them, and holds each batch until their samples are believed."""
+
+    buffer_class = SwarmBuffer
+    dispatcher_class = LeasingDispatcher
+    swarm: "Swarm | None" = None
+    """Where hosts join."""
+    pulled: PullTransport | None = None
+    """What brings weights to hosts; known once the controller is connected."""
+
+    # Life of the workers
+
+    def connect(self, transport: Transport) -> None:
+        """Let hosts in, and give the engines of this node the weight transport, when all are up."""
+        if self.swarm is not None:
+            self.pulled = self.swarm.make_transport(transport.specs)
+            self.swarm.start(self)
+        super().connect(transport)
+
+    def let_in(self, process, machine: str, scores_probe: bool) -> RemoteWorker:
+        """Make a worker of an engine of a host; its messages come by `on_message`."""
+        with self._changed:
+            lag = self.config.swarm.refresh_lag
+            worker = RemoteWorker(-1, process, self.pulled, refresh_lag=lag, scores_probe=scores_probe)
+            self.workers.join(worker)
+            self.journal.record("worker_started", worker=worker.index, attempt=0, machine=machine)
+            return worker
+
+    def on_message(self, worker: Worker, message) -> None:
+        """Act on a worker's message, or, if it is None, on its death."""
+        with self._changed:
+            match message:
+                case Fetched():
+                    worker.load_fetched()
+                case Disbelieved():
+                    self.dispatcher.shut_out([worker.index])
+                    message = None
+            super().on_message(worker, message)
+            if isinstance(message, Finished) and self.dispatcher.are_due():
+                self.end_leases()
+
+    def on_death(self, worker: Worker) -> None:
+        """Issue a dead worker's tickets again, and start it anew if it is one of this node."""
+        if not isinstance(worker, RemoteWorker):
+            super().on_death(worker)
+            return
+        worker.disconnect()
+        self.workers.replace(worker)
+        self.issue_all_again(worker, self.tickets.elsewhere)
+
+    def end_leases(self) -> None:
+        """Issue again the tickets that hosts have had for too long."""
+        with self._changed:
+            for ticket in self.dispatcher.end_leases():
+                self.issue_again(ticket, self.tickets.elsewhere(ticket))
+            self.fill()
+
+    def fetch_anew(self, worker: Worker, version: int) -> None:
+        """Have a worker fetch the newest weights, if it still fetches a version that is gone."""
+        with self._changed:
+            if worker.loading is not None and version == worker.loading.version > worker.sent_version:
+                worker.finish_loading()
+                worker.owed = True
+                self.announcements.send_owed(worker)
+
+    def fill(self) -> None:
+        """Start what can start, and send the newest weights to workers that can start nothing without them."""
+        super().fill()
+        newest = self.announcements.newest
+        for worker in self.workers if newest is not None else ():
+            if worker.held == "version" and worker.loading is None and worker.is_behind(newest):
+                worker.owed = True
+                self.announcements.send_owed(worker)
+
+    # Batches
+
+    def hold_batch(self) -> list[Group]:
+        """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
+
+        Returns its groups, none if the run is asked to stop and has no worker. Raises as `take_batch`.
+        """
+        self.wait_for_batch(lambda: self.hold_batch_if_ready() or self._is_left_alone())
+        return self.buffer.held_groups
+
+    def hold_batch_if_ready(self) -> list[Group]:
+        """Hold the next batch of groups, and return them; none while the batch must be waited for."""
+        with self._changed:
+            self.buffer.held = self.buffer.held or self.find_batch() or []
+            return self.buffer.held_groups
+
+    def refuse_batch(self, workers: Collection[int]) -> bool:
+        """Drop all groups of workers that are not believed. Returns whether the held batch has one; it is held no more
+        then, and another one is to be waited for."""
+        with self._changed:
+            is_refused = not set(self.buffer.held).isdisjoint(self.buffer.groups_of(workers))
+            if is_refused:
+                self.buffer.held = []
+            self.dispatcher.shut_out(workers)
+            self.fill()
+            return is_refused
+
+    def consume_batch(self) -> list[Group]:
+        """Consume the batch that is held: it is trained on now. Returns its groups."""
+        with self._changed:
+            batch, self.buffer.held = self.buffer.held, []
+            return self.consume(batch)
+
+    def has_evaluated(self) -> bool:
+        """Whether no evaluation is to be waited for: none runs, or the run is to stop and has no worker."""
+        return super().has_evaluated() or self._is_left_alone()
+
+    def _is_left_alone(self) -> bool:
+        return self.is_asked_to_stop and not any(self.workers)
+
+    # Weights
+
+    def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
+        """Copy weights to where workers of this node read them, and, in one pass, to where hosts pull them from."""
+        return super().stage(version, self.pulled.copy(version, parameters))
+
+    def announce(self, announcement: Announcement) -> None:
+        """Have all workers load these weights; see Controller."""
+        self.pulled.announce(self.pulled.staged(announcement.version))
+        super().announce(announcement)
+
+    # What was measured
+
+    def take_extra_metrics(self) -> Measured:
+        """Take the metrics `swarm/*` of what hosts did since the last call."""
+        return self.swarm.take_report()
+
+    def shuts_out(self, worker: int, problem: str) -> bool:
+        """Shut out the host of a worker whose weights are wrong. Returns False for a worker of this node."""
+        is_remote = worker >= self.workers.num_workers
+        if is_remote:
+            self.swarm.shut_out(worker, problem)
+        return is_remote
+
+    def stop(self) -> None:
+        """Tell hosts that the run has ended, and end all workers of this node."""
+        try:
+            if self.swarm is not None:
+                self.swarm.stop()
+        finally:
+            super().stop()
+            if self.pulled is not None:
+                self.pulled.close()

@@ -1,0 +1,153 @@
+"""What the controller of a run that listens knows besides: workers on hosts that have joined, and the batch that it
+holds until it is believed."""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from asyncrl.config import Config
+from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.workers import Worker, WorkerDied, Workers
+from asyncrl.records import Group, Ticket
+from asyncrl.weights.transport import Announcement, Staged, Transport
+from extras.swarm.wire import Fetch
+
+
+@dataclass
+class RemoteWorker(Worker):
+    """An engine of a host that has joined. It fetches weights before it loads them, and may be some versions behind."""
+
+    refresh_lag: int = 0
+    scores_probe: bool = False
+    """Whether the worker scores the probe after an update; one of each host does."""
+    staged: Staged | None = None
+    """The snapshot that the host was told to fetch last."""
+    given_at: dict[int, float] = field(default_factory=dict)
+    """When the worker was given each ticket, monotonic seconds."""
+    reissued: set[int] = field(default_factory=set)
+    """Tickets that were given to another worker as well. This worker still runs them; their results come too late."""
+
+    def connect(self, transport: Transport) -> None:
+        """Have the host take weights from the transport that the worker was made with."""
+        super().connect(self.transport)
+
+    def is_behind(self, newest: Announcement) -> bool:
+        """Whether the worker has to fetch the newest weights. It may be `refresh_lag` versions behind, unless it waits
+        for newer ones. An evaluation is of the newest alone, and nobody may miss it."""
+        is_patient = self.sent_version >= 0 and self.held != "version" and not newest.evaluate
+        return newest.version - self.sent_version >= max(1, self.refresh_lag if is_patient else 1)
+
+    def can_load(self, announcement: Announcement) -> bool:
+        """Whether the worker may begin to fetch these weights: each version has memory of its own."""
+        return True
+
+    def load(self, announcement: Announcement) -> None:
+        """Have the weights come to the worker's host while it samples on; then it is to `load_fetched`."""
+        self.loading = announcement
+        self.staged = self.transport.staged(announcement.version)
+        self.transport.acquire(self.index, self.staged)
+        self.process.send(Fetch(announcement.version, self.staged.messages))
+
+    def load_fetched(self) -> None:
+        """Have the worker load the weights that have come to its host, also if there are newer ones."""
+        self.send_update(self.staged.messages, self.loading.probe if self.scores_probe else ())
+
+    def finish_loading(self) -> None:
+        """Note that the host reads no weights any more."""
+        self.transport.release(self.index, self.staged)
+        self.loading = None
+
+    def ask(self) -> None:
+        """Ask nothing: if the run is resumed, the responses of hosts are sampled again."""
+
+    def give(self, ticket: Ticket) -> None:
+        """Note that the worker has a ticket."""
+        super().give(ticket)
+        self.given_at[ticket.ticket_id] = time.monotonic()
+
+    @property
+    def awaited(self) -> list[Ticket]:
+        """Tickets that the worker has and nobody else has."""
+        return [ticket for ticket in super().awaited if ticket.ticket_id not in self.reissued]
+
+    def take_back(self, ticket_id: int) -> None:
+        """Note that the worker has ended a ticket."""
+        super().take_back(ticket_id)
+        del self.given_at[ticket_id]
+        self.reissued.discard(ticket_id)
+
+
+class SwarmWorkers(Workers):
+    """The workers of a node that listens: its own, and those of hosts that come and go."""
+
+    num_joined = 0
+    """Remote workers that there were."""
+    alone_since: float | None = None
+    """When the last worker left, or the run began without any, monotonic seconds."""
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether a worker is starting, or none is there and a host may join: each has a timeout of its own."""
+        return not any(self) or super().are_coming
+
+    def join(self, worker: RemoteWorker) -> RemoteWorker:
+        """Take in a worker of a host, and number it."""
+        worker.index = self.num_workers + self.num_joined
+        self.num_joined += 1
+        self._workers[worker.index] = worker
+        return worker
+
+    def replace(self, worker: Worker) -> None:
+        """Start a dead worker anew; one of a host is left out."""
+        if not isinstance(worker, RemoteWorker):
+            super().replace(worker)
+            return
+        del self._workers[worker.index]
+        self.alone_since = time.monotonic()
+
+    def check(self) -> None:
+        """Raise also WorkerDied if no worker has been there for `join_timeout_s`."""
+        super().check()
+        self.alone_since = self.alone_since or time.monotonic()
+        if not any(self) and time.monotonic() > self.alone_since + self.config.join_timeout_s:
+            raise WorkerDied(
+                f"no machine has sampled for this run for {self.config.join_timeout_s:.0f} s, and it has no rollout "
+                "worker of its own; join one sooner, or raise --join-timeout-s"
+            )
+
+
+class SwarmBuffer(SampleBuffer):
+    """A buffer of which a batch may be held: hosts may be some versions behind, and may be found to lie."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.held: list[int] = []
+        """Groups of the batch that is held; they stay resident, and nothing new is admitted until they are consumed."""
+
+    @property
+    def oldest_to_start(self) -> int:
+        """Oldest version with which a new group may start."""
+        return max(0, self.published_version - self.config.swarm.refresh_lag)
+
+    def num_free_places(self) -> int:
+        """Groups that may be admitted now; see SampleBuffer."""
+        return 0 if self.held else super().num_free_places()
+
+    @property
+    def held_groups(self) -> list[Group]:
+        """The groups of the batch that is held."""
+        return [self._residents[group_id].group for group_id in self.held]
+
+    def holding_back(self) -> set[int]:
+        """Groups that run, and without which there is no next batch, now or in time for the groups after it."""
+        batch = self._next_batch()
+        groups = self._residents if batch is None else self._left_too_late(batch)
+        return {group_id for group_id in groups if self.is_running(group_id)}
+
+    def groups_of(self, workers: Collection[int]) -> list[int]:
+        """Resident groups that have a trajectory of one of these workers."""
+        return [
+            group_id
+            for group_id, resident in self._residents.items()
+            if any(trajectory.worker in workers for trajectory in resident.members.values())
+        ]

@@ -1,0 +1,49 @@
+"""A copy of the repository without an optional system trains, and the options of that system end in one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from real_job import copy_without
+
+OPTIONS_OF = {
+    "swarm": (
+        ["train_async.py", "--listen", "127.0.0.1:7711"],
+        ["rollout.py", "--join", "127.0.0.1:7711", "--key", "swarm.key"],
+    ),
+    "planning": (["train_async.py", "--dry-run"],),
+    "simulation": (),
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS_OF)
+def copy(request, tmp_path_factory):
+    """The name of an optional system, and the folder of a copy without it."""
+    return request.param, copy_without(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def run(folder, arguments):
+    alone = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=os.environ | alone, capture_output=True, text=True, check=False
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_the_default_job_trains(copy):
+    """A whole job, with sampling that follows from seeds in place of an engine."""
+    _, folder = copy
+    status, output = run(folder, ["tests/fake_job.py", "--steps=2", "--runs-dir=runs", "--run-name=run"])
+    assert status == 0, output[-3000:]
+    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_its_options_end_in_one_line(copy):
+    name, folder = copy
+    for arguments in OPTIONS_OF[name]:
+        status, output = run(folder, arguments)
+        assert status and output.count("\n") == 1, output
+        assert output.startswith(f"error: {arguments[1]} needs extras/{name}/"), output
