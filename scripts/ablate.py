@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from asyncrl.config import Config, flag, nearest
+from asyncrl.config import OPTIONS, allowed_values, flag, nearest, switch
 from asyncrl.job.command_line import check, read_options
 from scripts.grids import RECORDED, key, loss, read_records, record_of, report
 from scripts.runs import load
@@ -45,11 +45,13 @@ def read_value(name: str, text: str) -> dict:
     algo, own = re.fullmatch(r"(.*?)(?::(\w+=.*))?", text).groups()
     if name == "algo" and own:
         return read_value("algo", algo) | read_value("algo_args", own)
-    default, is_switch = getattr(Config(), name, None), Config.__annotations__.get(name) in (bool, bool | None)
+    option = OPTIONS.get(name)
+    default = option and option.default
+    is_switch = option is not None and allowed_values(option.kind) == "true or false"
     if is_switch and text not in ("true", "false"):
         raise ValueError(f"--{flag(name)} is true or false, got {text!r}")
     value = text == "true" if is_switch else text.split() if isinstance(default, tuple) else text
-    value = getattr(read_options(options({name: value})), name)
+    value = read_options(options({name: value})).as_dict()[name]
     return {name: list(value) if isinstance(value, tuple) else value}
 
 
@@ -60,7 +62,7 @@ def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
         cell = {"algo": cell["algo"], "algo_args": cell.get("algo_args", [])}
     for name, value in cell.items():
         if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{flag(name)}")
+            words.append(switch(name, value))
         else:
             words += [f"--{flag(name)}", *value] if isinstance(value, list) else [f"--{flag(name)}={value}"]
     return [*words, *extra]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from algos import LOSSES
-from asyncrl.config import Config, flag
+from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.job.command_line import option_texts
 from asyncrl.trainer.loss import keywords_of
 from extras.simulation import report as simulation_report
@@ -47,18 +47,23 @@ def lines(of: Iterable[str]) -> str:
 
 def options() -> str:
     """All options in their groups, and the keyword arguments of the losses."""
-    blocks, rows, default = [], [], Config()
+    blocks, rows = [], []
     for title, name, text in option_texts():
         if title:
             rows = []
             blocks.append((title, rows))
             continue
-        value = getattr(default, name)
+        option = OPTIONS[name]
+        value = option.default
         shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
-        rows.append([f"`--{flag(name)}`", f"`{shown}`", " ".join(text.split()).replace("|", "\\|")])
+        allowed = allowed_values(option.kind)
+        rows.append([f"`{option.flag}`", f"`{shown}`", allowed, " ".join(text.split()).replace("|", "\\|")])
     words = {algo: keywords_of(loss) for algo, loss in LOSSES.items()}
     own = ([f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"] for a, of in words.items())
-    heading, keywords = ["option", "default", "meaning"], ["`--algo`", "keyword arguments and their defaults"]
+    heading, keywords = (
+        ["option", "default", "allowed", "meaning"],
+        ["`--algo`", "keyword arguments and their defaults"],
+    )
     text = "".join(f"**{title}**\n\n{lines(markdown(heading, rows))}\n" for title, rows in blocks)
     return f"{text}**`--algo-args`**\n\n{lines(markdown(keywords, own))}"
 

@@ -22,10 +22,10 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.config import Config, flag
+from asyncrl.config import OPTIONS, Config, May, Option, options_for
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import recorded
 from asyncrl.runlog.batches import batch_path, read_batch, weights_sha256
@@ -33,19 +33,6 @@ from asyncrl.runlog.time_ledger import Account
 from asyncrl.user_code import title
 from rollout import run_worker
 from train_async import run_job
-
-OF_TRAINING = (
-    "algo", "advantage", "advantage_args", "steps", "lr", "optimizer", "optim_args", "max_grad_norm", "algo_args",
-    "minibatches", "proximal", "loss_aggregation", "kl_coef", "kl_estimator", "max_tokens_per_microbatch",
-    "save_memory", "compile", "share_prefix", "lora_rank", "replicas",
-)  # fmt: skip
-"""Options that a replay may change; those of sampling are part of the data."""
-OF_THE_REPLAY = ("model", "save_every", "run_name", "runs_dir", "wandb", "timeout_s")
-OF_EVALUATION = (
-    "eval_problems", "num_rollout_workers", "gpu_memory_utilization", "max_running_requests", "env_timeout_s",
-    "rollout_tp", "weight_sync",
-)  # fmt: skip
-"""Options that mean something with --evaluate only."""
 
 
 @dataclass(frozen=True)
@@ -86,50 +73,43 @@ class Recording:
 
 
 def own_options(recording: Recording) -> Config:
-    """The recorded run's options, without those that are about its records."""
+    """Return the recorded run's options, with defaults for its records and devices."""
     recorded = recording.config
     return replace(
         recorded,
+        **{option.path: option.default for option in options_for(May.NOT_COPIED)},
         steps=min(recorded.steps, recording.num_steps),
-        record=False,
-        save_every=0,
-        run_name=None,
         runs_dir=str(recording.path.parent),
-        wandb="disabled",
         eval_every=recorded.eval_every or recorded.steps,  # with 0 there would be no held-out problems
-        listen=None,  # machines and devices are those of the replay
-        num_rollout_workers=None,
-        rollout_tp=1,
-        weight_sync="auto",
-        colocate="share",
-        gpu_memory_utilization=None,
     )
 
 
 def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -> Config:
-    """The recorded run's options, changed by `arguments`.
+    """Return the recorded run's options, changed by `arguments`.
 
     Raises ValueError for one that a replay cannot change, for more steps than were recorded, and for what
     train_async.py would refuse.
     """
     own = own_options(recording)
     chosen = read_options(arguments, own)
-    allowed = OF_TRAINING + OF_THE_REPLAY + OF_EVALUATION * evaluate
-    for name in (field.name for field in fields(Config)):
-        if name not in allowed and getattr(chosen, name) != getattr(own, name):
-            _refuse(name, getattr(recording.config, name))
+    for option in OPTIONS.values():
+        if option.value_in(chosen) != option.value_in(own):
+            _check_may_change(option, option.value_in(recording.config), evaluate)
     if chosen.steps > recording.num_steps:
         raise ValueError(f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps")
     name = f"{recording.path.name}-replay-{title(chosen.algo)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return replace(chosen, run_name=chosen.run_name or name).checked()
 
 
-def _refuse(name: str, recorded) -> None:
-    if name in OF_EVALUATION:
-        raise ValueError(f"--{flag(name)} means nothing without --evaluate: a replay samples nothing")
-    may_change = ", ".join(f"--{flag(other)}" for other in OF_TRAINING)
-    made = f"the batches were made with {name} = {recorded}"
-    raise ValueError(f"--{flag(name)} cannot be changed: {made}. A replay may change {may_change}")
+def _check_may_change(option: Option, recorded, evaluate: bool) -> None:
+    """Raise ValueError unless a replay may change an option; one of sampling is part of the data."""
+    if May.REPLAY in option.may or (evaluate and May.EVALUATION in option.may):
+        return
+    if May.EVALUATION in option.may:
+        raise ValueError(f"{option.flag} means nothing without --evaluate: a replay samples nothing")
+    may_change = ", ".join(other.flag for other in options_for(May.REPLAY))
+    made = f"the batches were made with {option.name} = {recorded}"
+    raise ValueError(f"{option.flag} cannot be changed: {made}. A replay may change {may_change}")
 
 
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
@@ -234,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         usage="replay.py RUN [--evaluate] [options of training, as of train_async.py]",
         description=__doc__.splitlines()[0],
-        epilog="options of training: " + ", ".join(f"--{flag(name)}" for name in OF_TRAINING),
+        epilog="options of training: " + ", ".join(option.flag for option in options_for(May.REPLAY)),
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run made with --record")

@@ -7,7 +7,6 @@ with a line per run, and samples of each. A run that is still going, or was kill
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import re
@@ -151,7 +150,7 @@ def outcome(run: Run, timeline: Timeline, now: float) -> str:
 
 def changed_options(config: dict) -> str:
     """The options that are not at the default of this version of asyncrl/config.py; JSON has lists for its tuples."""
-    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(Config()).items()}
+    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in Config().as_dict().items()}
     changed = {name: value for name, value in config.items() if name not in defaults or value != defaults[name]}
     return ", ".join(f"{name} = {show(value)}" for name, value in changed.items())
 

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from option_words import words_that_change
 
-from asyncrl.config import Config
-from asyncrl.job.command_line import parse_config
+from asyncrl.config import OPTIONS, Config, allowed_values
+from asyncrl.job.command_line import option_texts, parse_config, read_options
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,17 +27,17 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--async-ratio", "-1"], "--async-ratio must be at least 0"),
-        (["--async-ratio", "inf"], "--async-ratio must be a finite number, got inf"),
-        (["--async-ratio", "1e308"], "--async-ratio must be at most 1000, got 1e+308"),
-        (["--over-sampling", "1001", "--async-ratio", "0"], "--over-sampling must be at most 1000"),
-        (["--max-grad-norm", "inf"], "--max-grad-norm must be a finite number"),
-        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be a finite number"),
-        (["--timeout-s", "1e308"], "--timeout-s must be at most 1000000"),
-        (["--eval-problems", "1000000000000"], "--eval-problems must be at most 10000, got 1000000000000"),
-        (["--extra-groups", "100000000"], "--extra-groups must be at most 1000000, got 100000000"),
-        (["--extra-members", "10000000"], "--extra-members must be at most 1000000, got 10000000"),
+        (["--steps", "0"], "--steps must be in [1, 1e+09], got 0"),
+        (["--async-ratio", "-1"], "--async-ratio must be in [0, 1000], got -1.0"),
+        (["--async-ratio", "inf"], "--async-ratio must be in [0, 1000], got inf"),
+        (["--async-ratio", "1e308"], "--async-ratio must be in [0, 1000], got 1e+308"),
+        (["--over-sampling", "1001", "--async-ratio", "0"], "--over-sampling must be in [1, 1000], got 1001.0"),
+        (["--max-grad-norm", "inf"], "--max-grad-norm must be in (0, 1e+09], got inf"),
+        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be in (0, 1], got nan"),
+        (["--timeout-s", "1e308"], "--timeout-s must be in (0, 1e+06], got 1e+308"),
+        (["--eval-problems", "1000000000000"], "--eval-problems must be in [1, 10000], got 1000000000000"),
+        (["--extra-groups", "100000000"], "--extra-groups must be in [0, 1e+06], got 100000000"),
+        (["--extra-members", "10000000"], "--extra-members must be in [0, 1e+06], got 10000000"),
         (
             ["--extra-groups", "99936", "--group-size", "4", "--extra-members", "7"],
             "100000 outstanding groups of 4 + 7 responses are 1100000, at most 1000000 may be outstanding; lower "
@@ -44,17 +45,20 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         ),
         (["--groups-per-step", "1000000"], "2000000 outstanding groups of 8 + 0 responses are 16000000"),
         (["--async-ratio", "1000", "--group-size", "1000"], "32032 outstanding groups of 1000 + 0 responses"),
-        (["--steps", "1000000000000"], "--steps must be at most 1000000000"),
+        (["--steps", "1000000000000"], "--steps must be in [1, 1e+09], got 1000000000000"),
         (
             ["--temperature", "0"],
-            "--temperature must be in [0.01, 2], as vLLM samples",
+            "--temperature must be in [0.01, 2], outside of which vLLM clips or refuses, got 0.0",
         ),
-        (["--temperature", "2.1"], "refuses what is above, got 2.1"),
+        (["--temperature", "2.1"], "refuses, got 2.1"),
         (["--top-p", "1.5"], "--top-p must be in (0, 1]"),
-        (["--top-k", "-1"], "--top-k must be at least 0"),
+        (["--top-k", "-1"], "--top-k must be in [0, 1e+09]"),
         (["--min-p", "1"], "--min-p must be in [0, 1)"),
         (["--min-p", "-0.1"], "--min-p must be in [0, 1)"),
-        (["--groups-per-step", "10", "--minibatches", "4"], "10 / 4 = 2.50 groups per update"),
+        (
+            ["--groups-per-step", "10", "--minibatches", "4"],
+            "--groups-per-step 10 is not a multiple of --minibatches 4; change one of the two",
+        ),
         (["--max-prompt-tokens", "9000", "--max-response-tokens", "9000"], "9000 = 18000; raise the first"),
         (["--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
         (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
@@ -65,29 +69,40 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--share-prefix", "trie"], "--share-prefix must be one of off, prompt, tree, got 'trie'; did you mean tree?"),
         (["--share-prefix"], "--share-prefix expected one argument"),
         (["--drop-zero-variance", "--group-size", "1", "--advantage", "gae"], "every group would be dropped"),
-        (["--run-name", ""], "--run-name may hold letters"),
+        (["--run-name", ""], "--run-name must be made of letters"),
         (["--algo", "grop"], "nor FILE.py:NAME; did you mean grpo?"),
         (["--task", "addtion"], "got 'addtion'; did you mean addition?"),
-        (["--warmup", "5"], "--warmup is no option; write --optim-args warmup=VALUE;"),
-        (["--weight_decay=0.1"], "--weight-decay is no option; write --optim-args weight_decay=VALUE;"),
+        (["--warmup", "5"], "--warmup is no option; write --optim.warmup VALUE;"),
+        (["--weight_decay=0.1"], "--weight-decay is no option; write --optim.args weight_decay=VALUE;"),
+        (["--optim-args", "warmup=5"], "--optim-args is no option; its options are --optim.NAME VALUE each now, as"),
+        (["--swarm-args", "lease_s=5"], "its options are --swarm.NAME VALUE each now"),
+        (
+            ["--algo-args", "cap=2", "--algo-args", "clip_low=0"],
+            "--algo-args is given twice; put all its values behind",
+        ),
+        (["--optim.warmup", "-1"], "--optim.warmup must be in [0, 1e+09], got -1"),
+        (["--optim.least", "2"], "--optim.least must be in [0, 1], got 2.0"),
+        (["--optim.schedule", "step"], "--optim.schedule must be one of constant, linear, cosine, got 'step'"),
+        (["--swarm.refresh-lag", "1001"], "--swarm.refresh-lag must be in [0, 1000], got 1001"),
+        (["--swarm.lag", "1"], "--swarm.lag is no option"),
         (["--async-ration", "2"], "--async-ration is no option; did you mean --async-ratio?"),
-        (["--steps", "many"], "--steps must be a whole number, got 'many'"),
+        (["--steps", "many"], "--steps must be in [1, 1e+09]: invalid literal for int() with base 10: 'many'"),
         (["--lr"], "--lr expected one argument"),
         (["--save-memory", "gradients"], "--save-memory must be one of auto, activations, optimizer, got 'gradients'"),
-        (["--lora-rank", "-1"], "--lora-rank must be at least 0, got -1"),
-        (["--algo-args", "clip_high"], "--algo-args takes NAME=VALUE, as in clip_high=0.28, got 'clip_high'"),
-        (["--algo-args", "clip_high="], "--algo-args takes NAME=VALUE, as in clip_high=0.28, got 'clip_high='"),
-        (["--algo-args", "cap=2", "cap=3"], "--algo-args gives cap 2 times, got 'cap=2'; leave one"),
+        (["--lora-rank", "-1"], "--lora-rank must be in [0, 1e+09], got -1"),
+        (["--algo-args", "clip_high"], "--algo-args must be NAME=VALUE, as in clip_high=0.28, got 'clip_high'"),
+        (["--algo-args", "clip_high="], "--algo-args must be NAME=VALUE, as in clip_high=0.28, got 'clip_high='"),
+        (["--algo", "aipo", "--algo-args", "cap=2", "cap=3"], "--algo-args cap=3: is given twice"),
         (
             ["--task", "chess"],
             "sums:largest_of_four, frozen_lake, guess_number, or your own, FILE.py:NAME, got 'chess'",
         ),
-        (["--over-sampling", "0.5"], "--over-sampling must be at least 1, got 0.5"),
+        (["--over-sampling", "0.5"], "--over-sampling must be in [1, 1000], got 0.5"),
         (["--over-sampling", "2"], "does not go with --async-ratio 1; use 0"),
         (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
         (
             ["--over-sampling", "5.5", "--async-ratio", "0", "--groups-per-step", "32"],
-            "does not go with ⌈176 groups / batches of 32⌉ − 1 = 5 suspensions of the last ones, of 4 at most",
+            "does not go with 5 suspensions of the last responses, of 4 at most",
         ),
         (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
         (["--no-replicate-prompts", "--group-size", "300"], "--max-running-requests 256 below --group-size 300"),
@@ -101,19 +116,19 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
             ["--colocate", "sleep", "--async-ratio", "0", "--over-sampling", "2"],
             "loses the KV cache, does not go with --on-update keep",
         ),
-        (["--rollout-tp", "0"], "--rollout-tp must be at least 1, got 0"),
+        (["--rollout-tp", "0"], "--rollout-tp must be in [1, 1e+09], got 0"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be in (0, 1], got 1.5"),
-        (["--run-name", "a/b"], "--run-name may hold letters"),
+        (["--run-name", "a/b"], "--run-name must be made of letters"),
         (["--run-name", "."], "neither . nor .., got '.'"),
         (["--run-name", ".."], "neither . nor .., got '..'"),
-        (["--num-rollout-workers", "-1"], "--num-rollout-workers must be at least 0, got -1"),
-        (["--num-rollout-workers", "0"], "leaves nobody to sample; add --listen HOST:PORT, where machines join"),
+        (["--num-rollout-workers", "-1"], "--num-rollout-workers must be in [0, 1e+09], got -1"),
+        (["--num-rollout-workers", "0"], "leaves nobody to sample; add --listen HOST:PORT, where remote hosts join"),
         (["--listen", "h:1", "--num-rollout-workers", "0", "--weight-sync", "shm"], "--weight-sync shm does not go"),
         (
             ["--listen", "h:1", "--scheduling", "lockstep"],
             "come and go, does not go with --scheduling lockstep",
         ),
-        (["--listen", "h:1", "--scheduling", "batch"], "--scheduling batch, a baseline for one machine"),
+        (["--listen", "h:1", "--scheduling", "batch"], "--scheduling batch, a baseline for one host"),
         (["--listen", "h:1", "--colocate", "sleep", "--async-ratio", "0"], "does not go with --colocate sleep, which"),
     ],
 )
@@ -124,11 +139,35 @@ def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, cap
     assert exit_.value.code == 2 and line.startswith("error: ") and message in line
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Config) if "float" in str(f.type)])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_no_number_may_be_infinite_or_none(field, value):
-    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} must be a finite number"):
-        dataclasses.replace(Config(), **{field: value}).checked()
+def with_value(option, value):
+    """The default options with another value of one."""
+    group, _, field = option.path.rpartition(".")
+    if not group:
+        return dataclasses.replace(Config(), **{field: value})
+    return dataclasses.replace(Config(), **{group: dataclasses.replace(getattr(Config(), group), **{field: value})})
+
+
+NUMBERS = [
+    option
+    for option in OPTIONS.values()
+    if (isinstance(option.default, int | float) and not isinstance(option.default, bool))
+    or option.name in ("gpu_memory_utilization", "num_rollout_workers")
+]
+
+
+@pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.name)
+def test_every_number_has_a_range_that_holds_no_infinity(option):
+    assert re.match(r"in [\[(].+, .+[\])]", allowed_values(option.kind))
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=rf"^{option.flag} must be in .+, got (inf|nan)$"):
+            with_value(option, value).checked()
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "resume"])
+def test_every_option_can_be_given(name):
+    config = read_options(words_that_change(OPTIONS[name]))
+    assert [other.name for other in OPTIONS.values() if other.value_in(config) != other.default][:1] == [name]
+    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
 def test_a_name_may_hold_dots():
@@ -175,20 +214,17 @@ def test_help_shows_every_option_with_its_default_under_one_of_a_few_titles(caps
     with pytest.raises(SystemExit):
         parse_config(["--help"])
     shown = capsys.readouterr().out
-    options = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Config)]
+    options = [option.flag for option in OPTIONS.values()]
     places = [re.search(rf"^  {option}[ ,\n]", shown, re.M).start() for option in options]
-    assert places == sorted(places) and len(re.findall(r"\(default:\s", shown)) == len(options)
+    assert places == sorted(places) and len(re.findall(r"\(default:\s", shown)) == len(options) + 3
     titles = re.findall(r"^(\w.*):$", shown, re.M)
-    assert titles[1:3] == ["What most runs choose", "Freshness"] and titles[-1] == "Devices and clusters"
+    assert (
+        titles[:2] == ["What most runs choose", "Freshness"] and titles[-2] == "Remote hosts that join (--swarm.NAME)"
+    )
 
 
-def test_every_field_has_a_docstring_and_they_are_few():
-    source = (ROOT / "asyncrl/config.py").read_text()
-    fields = dataclasses.fields(Config)
-    assert len(fields) <= 67
-    for field in fields:
-        line = next(i for i, text in enumerate(source.splitlines()) if text.startswith(f"    {field.name}: "))
-        assert source.splitlines()[line + 1].startswith('    """'), field.name
+def test_every_option_has_a_text():
+    assert [name for _, name, _ in option_texts() if name] == list(OPTIONS)
 
 
 def children_cpu_s() -> float:

@@ -15,7 +15,7 @@ import torch
 from algos import LossInputs
 from algos.inputs import couples_tokens
 from asyncrl import user_code as own
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.engine.score import load_score
 from asyncrl.tasks import load_task, prepare_environment, score_of
 from asyncrl.trainer.optimizer import make_optimizer, try_optimizer
@@ -60,7 +60,9 @@ def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):
 
 
 def test_the_optimizer_steps_by_its_signs_and_can_be_saved(folder):
-    config = Config(optimizer=f"{folder}/my_optimizer.py:SignMomentum", lr=0.25, optim_args=("momentum=0.5",))
+    config = Config(
+        optimizer=f"{folder}/my_optimizer.py:SignMomentum", lr=0.25, optim=OptimOptions(args=("momentum=0.5",))
+    )
     try_optimizer(config)
     weight = torch.tensor([1.0, 1.0], requires_grad=True)
     optimizer = make_optimizer(config, [{"params": [weight], "lr": 0.25}])

@@ -1,48 +1,65 @@
-"""The command line of a run, made from the fields of Config: their titles, texts, types and defaults. What a user
-brings (FILE.py:NAME) is found and looked at here, before anything heavy starts.
+"""The command line of a run, made by tyro from the annotations of Config.
 
-argparse and not tyro, which cannot group the options of a flat dataclass in its help, and answers a mistake by a box.
+User code (FILE.py:NAME) is found and tried here, before anything heavy starts. tyro groups the options of nested
+dataclasses only, so --help is printed here, with a title for each part of Config.
 """
 
-import argparse
-import functools
 import inspect
-import itertools
 import os
 import re
 import sys
-import types
+import textwrap
 import typing
-from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+
+import tyro
+from tyro import _errors as parse_errors
 
 from asyncrl import extras
 from asyncrl import user_code as own
-from asyncrl.config import Config, flag, nearest
+from asyncrl.config import OPTIONS, AdvantageOptions, Config, allowed_values, flag, nearest
 from asyncrl.engine.score import load_score
 from asyncrl.tasks import prepare_task
 
-_FIELD = re.compile(r'^    # (.+)$|^    (\w+): .+\n    """([^"]+)"""$', re.MULTILINE)
-_KINDS = {int: "a whole number", float: "a number", str: "a text"}
+_FIELD = re.compile(r'^    # (.+)$|^    (\w+): (?:.+\n)+?    """([^"]+)"""$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Command(Config):
+    """The options of a run, and those of the command alone."""
+
+    # This command
+    advantage_options: typing.Annotated[AdvantageOptions, tyro.conf.arg(name="advantage")] = Config.advantage_options
+    like: str | None = None
+    """Take the options of another run, runs/NAME, as defaults."""
+    dry_run: bool = False
+    """Print placement, memory and a predicted step, and end."""
+    gpus: str | None = None
+    """GPUs to plan for, as 8xH100; unset takes those of this machine."""
+
+    @property
+    def config(self) -> Config:
+        """The options of the run."""
+        return Config(**{field.name: getattr(self, field.name) for field in fields(Config)})
 
 
 def parse_config(args: list[str] | None = None) -> Config:
     """Read the command line (`args`, or sys.argv) into a checked Config.
 
-    Exits with status 2 and one line that says what was got, what is allowed and what to change.
+    Exits with status 2 and one line that says what was given, what is allowed and what to change.
     """
     try:
-        dry, args = _dry_run_options().parse_known_args(args)
-        config = read_options(args).checked()
+        command = _read(args, None)
+        config = command.config.checked()
         check(config)
-        if not vars(dry):
+        if command.gpus and not command.dry_run:
+            raise ValueError(f"--gpus {command.gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES")
+        if not command.dry_run:
             return config
-        if "dry_run" not in dry:
-            raise ValueError(f"--gpus {dry.gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES")
         planning = extras.load("--dry-run")
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(*planning.dry_run(config, vars(dry).get("gpus")), sep="\n")
+            print(*planning.dry_run(config, command.gpus), sep="\n")
         raise SystemExit(0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -50,53 +67,81 @@ def parse_config(args: list[str] | None = None) -> Config:
 
 
 def read_options(args: list[str] | None = None, default: Config | None = None) -> Config:
-    """Read options on top of `default`; what they say together is not checked yet. Raises ValueError, in one line."""
+    """Read options on top of `default`, without a check of what they say together. Raises ValueError, in one line."""
+    return _read(args, default).config
+
+
+def _read(args: list[str] | None, default: Config | None) -> Command:
+    """Read the arguments once for the defaults that they choose, and once more on top of these."""
     args = sys.argv[1:] if args is None else args
-    args = [re.sub(r"^--\w[\w-]*", lambda found: flag(found[0]), arg) for arg in args]  # --async_ratio is meant well
-    if {"-h", "--help"} & set(args) and (algo := _value_of("--algo", args)):
-        from asyncrl.trainer.loss import describe
-
-        print(describe(own.resolved(algo)))
+    wants_help = bool({"-h", "--help"} & set(args))
+    args = [arg for arg in args if arg not in ("-h", "--help")]
+    command = _parse(args, default or Config())
+    if wants_help:
+        print(_help_for(command, args))
         raise SystemExit(0)
-    given, unknown = _make_parser(default or Config()).parse_known_args(args)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        known = [f"--{flag(field)}" for _, field, _ in option_texts() if field] + ["--like", "--dry-run", "--gpus"]
-        word = re.escape(name.strip("-").replace("-", "_"))  # may belong to one loss, schedule or the like
-        of = [f"; write --{flag(f)} {word}=VALUE" for _, f, text in option_texts() if re.search(rf"\b{word}=", text)]
-        raise ValueError(f"{name} is no option{(*of, nearest(name, known))[0]}; --help lists all")
-    chosen = resolved({name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
-    like = chosen.pop("like", None)
-    if chosen.get("resume"):
-        if like:
+    if command.resume:
+        if command.like:
             raise ValueError("--like does not go with --resume, which takes the run's options; leave one of them out")
-        from asyncrl.job.resume import resumed_config
+        from asyncrl.job.resume import check_changes, resumed_options
 
-        return resumed_config(chosen)
-    if default or like:
-        return replace(options_like(Path(like)) if like else default, **chosen)
-    return with_lengths(Config(**chosen), chosen)
+        begun = resumed_options(Path(command.resume))
+        return check_changes(_resolved(_parse(args, begun)), begun)
+    if command.like:
+        default = options_like(Path(command.like))
+    elif default is None and command.model != Config.model:
+        max_response_tokens = 24 if command.task.startswith("sums") else 1024
+        default = Config(max_prompt_tokens=512, max_response_tokens=max_response_tokens)
+    return _resolved(command if default is None else _parse(args, default))
 
 
-def resolved(options: dict[str, typing.Any]) -> dict[str, typing.Any]:
-    """Options with absolute paths, so that all processes mean one file, and `environment:` before a class of
-    gymnasium's. Raises ValueError, in one line, for a task that does not load."""
-    found = dict(options)
-    for name in options.keys() & {"algo", "task", "optimizer"}:
-        found[name] = own.resolved(options[name])
-    if "reward" in options:
-        found["reward"] = tuple(map(own.resolved, options["reward"]))
-    task = found.get("task", "")
-    if own.is_own(task) and not task.startswith("environment:"):
-        kind, gymnasium = own.load(task), sys.modules.get("gymnasium")
-        if gymnasium and isinstance(kind, type) and issubclass(kind, gymnasium.Env):
-            found["task"] = f"environment:{task}"
-    return found
+def _parse(args: list[str], default: Config) -> Command:
+    """Read arguments by tyro. Raises ValueError, in one line, for one that is none, or has a wrong value."""
+    names = [arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")]
+    for option in OPTIONS.values():
+        if isinstance(option.default, tuple) and names.count(option.flag) > 1:
+            raise ValueError(f"{option.flag} is given twice; put all its values behind one")
+    of_three = {"--compile": ("--compile", "True"), "--no-compile": ("--compile", "False")}
+    args = [word for arg in args for word in of_three.get(arg, (arg,))]
+    with parse_errors.on_parse_error(_refuse):
+        return tyro.cli(Command, args=args, default=Command(**vars(default)), add_help=False)
+
+
+def _refuse(event: parse_errors.ParseErrorEvent) -> typing.NoReturn:
+    """Raise ValueError with one line in place of the box that tyro would print."""
+    if isinstance(event, parse_errors.UnrecognizedArgs):
+        raise ValueError(_unknown(event.tokens[0]))
+    name = event.argument.lowered.name_or_flags[-1]
+    if isinstance(event, parse_errors.InvalidChoice):
+        choices = ", ".join(event.choices)
+        raise ValueError(f"{name} must be one of {choices}, got {event.value!r}{nearest(event.value, event.choices)}")
+    if isinstance(event, parse_errors.BadValue):
+        raise ValueError(f"{name} expected one argument")
+    reason = event.message.splitlines()[0]
+    raise ValueError(f"{name} must be {allowed_values(event.argument.field.type)}: {reason}")
+
+
+def _unknown(token: str) -> str:
+    """Return what to say of an option that is none. It may be an option of a group, or an argument of a loss."""
+    name = token.partition("=")[0].replace("_", "-")
+    word = name.strip("-")
+    known = [*(option.flag for option in OPTIONS.values()), "--like", "--dry-run", "--gpus"]
+    hint = nearest(name, known)
+    for option, text in ((OPTIONS[name], text) for _, name, text in option_texts() if name):
+        if option.flag.endswith(f".{word}"):
+            hint = f"; write {option.flag} VALUE"
+        if f"`{word.replace('-', '_')}=" in text:
+            hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
+    if group := re.fullmatch(r"--(optim|advantage|swarm)-args", name):
+        hint = f"; its options are --{group[1]}.NAME VALUE each now, as --optim.warmup 5"
+    return f"{name} is no option{hint}; --help lists all"
 
 
 def check(config: Config) -> None:
-    """Raise ValueError, in one line, for what a loss, an optimizer or a task does not take, or what of the user's own
-    is unfit."""
+    """Try the loss, the optimizer, the task and the rewards of a run.
+
+    Raises ValueError, in one line, for an argument that one of them does not take, and for user code that is unfit.
+    """
     from asyncrl.trainer.loss import choose_loss, try_loss
     from asyncrl.trainer.optimizer import try_optimizer
 
@@ -114,81 +159,64 @@ def check(config: Config) -> None:
         extras.load("--listen")
 
 
-def with_lengths(config: Config, given: Collection[str]) -> Config:
-    """The options with the longest prompt and response, as far as none are `given`, that suit what is not a toy."""
-    if config.model == Config.model:
-        return config
-    lengths = {"max_prompt_tokens": 512, "max_response_tokens": 24 if config.task.startswith("sums") else 1024}
-    return replace(config, **{name: length for name, length in lengths.items() if name not in given})
+def _resolved(command: Command) -> Command:
+    """Give all user code an absolute path, so that all processes mean one file.
+
+    A class of gymnasium gets `environment:` before it. Raises ValueError, in one line, for a task that does not load.
+    """
+    task = own.resolved(command.task)
+    if own.is_own(task) and not task.startswith("environment:"):
+        kind, gymnasium = own.load(task), sys.modules.get("gymnasium")
+        if gymnasium and isinstance(kind, type) and issubclass(kind, gymnasium.Env):
+            task = f"environment:{task}"
+    return replace(
+        command,
+        task=task,
+        algo=own.resolved(command.algo),
+        optimizer=own.resolved(command.optimizer),
+        reward=tuple(map(own.resolved, command.reward)),
+    )
 
 
 def options_like(run: Path) -> Config:
-    """The options of a run, for another one. Raises ValueError, in one line, if no run of this code is there."""
+    """Return the options of a run, for another one. Raises ValueError, in one line, if no run of this code is there."""
     from asyncrl.job.resume import recorded
 
     return replace(Config.from_dict(recorded(run, "--like")["config"]), run_name=None, resume=None)
 
 
-def _value_of(option: str, args: list[str]) -> str | None:
-    """What an argument gives an option, as in `--algo tis` or `--algo=tis`."""
-    after = [later for arg, later in itertools.pairwise(args) if arg == option and not later.startswith("-")]
-    return next(iter([*after, *(arg.partition("=")[2] for arg in args if arg.startswith(f"{option}="))]), None)
+def _help_for(command: Command, args: list[str]) -> str:
+    """Return the options of the loss if --algo is given, and else all options of a run."""
+    if any(re.match("--algo(=|$)", arg) for arg in args):
+        from asyncrl.trainer.loss import describe
 
-
-def _make_parser(default: Config) -> argparse.ArgumentParser:
-    parser = _Parser(None, "%(prog)s [options]", Config.__doc__, parents=[_dry_run_options()], allow_abbrev=False)
-    group, types_of = parser, typing.get_type_hints(Config)
-    for title, name, text in option_texts():
+        return describe(own.resolved(command.algo))
+    lines = ["usage: train_async.py [options]", "", str(Config.__doc__)]
+    for title, name, text in [*option_texts(), *_FIELD.findall(inspect.getsource(Command))]:
         if title:
-            group = parser.add_argument_group(title)
+            lines += ["", f"{title}:"]
             continue
-        value = getattr(default, name)
-        shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
-        text = f"{' '.join(text.split())} (default: {shown})".replace("%", "%%")
-        group.add_argument(f"--{flag(name)}", default=argparse.SUPPRESS, help=text, **_form(types_of[name]))
-    what = "take the options of another run, runs/NAME, as defaults"
-    parser.add_argument("--like", metavar="RUN", default=argparse.SUPPRESS, help=what)
-    return parser
+        allowed = ""
+        default = None
+        if name in OPTIONS:
+            default = OPTIONS[name].value_in(command)
+            allowed = allowed_values(OPTIONS[name].kind)
+        shown = (" ".join(default) or "none") if isinstance(default, tuple) else default
+        text = f"{' '.join(text.split())} (default: {shown}{f'; {allowed}' if allowed else ''})"
+        lines += [f"  --{flag(name)}", textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return "\n".join(lines)
 
 
-def _dry_run_options() -> argparse.ArgumentParser:
-    """Options that are none of a run's."""
-    options = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    options.add_argument("--dry-run", action="store_true", help="print placement, memory and a predicted step, and end")
-    options.add_argument("--gpus", metavar="8xH100", help="GPUs to plan for; unset takes those of this machine")
-    return options
-
-
-@functools.cache  # to read the source takes longer than the whole command line
 def option_texts() -> list[tuple[str, str, str]]:
-    """Title of a group, or name and text of an option, in the order of asyncrl/config.py."""
-    return _FIELD.findall(inspect.getsource(Config))
-
-
-def _form(kind) -> dict:
-    """What argparse needs to read a value of this type, and to show it."""
-    if kind in (bool, bool | None):
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kind) is tuple:
-        return _form(typing.get_args(kind)[0]) | {"nargs": "*", "action": "extend"}
-    is_optional = typing.get_origin(kind) is types.UnionType
-    kind = typing.get_args(kind)[0] if is_optional else kind
-    choices = typing.get_args(kind)
-    metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
-
-    def read(text: str):
-        if choices and text not in choices:
-            what = f"must be one of {', '.join(choices)}, got {text!r}{nearest(text, choices)}"
-            raise argparse.ArgumentTypeError(what)
-        try:
-            return None if is_optional and text == "None" else text if choices else kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {_KINDS[kind]}, got {text!r}") from None
-
-    return {"metavar": metavar, "type": read}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        """Raise what argparse would print below a usage of all options."""
-        raise ValueError(re.sub(r"^argument (\S+): ", r"\1 ", message))
+    """Return the title of a part, or the name and text of an option, in the order of asyncrl/config.py."""
+    texts = []
+    for title, name, text in _FIELD.findall(inspect.getsource(Config)):
+        group = getattr(Config, name, None)
+        if title or not hasattr(group, "__dataclass_fields__"):
+            texts.append((title, name, text))
+            continue
+        prefix = name.partition("_")[0]
+        texts.append((f"{text} (--{prefix}.NAME)", "", ""))
+        of_group = _FIELD.findall(inspect.getsource(type(group)))
+        texts += [("", f"{prefix}.{inner}", text_of_option) for _, inner, text_of_option in of_group]
+    return texts

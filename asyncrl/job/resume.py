@@ -7,11 +7,11 @@ manifest.json with the digest of every file. It appears by one rename; a file th
 
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from asyncrl.config import Config, flag
+from asyncrl.config import OPTIONS, Config, May, options_for
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import Checkpoint, newest_checkpoint
 from asyncrl.user_code import found_again
@@ -20,43 +20,40 @@ if TYPE_CHECKING:
     from asyncrl.cluster.cluster import Cluster
     from asyncrl.controller.cut import ControllerState
 
-MAY_CHANGE = (
-    "steps", "lr", "optim_args", "save_every", "keep_last", "stop_after_s", "eval_every", "eval_greedy", "wandb",
-    "num_rollout_workers", "rollout_tp", "max_running_requests", "weight_sync", "colocate", "gpu_memory_utilization",
-    "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen", "join_timeout_s", "swarm_args",
-    "timeout_s", "env_timeout_s", "data_path",
-)  # fmt: skip
-"""Options that a run may go on with changed: how long, what is kept, and where and by whom it is computed."""
-
-
 # Options
 
 
-def resumed_config(chosen: dict) -> Config:
-    """The config of a run that goes on: its own, with `chosen` options on top, of which one is `resume`.
+def resumed_options(run: Path) -> Config:
+    """Return the options of a run that is resumed, as it began, with its place and the user code that it began with.
 
-    Raises ValueError, in one line, if there is no such run, or an option may not change.
+    Raises ValueError, in one line, if there is no such run.
     """
-    run = Path(chosen["resume"])
+    header = recorded(run)
+    begun = Config.from_dict(header["config"])
+    user_code = found_again(begun, header.get("own", {}).get("digest", ""), run.absolute() / "code")
     place = {"run_name": run.resolve().name, "runs_dir": str(run.resolve().parent)}
-    made = recorded(run)
-    begun = Config.from_dict(made["config"])
-    brought = found_again(begun, made.get("own", {}).get("digest", ""), run.absolute() / "code")
-    own = replace(begun, **place, resume=None, **brought)
-    given = {name: value for name, value in chosen.items() if name != "resume"}
-    changed = {name: value for name, value in given.items() if value not in (getattr(own, name), getattr(begun, name))}
-    for name, value in changed.items():
-        if name not in MAY_CHANGE:
-            allowed = ", ".join(f"--{flag(other)}" for other in MAY_CHANGE)
+    return replace(begun, **place, **user_code, resume=None)
+
+
+Options = TypeVar("Options", bound=Config)
+
+
+def check_changes(chosen: Options, begun: Config) -> Options:
+    """Return the `chosen` options of a run that is resumed, with its place and its user code.
+
+    Raises ValueError, in one line, if an option has another value than the run began with and may not.
+    """
+    recorded_options = Config.from_dict(recorded(Path(chosen.resume))["config"])
+    fixed = [option for option in OPTIONS.values() if May.RESUME not in option.may and option.name != "resume"]
+    for option in fixed:
+        value, first = option.value_in(chosen), option.value_in(begun)
+        if value not in (first, option.value_in(recorded_options)):
+            allowed = ", ".join(other.flag for other in options_for(May.RESUME))
             raise ValueError(
-                f"--{flag(name)} {value} cannot change when a run goes on: {run} has {getattr(own, name)}; leave it "
+                f"{option.flag} {value} cannot change when a run is resumed: {chosen.resume} has {first}; leave it "
                 f"out, or begin a new run. What may change: {allowed}"
             )
-    config = replace(own, **changed, resume=str(run))
-    if config.swarm.refresh_lag != own.swarm.refresh_lag:
-        lags = f"{config.swarm.refresh_lag} cannot change when a run goes on: {run} has {own.swarm.refresh_lag}"
-        raise ValueError(f"--swarm-args refresh_lag={lags}, and samples that are as old; leave it")
-    return config
+    return replace(chosen, **{option.path: option.value_in(begun) for option in fixed if "." not in option.path})
 
 
 def recorded(run: Path, option: str = "--resume") -> dict:
@@ -65,7 +62,7 @@ def recorded(run: Path, option: str = "--resume") -> dict:
         options = (made := read_header(run))["config"]
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME") from None
-    if unknown := options.keys() - {field.name for field in fields(Config)}:
+    if unknown := options.keys() - OPTIONS.keys():
         what = f"made by other code, which had {', '.join(sorted(unknown))}"
         raise ValueError(f"{option} {run}: {what}; use that code, commit {made.get('git_commit')}")
     return made

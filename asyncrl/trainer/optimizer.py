@@ -1,13 +1,12 @@
-"""The optimizer: what `--optimizer` and `--optim-args` choose, its learning rate, and its state for checkpoints."""
+"""The optimizer that `--optimizer` and `--optim.args` choose, its learning rate, and its state for checkpoints."""
 
 import copy
 import inspect
 import json
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from asyncrl import user_code as own
-from asyncrl.config import AtLeastOne, Config, Count, NonNegative, Share, read_arguments
+from asyncrl.config import Config, read_arguments
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -52,61 +51,25 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 """Values of --optimizer that come with this code."""
 _NO_OPTIONS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximize")
-"""Arguments of torch's optimizers that --optim-args may not set: --lr does, or they say how torch computes."""
+"""Arguments of torch's optimizers that --optim.args may not set: --lr does, or they say how torch computes."""
 
 
-@dataclass(frozen=True)
-class OptimOptions:
-    """Options of optimization that every optimizer has; their names and defaults are those of `--optim-args`."""
+def learning_rate(config: Config, update: int, steps_made: float, sequence_ess: float = 1.0) -> float:
+    """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1.
 
-    epochs: AtLeastOne = 1
-    """Times that a step goes over its batch: `minibatches` updates each time."""
-    warmup: Count = 5
-    """Optimizer updates of linear warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From warm-up, which is linear, to the run's last update."""
-    least: Share = 0.0
-    """What linear and cosine end at, of lr."""
-    by_ess: bool = False
-    """Whether lr is multiplied by √(effective sample size / sequences of the update): VCPO, arXiv 2602.17616, where the
-    importance ratios are those of whole sequences; its baseline is not here."""
-    entropy: NonNegative = 0.0
-    """Weight of the policy's entropy, nats, of each trained token, which is subtracted from its loss."""
-
-    @classmethod
-    def of(cls, config: Config) -> "OptimOptions":
-        """The options of a run. Raises ValueError, in one line, for what is none of them."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in _optim_args(config).items() if name in names})
-
-    def learning_rate(self, config: Config, update: int, steps_made: float, sequence_ess: float = 1.0) -> float:
-        """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1.
-
-        `steps_made` are the run's steps before it, with the share of the one under way: a schedule follows them, and so
-        ends with the run when that is resumed with other epochs.
-        """
-        lr = config.lr * min(1.0, (update + 1) / max(1, self.warmup))
-        updates_per_step = config.minibatches * self.epochs
-        if self.schedule != "constant" and update >= self.warmup:
-            after, length = (s * updates_per_step - self.warmup for s in (steps_made, config.steps))
-            done = min(1.0, max(0.0, after + 1) / max(1, length))
-            falls = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-            lr *= self.least + (1 - self.least) * falls
-        return lr * math.sqrt(sequence_ess) if self.by_ess else lr
-
-
-def _optim_args(config: Config) -> dict[str, Any]:
-    """The values of `--optim-args`, some for OptimOptions and the others for the optimizer.
-
-    Raises ValueError, in one line, for a name that neither takes.
+    `steps_made` are the run's steps before it, with the share of the current one. A schedule follows them, so it ends
+    with the run even if that is resumed with other epochs.
     """
-    for_all = inspect.signature(OptimOptions, eval_str=True).parameters.values()
-    for_one = _parameters(config).values()
-    options = [k for k in for_one if k.name not in _NO_OPTIONS and not isinstance(k.default, tuple)]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    betas = [inspect.Parameter(name, kind, default=default) for name, default in _betas(config).items()]
-    owner = f"--optimizer {config.optimizer}"
-    return read_arguments("optim-args", config.optim_args, owner, [*for_all, *options, *betas])
+    optim = config.optim
+    lr = config.lr * min(1.0, (update + 1) / max(1, optim.warmup))
+    updates_per_step = config.minibatches * optim.epochs
+    if optim.schedule != "constant" and update >= optim.warmup:
+        updates_after_warmup = steps_made * updates_per_step - optim.warmup
+        length = config.steps * updates_per_step - optim.warmup
+        done = min(1.0, max(0.0, updates_after_warmup + 1) / max(1, length))
+        falls = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        lr *= optim.least + (1 - optim.least) * falls
+    return lr * math.sqrt(sequence_ess) if optim.by_ess else lr
 
 
 def _parameters(config: Config) -> dict[str, inspect.Parameter]:
@@ -117,21 +80,23 @@ def _parameters(config: Config) -> dict[str, inspect.Parameter]:
     return {parameter.name: parameter for parameter in parameters}
 
 
-def _betas(config: Config) -> dict[str, float]:
-    """The betas of the optimizer, by the names beta1, beta2 and so on, with their defaults; empty if it has none."""
-    parameters = _parameters(config)
-    default = parameters["betas"].default if "betas" in parameters else ()
-    return {f"beta{number}": beta for number, beta in enumerate(default, 1)}
-
-
 def optimizer_arguments(config: Config) -> dict[str, Any]:
-    """Arguments of the optimizer, from `--lr` and `--optim-args`. Raises ValueError as OptimOptions.of does."""
-    names = {field.name for field in fields(OptimOptions)}
-    arguments = {name: value for name, value in _optim_args(config).items() if name not in names}
-    if "lr" in _parameters(config):
+    """Arguments of the optimizer, from `--lr` and `--optim.args`, where its betas are beta1, beta2 and so on.
+
+    Raises ValueError, in one line, for an argument that it does not take.
+    """
+    parameters = _parameters(config)
+    betas = [
+        inspect.Parameter(f"beta{number}", inspect.Parameter.KEYWORD_ONLY, default=beta)
+        for number, beta in enumerate(parameters["betas"].default if "betas" in parameters else (), 1)
+    ]
+    options = [k for k in parameters.values() if k.name not in _NO_OPTIONS and not isinstance(k.default, tuple)]
+    owner = f"--optimizer {config.optimizer}"
+    arguments = read_arguments("optim.args", config.optim.args, owner, [*options, *betas])
+    if betas:
+        arguments["betas"] = tuple(arguments.pop(beta.name, beta.default) for beta in betas)
+    if "lr" in parameters:
         arguments["lr"] = config.lr
-    if betas := _betas(config):
-        arguments["betas"] = tuple(arguments.pop(name, default) for name, default in betas.items())
     return arguments
 
 

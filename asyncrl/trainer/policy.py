@@ -25,7 +25,7 @@ from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.model import as_in_files, compute_dtype, load_model, named_persistent_buffers, trainer_mesh
-from asyncrl.trainer.optimizer import OptimizerState, OptimOptions, make_optimizer, parameter_groups
+from asyncrl.trainer.optimizer import OptimizerState, learning_rate, make_optimizer, parameter_groups
 from asyncrl.trainer.packing import (
     Bundle,
     MicroBatch,
@@ -67,7 +67,7 @@ class Policy:
     num_updates: int = 0
 
     def __post_init__(self) -> None:
-        self._optim = OptimOptions.of(self.config)
+        self._optim = self.config.optim
         self._advantage = self.config.advantage_options
         groups = parameter_groups(self.config, self.module.model, self.module.value_head, self._advantage.value_lr)
         self._clipped = [group["params"] for group in groups]
@@ -243,7 +243,7 @@ class Policy:
             loss += summed.detach()
         ess = stats.sequence_ess(num_added_before) if self._optim.by_ess else 1.0
         steps_made = position.policy_version + position.progress
-        lr = self._optim.learning_rate(self.config, self.num_updates, steps_made, ess)
+        lr = learning_rate(self.config, self.num_updates, steps_made, ess)
         return self._step(float(self._sum_over_ranks(loss)), lr)
 
     def _totals(self, batches: list[MicroBatch]) -> UpdateTotals:

@@ -5,7 +5,6 @@ that on hosts is `rate_that_suffices`. `python scripts/advise.py runs/NAME` prin
 scripts/runs.py reads it: `metrics` has a row per step, `events` a table per kind of event, `info` is run.json.
 """
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncrl.cluster.placement import Placement, place
-from asyncrl.config import Config
+from asyncrl.config import OPTIONS, Config
 from extras.planning.advisor import Measured, expected_step, predicted_step, tail_share
 
 MIN_STEPS = 8
@@ -25,8 +24,7 @@ NEAR = 1.1
 
 def config_of(run) -> Config:
     """Return the options of a run, as far as this code has them."""
-    names = {field.name for field in dataclasses.fields(Config)}
-    return Config.from_dict({name: value for name, value in run.info["config"].items() if name in names})
+    return Config.from_dict({name: value for name, value in run.info["config"].items() if name in OPTIONS})
 
 
 def advice_of(run) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator
 
-from asyncrl.config import Config, flag
+from asyncrl.config import OPTIONS, Config, switch
 from extras.planning.planner import Plan, Pool
 
 RENDEZVOUS, LISTEN, JOIN = "HOST0:29500", "0.0.0.0:29600", "HOST0:29600"
@@ -35,11 +35,14 @@ def planned_config(plan: Plan) -> Config:
 def options_of(config: Config) -> list[str]:
     """The options that make a config, as the command line has them."""
     words = []
-    for field in dataclasses.fields(Config):
-        value = getattr(config, field.name)
-        if value != field.default or field.name in ("max_prompt_tokens", "max_response_tokens"):  # which the model has
-            is_off = isinstance(value, bool) and not value
-            words.append(f"--{'no-' * is_off}{flag(field.name)}")
+    for option in OPTIONS.values():
+        value = option.value_in(config)
+        # The model decides about these lengths.
+        if value != option.default or option.name in (
+            "max_prompt_tokens",
+            "max_response_tokens",
+        ):
+            words.append(switch(option.name, value) if isinstance(value, bool) else option.flag)
             words += value if isinstance(value, tuple) else [] if isinstance(value, bool) else [str(value)]
     return words
 

@@ -89,7 +89,7 @@ class SnapshotWriter:
             self._folder = self._open()
         except Exception as error:  # each file system has errors of its own
             why = f"is no folder to write to ({one_line(error)}); give one that the machines reach, too"
-            raise ValueError(f"--swarm-args snapshots={url}: {why}") from None
+            raise ValueError(f"--swarm.snapshots {url}: {why}") from None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

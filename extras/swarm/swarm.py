@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl import user_code as own
 from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.config import Config
+from asyncrl.config import Config, May, options_for
 from asyncrl.controller.workers import Worker
 from asyncrl.messages import Finished, Probed, Ready, Update, Updated
 from asyncrl.records import Ticket, Trajectory
@@ -161,7 +161,7 @@ class Swarm:
     ):
         """Listen at HOST:PORT with the run's keys, and write events to `run`.
 
-        Raises ValueError if the address is taken, or snapshots cannot be written where --swarm-args says.
+        Raises ValueError if the address is taken, or snapshots cannot be written where --swarm.snapshots says.
         """
         self.config, self.record, self._model_path = config, run.record, model_path
         self._device = "cuda" if visible_gpus() else "cpu"
@@ -425,17 +425,12 @@ class Swarm:
             self.controller.on_message(worker, None if is_believed else Disbelieved())
 
 
-OF_THE_TRAINER = (
-    "steps", "lr", "optim_args", "eval_every", "save_every", "keep_last", "stop_after_s", "resume", "run_name",
-    "runs_dir", "wandb",
-    "num_rollout_workers", "weight_sync", "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen",
-)  # fmt: skip
-"""Options that no engine reads: when the run goes on with others, machines that wait for it need not begin anew."""
-
-
 def _shared(config: Config) -> dict:
-    """The options that a machine gets."""
-    return replace(config, **{name: getattr(Config(), name) for name in OF_THE_TRAINER}).as_dict()
+    """Return the options that a host gets. What only the trainer reads has its default.
+
+    So hosts that wait for a run need not start again when it continues with other values of these.
+    """
+    return config.as_dict() | {option.name: option.default for option in options_for(May.HOST)}
 
 
 COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")

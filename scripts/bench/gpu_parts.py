@@ -182,9 +182,12 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
              "async_ratio", "colocate", "env_timeout_s")  # fmt: skip
     options = {name: getattr(config, name) for name in names}
     options |= {"steps": JOB_STEPS, "eval_every": 0, "runs_dir": folder, "run_name": "run"}
-    options |= {"lr": 1e-3, "optim-args": "warmup=0"}
+    options |= {"lr": 1e-3, "optim.warmup": 0}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    arguments.append("weight_decay=50")  # no response earns anything; the decay moves the weights all the same
+    arguments += [
+        "--optim.args",
+        "weight_decay=50",
+    ]  # no response earns anything; the decay moves the weights all the same
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
     subprocess.run(command, cwd=ROOT, check=True)
     return job_numbers(read(folder / "run" / "metrics.jsonl"))

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from asyncrl.config import Config
 from asyncrl.tasks import load_task, score_of
-from asyncrl.trainer.optimizer import OptimOptions, optimizer_arguments
+from asyncrl.trainer.optimizer import optimizer_arguments
 from scripts.bench.peers_ours import ended, save_weights
 from scripts.bench.work import WORKS, Work
 
@@ -98,12 +98,11 @@ def problems(config: Config, conversational: bool) -> Dataset:
 
 def common_options(config: Config) -> dict:
     """What both modes share: the batch, the optimizer and dtypes as ours, and nothing that only costs time."""
-    optim = OptimOptions.of(config)
     return {
         "output_dir": config.runs_dir, "max_steps": config.steps, "seed": config.seed, "disable_tqdm": True,
         "per_device_train_batch_size": config.groups_per_step * config.group_size, "gradient_accumulation_steps": 1,
         "num_generations": config.group_size, "max_completion_length": config.max_response_tokens, "temperature": 1.0,
-        "learning_rate": config.lr, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": optim.warmup,
+        "learning_rate": config.lr, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": config.optim.warmup,
         "weight_decay": optimizer_arguments(config).get("weight_decay", 0.0), "max_grad_norm": config.max_grad_norm,
         "epsilon": 0.2, "bf16": config.dtype_on("cpu") == "bfloat16", "gradient_checkpointing": False, "use_cpu": True,
         "dataloader_pin_memory": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1,

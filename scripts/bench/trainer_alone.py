@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import load_policy
@@ -57,7 +57,7 @@ class Setup:
         """Options of a run with this model: on a GPU 256 responses of 256 tokens a step, else a few short ones."""
         big = {"groups_per_step": 32, "group_size": 8, "max_response_tokens": 256, "max_running_requests": 256}
         few = {"groups_per_step": 2, "group_size": 2, "max_response_tokens": 16, "max_running_requests": 8}
-        fixed = {"model": self.model_path, "env_timeout_s": 30.0, "optim_args": ("warmup=0",), "lr": 1e-5}
+        fixed = {"model": self.model_path, "env_timeout_s": 30.0, "optim": OptimOptions(warmup=0), "lr": 1e-5}
         return Config(**{**(few if self.size == "tiny" else big), **fixed, **options}).checked()
 
 

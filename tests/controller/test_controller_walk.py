@@ -17,7 +17,7 @@ from walk_oracle import Oracle, WatchedTickets
 from walk_worker import WalkProcess, WalkSwarmWorkers, WalkWorkers
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
-from asyncrl.config import Config
+from asyncrl.config import Config, SwarmOptions
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import PromptSource
@@ -64,7 +64,7 @@ def draw_options(rng):
         "task": rng.choice(["addition", "guess_number"]),
         "eval_every": rng.choice([0, 1, 2, 3]),
         "listen": rng.choice([None, None, "here:1"]),
-        "swarm_args": (f"refresh_lag={rng.choice([0, 0, 1, 2, 4])}",),
+        "swarm": SwarmOptions(refresh_lag=rng.choice([0, 0, 1, 2, 4])),
         "eval_greedy": rng.random() < 0.3,
     }
 

@@ -76,7 +76,7 @@ def run_job(name: str, folder: Path, options: dict, *optim_args: str, num_gpus: 
     """Run `torchrun train_async.py` on the first visible GPUs, without network, to its end."""
     arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "train_async.py", *arguments, "--optim-args", "warmup=0", *optim_args]
+    command = [*torchrun, "train_async.py", *arguments, "--optim.warmup=0", "--optim.args", *optim_args]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
     result = subprocess.run(
         [*command, f"--runs-dir={folder}", "--run-name=run"],

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_policy import grouped_sequences
 
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.policy import load_policy
 
@@ -33,7 +33,7 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
     """Body of a spawned rank: train STEPS steps with one of OPTIONS and write metrics, attention and seconds."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    config = Config(**{"model": path, "algo": "tis", "lr": 1e-5, "optim_args": ("warmup=0",), **OPTIONS[name]})
+    config = Config(**{"model": path, "algo": "tis", "lr": 1e-5, "optim": OptimOptions(warmup=0), **OPTIONS[name]})
     policy = load_policy(config, path, torch.device(device))
     metrics, seconds = [], []
     for step in range(STEPS):

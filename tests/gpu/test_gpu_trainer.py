@@ -15,7 +15,7 @@ from tiny_policy import random_sequences
 from torch.nn.attention.varlen import varlen_attn
 
 import asyncrl.trainer.model
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.policy import load_policy
 
@@ -54,7 +54,7 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if name == "sdpa":
         asyncrl.trainer.model.choose_attention = lambda *_: "sdpa"
-    config = Config(model=path, algo="tis", lr=1e-5, optim_args=("warmup=0",), **OPTIONS[name])
+    config = Config(model=path, algo="tis", lr=1e-5, optim=OptimOptions(warmup=0), **OPTIONS[name])
     policy = load_policy(config, path, torch.device(device))
     policy.module.chunk_rows = 4 * CHUNK_ROWS if name == "large_chunks" else CHUNK_ROWS
     updates = [random_sequences(64, seed, 64, 256) for seed in range(STEPS)]

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from option_words import words_that_change
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.config import Config
+from asyncrl.config import OPTIONS, AdvantageOptions, Config, May, OptimOptions, SwarmOptions, options_for
 from asyncrl.job.command_line import read_options
-from asyncrl.job.resume import MAY_CHANGE, find_checkpoint
+from asyncrl.job.resume import find_checkpoint
 from asyncrl.runlog.manifest import (
     MANIFEST,
     PART,
@@ -27,21 +28,10 @@ from asyncrl.runlog.manifest import (
     write_manifest,
 )
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.trainer.optimizer import OptimOptions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(sys.executable).with_name("python")
-OTHER = {
-    "task": "gsm8k", "algo": "tis", "on_update": "resume", "stale_policy": "drop", "scheduling": "batch", "lr": "0.5",
-    "advantage": "rloo", "proximal": "loglinear", "loss_aggregation": "constant", "kl_estimator": "k1", "top_p": "0.5",
-    "algo_args": "clip_high=0.3", "weight_sync": "shm", "colocate": "sleep", "wandb": "offline", "model": "another",
-    "save_memory": "optimizer", "swarm_args": "verify_share=0.5", "listen": "127.0.0.1:1", "run_name": "another",
-    "runs_dir": "elsewhere", "data_path": "here", "gpu_memory_utilization": "0.5", "temperature": "0.5", "min_p": "0.5",
-    "dtype": "bfloat16", "optim_args": "schedule=cosine", "advantage_args": "overlong=8", "share_prefix": "tree",
-    "optimizer": "sgd",
-}  # fmt: skip
-"""Values that are not the default's; numbers are made one larger, and switches turned."""
 
 
 def make_run(tmp_path, **options):
@@ -50,30 +40,31 @@ def make_run(tmp_path, **options):
     return directory.path
 
 
-def changed(field):
-    """The arguments that change an option, and the value that they give it."""
-    if isinstance(field.default, bool) or field.type == bool | None:
-        return [f"--{'no-' if field.default else ''}{field.name}"]
-    return [f"--{field.name}", OTHER.get(field.name) or str((field.default or 0) + 1)]
-
-
-@pytest.mark.parametrize("field", [f for f in dataclasses.fields(Config) if f.name != "resume"], ids=lambda f: f.name)
-def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_elsewhere(tmp_path, field):
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("resume", "optim.args")])
+def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_elsewhere(tmp_path, name):
     run = make_run(tmp_path)
-    arguments = ["--resume", str(run), *changed(field)]
-    if field.name in MAY_CHANGE:
+    option = OPTIONS[name]
+    arguments = ["--resume", str(run), *words_that_change(option)]
+    unchanged = read_options(["--resume", str(run)])
+    if May.RESUME in option.may:
         config = read_options(arguments)
-        assert getattr(config, field.name) != field.default
-        assert dataclasses.replace(config, **{field.name: field.default}) == read_options(["--resume", str(run)])
+        assert option.value_in(config) != option.default
+        assert config.as_dict() | {name: option.default} == unchanged.as_dict()
         return
-    with pytest.raises(ValueError, match=f"--{field.name.replace('_', '-')} .+ cannot change .+ has ") as caught:
+    with pytest.raises(ValueError, match=f"{option.flag} .+ cannot change .+ has ") as caught:
         read_options(arguments)
-    own = getattr(read_options(["--resume", str(run)]), field.name)
-    assert f"has {own};" in str(caught.value) and "\n" not in str(caught.value)
+    assert f"has {option.value_in(unchanged)};" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_every_option_that_may_change_is_one():
-    assert set(MAY_CHANGE) < {field.name for field in dataclasses.fields(Config)}
+def test_what_a_resume_may_change_is_how_long_what_is_kept_and_where_it_is_computed():
+    assert {option.name for option in options_for(May.RESUME)} == {
+        "steps", "lr", "save_every", "keep_last", "stop_after_s", "eval_every", "eval_greedy", "wandb",
+        "num_rollout_workers", "rollout_tp", "max_running_requests", "weight_sync", "colocate",
+        "gpu_memory_utilization", "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen",
+        "join_timeout_s", "timeout_s", "env_timeout_s", "data_path", "optim.epochs", "optim.warmup", "optim.schedule",
+        "optim.least", "optim.by_ess", "optim.entropy", "optim.args", "swarm.lease_s", "swarm.verify_share",
+        "swarm.snapshots",
+    }  # fmt: skip
 
 
 def test_a_run_goes_on_with_its_own_options_where_it_is_now(tmp_path):
@@ -94,10 +85,11 @@ def test_a_run_goes_on_in_its_own_directory_however_that_is_named(tmp_path, monk
 
 
 def test_a_machine_may_not_become_less_late_than_what_is_sampled_already(tmp_path):
-    run = make_run(tmp_path, swarm_args=("refresh_lag=2",))
-    read_options(["--resume", str(run), "--swarm-args", "refresh_lag=2", "lease_s=5"])
-    with pytest.raises(ValueError, match=r"refresh_lag=0 cannot change .+ has 2"):
-        read_options(["--resume", str(run), "--swarm-args", "lease_s=5"])
+    run = make_run(tmp_path, swarm=SwarmOptions(refresh_lag=2))
+    config = read_options(["--resume", str(run), "--swarm.lease-s", "5"])
+    assert config.swarm == SwarmOptions(refresh_lag=2, lease_s=5)
+    with pytest.raises(ValueError, match=r"--swarm.refresh-lag 0 cannot change .+ has 2"):
+        read_options(["--resume", str(run), "--swarm.refresh-lag", "0"])
 
 
 def test_where_no_run_is_or_one_of_other_code_one_line_says_so(tmp_path):
@@ -111,15 +103,17 @@ def test_where_no_run_is_or_one_of_other_code_one_line_says_so(tmp_path):
         read_options(["--resume", str(run)])
 
 
-def test_options_that_are_optim_args_now_are_read_from_older_runs(tmp_path):
-    run, now = make_run(tmp_path), ("by_ess=true",)
-    made = json.loads((run / "run.json").read_text())
-    two, both = ("warmup=2", *now), ("warmup=0", "weight_decay=0.5", *now)
-    for of_run, read in (((5, 0.0), now), ((2, 0.0), two), ((0, 0.5), both)):
-        made["config"] |= dict(zip(("warmup", "weight_decay"), of_run, strict=True)) | {"optim_args": list(now)}
-        (run / "run.json").write_text(json.dumps(made))
+def test_options_that_are_in_groups_now_are_read_from_older_runs(tmp_path):
+    run = make_run(tmp_path)
+    header = json.loads((run / "run.json").read_text())
+    older = {name: value for name, value in header["config"].items() if "." not in name}
+    older |= {"swarm_args": ["lease_s=5"], "advantage_args": ["whiten=false"], "optim_args": ["by_ess=true"]}
+    for warmup, weight_decay, arguments in ((5, 0.0, ()), (2, 0.0, ()), (0, 0.5, ("weight_decay=0.5",))):
+        header["config"] = older | {"warmup": warmup, "weight_decay": weight_decay}
+        (run / "run.json").write_text(json.dumps(header))
         config = read_options(["--resume", str(run)])
-        assert config.optim_args == read and OptimOptions.of(config).warmup == of_run[0]
+        assert config.optim == OptimOptions(warmup=warmup, by_ess=True, args=arguments)
+        assert config.swarm == SwarmOptions(lease_s=5) and config.advantage_options == AdvantageOptions(whiten=False)
 
 
 # Checkpoints
@@ -424,7 +418,7 @@ STOPPED = """
 import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from asyncrl.config import Config
+from asyncrl.config import OPTIONS, AdvantageOptions, Config, May, OptimOptions, SwarmOptions, options_for
 from asyncrl.job.node import start_node
 from train_async import run_job
 

@@ -200,7 +200,7 @@ class Host(FakeMachine):
         super()._act(engine, dataclasses.replace(message, probe=()) if isinstance(message, Update) else message)
 
 
-SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm_args": "verify_share=0"}
+SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}
 
 
 def test_a_run_whose_last_machine_leaves_in_an_evaluation_is_saved_and_ended_by_a_signal(tmp_path):

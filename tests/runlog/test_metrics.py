@@ -6,7 +6,7 @@ import pytest
 from trajectories import make_group, make_trajectory
 
 from algos.advantages import overlong_penalty
-from asyncrl.config import Config
+from asyncrl.config import AdvantageOptions, Config
 from asyncrl.controller.evaluation import Evaluation, evaluation_metrics
 from asyncrl.controller.ledger import bias_of_dropping
 from asyncrl.messages import SampledTokens
@@ -55,7 +55,7 @@ def test_each_part_of_the_rewards_has_its_mean_over_the_batch_where_a_trajectory
 def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they_are():
     """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
     members = tuple(make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6)))
-    config = Config(max_response_tokens=6, advantage_args=("overlong=4",))
+    config = Config(max_response_tokens=6, advantage_options=AdvantageOptions(overlong=4))
     assert [overlong_penalty(t.num_beyond_prompt, 6, 4) for t in members] == [0.0, 0.5, 1.0]
     with_it, without = (metrics_of([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6)))
     assert with_it == without | {"reward/overlong_penalty": 0.5} and "reward/overlong_penalty" not in without
@@ -126,7 +126,7 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
         return Group(group_id, tuple(members))
 
     nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
-    config = Config(publish_delay=1, advantage_args=("overlong=47",))
+    config = Config(publish_delay=1, advantage_options=AdvantageOptions(overlong=47))
     whole = metrics_of([group for groups in nodes for group in groups], 5, config)
     found = over_nodes(batch_metrics(groups, 5, config, num_nodes=4) for groups in nodes)
     assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()

@@ -13,7 +13,7 @@ from tiny_policy import load, random_sequences, save_tiny_model
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
@@ -50,7 +50,7 @@ def run(model, tmp_path_factory):
     """Directory of a recorded run of three steps, two groups of three each, trained with grpo in two minibatches."""
     config = Config(
         model=model, steps=NUM_STEPS, groups_per_step=2, group_size=3, minibatches=2, eval_every=0, record=True,
-        runs_dir=str(tmp_path_factory.mktemp("runs")), run_name="run", optim_args=("warmup=0",),
+        runs_dir=str(tmp_path_factory.mktemp("runs")), run_name="run", optim=OptimOptions(warmup=0),
     )  # fmt: skip
     directory = RunDirectory(config, weights_sha256=weights_sha256(model))
     for step in range(1, NUM_STEPS + 1):
@@ -121,7 +121,7 @@ def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(ru
 def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(model, tmp_path):
     config = Config(
         model=model, steps=9, groups_per_step=2, group_size=3, eval_every=0, runs_dir=str(tmp_path), run_name="run",
-        optim_args=("warmup=0",),
+        optim=OptimOptions(warmup=0),
     )  # fmt: skip
     clock = TrainerClock()
     node = make_node(config, clock, run=RunDirectory(config))
@@ -156,7 +156,7 @@ def test_a_batch_that_cannot_be_kept_hides_no_reason(model, tmp_path):
 
 
 def test_a_replay_is_drawn_and_reported_like_a_run(run, tmp_path):
-    replay_to_end(Recording.open(run), tmp_path, "--run-name=replay", "--advantage=gae", "--advantage-args=lam=0.9")
+    replay_to_end(Recording.open(run), tmp_path, "--run-name=replay", "--advantage=gae", "--advantage.lam=0.9")
     metrics = runs.load(tmp_path / "replay").metrics
     assert runs.summarise(metrics)["steps"] == NUM_STEPS and "value/explained_variance" in metrics
     page = write_report(runs.load(tmp_path / "replay"), with_trace=True)[0].read_text()
@@ -175,7 +175,7 @@ def test_a_replay_goes_as_far_as_the_recorded_batches(run):
     ("option", "message"),
     [
         ("--temperature=0.5", r"^--temperature cannot be changed: the batches were made with temperature = 1.0\."),
-        ("--group-size=2", "^--group-size cannot be changed: .*--algo, --advantage"),
+        ("--group-size=2", "^--group-size cannot be changed: .*--algo, --algo-args"),
         ("--on-update=wait", "^--on-update cannot be changed"),
         ("--seed=1", "^--seed cannot be changed"),
         ("--record", "^--record cannot be changed"),

@@ -29,14 +29,15 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from algos import KL_ESTIMATORS, LOSSES, LossInputs, choose_loss
+from algos import KL_ESTIMATORS, LOSSES, LossInputs
 from algos.inputs import couples_tokens
 from algos.sampling import Sampling
+from asyncrl.config import OptimOptions
 from asyncrl.trainer.attention import _block_mask_maker, attention_inputs, check_layers, dense_mask, mask_function
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.lora import named_adapters
-from asyncrl.trainer.optimizer import OptimOptions
+from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.packing import bundle, pack
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -137,7 +138,7 @@ def test_adapters_have_the_gradient_of_single_sequences_on_a_tree(untied, aggreg
         assert_step(policy, sequences, budget, means, gradient)
 
 
-ENTROPY = {"optim_args": ("entropy=0.5",)}
+ENTROPY = {"optim": OptimOptions(entropy=0.5)}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def loss_of_the_definition(config, sequences, logits, ref_logits=None, kept=None
         ref_logprobs = torch.stack([logprob for logprob, _ in scores(ref_logits)])
         stats["kl_ref"] = KL_ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs, of["behavior_logprobs"])
         loss = loss + config.kl_coef * stats["kl_ref"]
-    loss = loss - OptimOptions.of(config).entropy * entropy
+    loss = loss - config.optim.entropy * entropy
     num, lengths = int(of["ids"][-1]) + 1, of["ids"].bincount()[of["ids"]]
     constant = num * config.max_response_tokens
     divisor = {"token_mean": len(loss), "sequence_mean": num * lengths, "constant": constant}
@@ -228,7 +229,7 @@ def assert_step(policy, sequences, budget, means, gradient):
 
 def test_the_reference_and_the_proximal_policy_read_shared_prefixes_too(untied):
     sequences = grouped_sequences(4, 4)
-    options = {"kl_coef": 0.1, "minibatches": 2, "lr": 1e-3, "optim_args": ("warmup=0",)}
+    options = {"kl_coef": 0.1, "minibatches": 2, "lr": 1e-3, "optim": OptimOptions(warmup=0)}
     traces = []
     for sharing in ("off", "prompt", "tree"):
         policy = load(make_config(untied, share_prefix=sharing, **options))

@@ -3,7 +3,7 @@ import pytest
 from trajectories import make_group, make_trajectory
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.config import Config
+from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
 from asyncrl.trainer.batch import make_updates
 
@@ -72,7 +72,11 @@ def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
     """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
     members = [make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6))]
     config = Config(
-        groups_per_step=1, group_size=3, max_response_tokens=6, advantage="dr_grpo", advantage_args=("overlong=4",)
+        groups_per_step=1,
+        group_size=3,
+        max_response_tokens=6,
+        advantage="dr_grpo",
+        advantage_options=AdvantageOptions(overlong=4),
     )
     (update,) = make_updates([Group(0, tuple(members))], config, step=1)
     assert [(s.advantage, s.reward) for s in update] == [(0.5, 0.0), (0.0, 0.0), (-0.5, 0.0)]

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_policy import error_of, load, random_sequences, save_tiny_model
 
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.checkpoint import (
     VALUES,
@@ -35,11 +35,24 @@ VARIANTS = {
     "minibatches": {"minibatches": 2},
     "value head": {"advantage": "gae", "minibatches": 2},
     "lora with a value head": {"advantage": "gae", "lora_rank": 1},
-    "sgd": {"optimizer": "sgd", "optim_args": ("warmup=8", "momentum=0.9")},
-    "sgd with a value head": {"optimizer": "sgd", "optim_args": ("warmup=8", "momentum=0.9"), "advantage": "gae"},
-    "offloaded sgd": {"optimizer": "sgd", "optim_args": ("momentum=0.9",), "save_memory": ("optimizer",)},
-    "adam": {"optimizer": "adam", "optim_args": ("warmup=8", "amsgrad=true")},
-    "rmsprop": {"optimizer": "rmsprop", "optim_args": ("warmup=8", "momentum=0.9", "centered=true")},
+    "sgd": {"optimizer": "sgd", "optim": OptimOptions(warmup=8, args=("momentum=0.9",))},
+    "sgd with a value head": {
+        "optimizer": "sgd",
+        "optim": OptimOptions(warmup=8, args=("momentum=0.9",)),
+        "advantage": "gae",
+    },
+    "offloaded sgd": {"optimizer": "sgd", "optim": OptimOptions(args=("momentum=0.9",)), "save_memory": ("optimizer",)},
+    "adam": {"optimizer": "adam", "optim": OptimOptions(warmup=8, args=("amsgrad=true",))},
+    "rmsprop": {
+        "optimizer": "rmsprop",
+        "optim": OptimOptions(
+            warmup=8,
+            args=(
+                "momentum=0.9",
+                "centered=true",
+            ),
+        ),
+    },
     "own": {"optimizer": "own_optimizer.py:Own"},
 }
 ON_ONE_RANK = {
@@ -95,7 +108,7 @@ def model(tmp_path_factory):
 
 
 def make_config(model: str, **options) -> Config:
-    fixed = {"algo": "reinforce", "lr": 0.01, "optim_args": ("warmup=8",), "max_tokens_per_microbatch": BUDGET}
+    fixed = {"algo": "reinforce", "lr": 0.01, "optim": OptimOptions(warmup=8), "max_tokens_per_microbatch": BUDGET}
     if options.get("optimizer") == "own_optimizer.py:Own":
         pathlib.Path(model, "own_optimizer.py").write_text(OWN_OPTIMIZER)
         options |= {"optimizer": os.path.join(model, "own_optimizer.py:Own")}
@@ -217,12 +230,23 @@ def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
         write_shards(make_stager(policy.device).stage(policy.state()), os.path.join(folder, name), group)
         train(policy, range(2), rank, 1)
     for name in ("begun", "trained"):
-        decayed = load(replace(config, optim_args=("warmup=8", "momentum=0.9", "weight_decay=0.5")))
+        decayed = load(
+            replace(
+                config,
+                optim=OptimOptions(
+                    warmup=8,
+                    args=(
+                        "momentum=0.9",
+                        "weight_decay=0.5",
+                    ),
+                ),
+            )
+        )
         decayed.restore(os.path.join(folder, name), group)
         (options,) = decayed.optimizer.param_groups
         assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)
         assert bool(decayed.optimizer.state) == (decayed.num_updates > 0) == (name == "trained")
-    plain = load(replace(config, optim_args=("warmup=8",)))
+    plain = load(replace(config, optim=OptimOptions(warmup=8)))
     pathlib.Path(folder, "error").write_text(error_of(plain.restore, os.path.join(folder, "trained"), group))
     of_older_code = {name: tensor for name, tensor in policy.state().items() if name != VALUES}
     write_shards(of_older_code, os.path.join(folder, "older"), group)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 import asyncrl.trainer.model
 from algos import LOSSES
 from asyncrl.cluster.placement import place
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.model import _read_model
 
@@ -95,7 +95,7 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, name,
 
 
 def test_what_is_trained_and_kept_stays_float32_and_what_is_sent_is_bfloat16(model):
-    policy = load(make_config(model, dtype="bfloat16", lr=1e-6, optim_args=("warmup=0",)))
+    policy = load(make_config(model, dtype="bfloat16", lr=1e-6, optim=OptimOptions(warmup=0)))
     before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
     policy.train_step(distribute([random_sequences(8)], 1, 10_000)[0], policy_version=12)
     after = dict(policy.named_full_parameters())
@@ -138,7 +138,7 @@ def gather_on_two_ranks(rank, folder, configs):
 
 def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(model, tmp_path):
     options = {"plain": {}, "offloaded": {"save_memory": ("optimizer",)}, "adapters": {"lora_rank": 4, "lr": 0.1}}
-    fixed = {"dtype": "bfloat16", "optim_args": ("warmup=0",)}
+    fixed = {"dtype": "bfloat16", "optim": OptimOptions(warmup=0)}
     configs = {name: make_config(model, **fixed, **chosen) for name, chosen in options.items()}
     assert run_ranks(gather_on_two_ranks, 2, str(tmp_path), configs) == [0, 0]
     found = torch.load(tmp_path / "found.pt")

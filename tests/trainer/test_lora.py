@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from algos.sampling import Sampling
+from asyncrl.config import OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.lora import LoraLinear, add_adapters, named_adapters, named_base_parameters, without_adapters
@@ -36,7 +37,7 @@ def share_of(sequences):
 
 def trained_policy(model, steps=3, **options):
     """A policy whose adapters have moved far enough for an error in them to show."""
-    policy = load(make_config(model, lora_rank=RANK, lr=0.02, optim_args=("warmup=0",), **options))
+    policy = load(make_config(model, lora_rank=RANK, lr=0.02, optim=OptimOptions(warmup=0), **options))
     for step in range(steps):
         policy.train_step(share_of(random_sequences(12, seed=step)), policy_version=12 + step)
     return policy
@@ -136,7 +137,7 @@ def test_a_run_lowers_its_loss_and_the_reference_is_the_base_model(model):
     sequences = random_sequences(8)
     policy = load(
         make_config(
-            model, lora_rank=RANK, algo="reinforce", algo_args=(), lr=0.01, optim_args=("warmup=0",), kl_coef=0.01
+            model, lora_rank=RANK, algo="reinforce", algo_args=(), lr=0.01, optim=OptimOptions(warmup=0), kl_coef=0.01
         )
     )
     assert policy.reference is policy.module

@@ -36,7 +36,7 @@ from transformers import (
 from transformers import LlamaForCausalLM as Llama
 
 from algos import KL_ESTIMATORS, LOSSES
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.checkpoint import write_folder
 from asyncrl.trainer.packing import bundle, pack
@@ -171,7 +171,7 @@ def two_ranks(tied, tmp_path_factory):
     cases += [
         (make_config(tied, algo=algo, **wide_clip(algo)), [random_sequences(17, seed=3)], 60) for algo in ON_TWO_RANKS
     ]
-    adapters = make_config(tied, lora_rank=3, kl_coef=0.1, lr=1e-3, optim_args=("warmup=0",), minibatches=2)
+    adapters = make_config(tied, lora_rank=3, kl_coef=0.1, lr=1e-3, optim=OptimOptions(warmup=0), minibatches=2)
     cases.append((adapters, [random_sequences(17, seed=3), random_sequences(9, seed=4)], 60))
     cases.append((make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2), [random_sequences(3, seed=1)] * 2, 24))
     assert run_ranks(run_on_two_ranks, 2, folder, cases) == [0, 0]
@@ -252,7 +252,7 @@ def test_two_ranks_save_one_loadable_checkpoint_and_both_hear_of_a_failure(two_r
 
 def test_updates_raise_the_probability_of_what_was_good_and_lower_that_of_what_was_bad(tied):
     sequences = [replace(s, advantage=(1.0, -1.0)[i % 2]) for i, s in enumerate(random_sequences(10, max_tokens=12))]
-    policy = load(make_config(tied, algo="reinforce", algo_args=(), lr=1e-3, optim_args=("warmup=0",)))
+    policy = load(make_config(tied, algo="reinforce", algo_args=(), lr=1e-3, optim=OptimOptions(warmup=0)))
     before = [policy.score([[s]])[0].mean() for s in sequences]
     for version in range(5):
         policy.train_step(share_of(sequences), 12 + version)
@@ -269,7 +269,7 @@ def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(tie
 
 
 def test_the_share_of_weights_that_an_update_changes_is_that_in_bfloat16(tied):
-    policy = load(make_config(tied, lr=1e-5, optim_args=("warmup=1",)))
+    policy = load(make_config(tied, lr=1e-5, optim=OptimOptions(warmup=1)))
     before = {name: tensor.bfloat16() for name, tensor in policy.named_full_parameters()}
     stats = policy.train_step(share_of(random_sequences(2)), 12)
     after = {name: tensor.bfloat16() for name, tensor in policy.named_full_parameters()}
@@ -286,7 +286,7 @@ def test_the_slope_is_the_norm_of_the_loss_s_derivatives_by_the_log_probs(tied):
 
 
 def test_learning_rate_warms_up_linearly(tied):
-    policy = load(make_config(tied, lr=0.01, optim_args=("warmup=4",)))
+    policy = load(make_config(tied, lr=0.01, optim=OptimOptions(warmup=4)))
     rates = [policy.train_step(share_of(random_sequences(2)), 12)["lr"] for _ in range(6)]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
@@ -350,7 +350,7 @@ def test_every_loss_has_its_stats_drift_and_effective_sample_size_in_each_lag_bu
 def test_proximal_logprobs_are_those_of_the_step_s_start(tied, minibatches):
     sequences = random_sequences(8)
     updates = [sequences[: 8 // minibatches], sequences[8 // minibatches :]][:minibatches]
-    policy = load(make_config(tied, minibatches=minibatches, lr=0.05, optim_args=("warmup=0",)))
+    policy = load(make_config(tied, minibatches=minibatches, lr=0.05, optim=OptimOptions(warmup=0)))
     at_start = [policy.score([update])[0] for update in updates]
     seen = []
 
@@ -382,7 +382,7 @@ def test_kl_penalty_is_zero_at_the_start_and_pulls_back_later(tied):
 def test_loglinear_proximal_logprobs_interpolate_by_version_and_make_no_forward_pass_of_their_own(tied):
     sequences = random_sequences(12)
     updates = [sequences[:4], sequences[4:8], sequences[8:]]
-    policy = load(make_config(tied, minibatches=3, proximal="loglinear", lr=0.05, optim_args=("warmup=0",)))
+    policy = load(make_config(tied, minibatches=3, proximal="loglinear", lr=0.05, optim=OptimOptions(warmup=0)))
     seen, num_forwards, forward = [], [], policy.module.forward
 
     def record(inputs):

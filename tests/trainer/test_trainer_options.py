@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import asyncrl.trainer.model
 from algos.sampling import Sampling
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.model import compiles, shard
@@ -197,7 +197,7 @@ def test_replicas_sum_their_gradients_once_for_all_micro_batches(model, tmp_path
 
 def test_adamw_is_one_kernel_for_all_weights_and_the_update_of_its_definition(model):
     """Of the first step: the gradient's sign times lr, but for eps, and the decay of the weight itself."""
-    policy = load(make_config(model, kl_coef=0.0, lr=1e-2, optim_args=("warmup=0", "weight_decay=0.1")))
+    policy = load(make_config(model, kl_coef=0.0, lr=1e-2, optim=OptimOptions(warmup=0, args=("weight_decay=0.1",))))
     before, kernels = {name: p.clone() for name, p in policy.named_full_parameters()}, Kernels()
     with kernels:
         policy.train_step([[bundle(random_sequences(3))]], policy_version=12)

@@ -15,11 +15,12 @@ from tiny_policy import assert_same_gradient, first_gradient, load, random_seque
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.model import ValueHead
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-ARGS = ("gamma=0.99", "lam=0.9", "value_lam=0.8", "value_coef=0.3")
+ARGS = AdvantageOptions(gamma=0.99, lam=0.9, value_lam=0.8, value_coef=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def model(tmp_path_factory):
 
 def with_head(model, **options):
     """A policy whose head knows something: small random weights."""
-    policy = load(make_config(model, **{"advantage": "gae", "advantage_args": ARGS, **options}))
+    policy = load(make_config(model, **{"advantage": "gae", "advantage_options": ARGS, **options}))
     head = policy.module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(random_head(), head.device_mesh, head.placements))
@@ -140,7 +141,7 @@ def test_two_ranks_train_the_head_as_one_does(model, tmp_path):
     """Now and then one has nothing. Tolerance 1e-2: AdamW's first steps are near ±lr whatever the gradient's size, and
     amplify rounding."""
     assert any(not bundles for rank in distribute(updates_of(1), 2, 24) for update in rank for bundles in update)
-    options = {"advantage": "gae", "lr": 1e-3, "minibatches": 2, "advantage_args": ARGS}
+    options = {"advantage": "gae", "lr": 1e-3, "minibatches": 2, "advantage_options": ARGS}
     variants = {"whole": {}, "lora": {"lora_rank": 2, "kl_coef": 0.1}, "offloaded": {"save_memory": ("optimizer",)}}
     configs = {name: make_config(model, **options, **of) for name, of in variants.items()}
     for num_ranks in (1, 2):
@@ -168,15 +169,15 @@ def test_before_values_know_anything_advantages_are_the_whitened_rewards(model):
 
 def test_values_learn_to_foretell_rewards(model):
     sequences = random_sequences(8, seed=2)
-    options = {"advantage_args": ("value_coef=1",), "optim_args": ("warmup=0",), "lr": 1e-3}
+    options = {"advantage_options": AdvantageOptions(value_coef=1), "optim": OptimOptions(warmup=0), "lr": 1e-3}
     policy = load(make_config(model, advantage="gae", **options))
     found = [policy.train_step(share_of(sequences), 12) for _ in range(30)]
     assert found[-1]["value/explained_variance"] > 0.9 and found[-1]["value/loss"] < 0.1 * found[0]["value/loss"]
 
 
 def test_the_head_has_its_own_learning_rate_and_its_gradient_is_clipped_by_itself(model):
-    options = {"advantage": "gae", "advantage_args": ("value_lr=4",), "lr": 0.01, "max_grad_norm": 1e-3}
-    options["optim_args"] = ("warmup=0",)
+    options = {"advantage": "gae", "advantage_options": AdvantageOptions(value_lr=4), "lr": 0.01, "max_grad_norm": 1e-3}
+    options["optim"] = OptimOptions(warmup=0)
     policy = load(make_config(model, **options))
     policy.train_step(share_of(random_sequences(5)), 12)
     *others, of_head = gradient_of(policy).values()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from planner_records import keep
 
-from asyncrl.config import Config
+from asyncrl.config import Config, SwarmOptions
 from asyncrl.job.publisher import connect_workers
 from extras.planning import planner
 from extras.planning.planner import Cluster, Job, Lengths, Plan, Pool
@@ -163,7 +163,9 @@ def measure_all(config: Config, folder: Path) -> tuple[dict[str, list[dict]], di
 
 def test_machines_of_unequal_speed_share_the_work_and_take_as_long_as_planned(tmp_path):
     options = {"groups_per_step": 16, "group_size": 8, "async_ratio": 1.0, "max_running_requests": 8}
-    config = Config(listen=free_address(), num_rollout_workers=0, swarm_args=("verify_share=0",), **options).checked()
+    config = Config(
+        listen=free_address(), num_rollout_workers=0, swarm=SwarmOptions(verify_share=0), **options
+    ).checked()
     alone, together, job = measure_all(config, tmp_path)
     rates = {name: median(found, "tokens_per_s") for name, found in alone.items()}
     update_s = statistics.fmean(median(found, "update_s") for found in alone.values())

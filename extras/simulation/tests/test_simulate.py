@@ -223,7 +223,7 @@ def swarm_case(options=None, steps=9, workers=8, **swarm):
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_machines_that_come_and_go_lose_no_group_and_break_no_bound(lag):
-    options = {"swarm_args": [f"refresh_lag={lag}"]}
+    options = {"swarm.refresh_lag": lag}
     outcome = simulate(swarm_case(options, stay_s=30.0))
     assert outcome.numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
     assert 0 < outcome.numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
@@ -234,7 +234,7 @@ def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept
     quick, slow = (simulate(swarm_case(uplink_bytes_per_s=rate)).numbers for rate in (1e7, 1e4))
     assert 0.999 * 8 * 2e5 / 1e7 < quick["fetch_s"] < 1 and slow["fetch_s"] > 8 * 2e5 / 1e4 > 100
     assert quick["uplink_share"] < slow["uplink_share"] <= 1 and quick["step_s"] < slow["step_s"]
-    lag = {"swarm_args": [f"refresh_lag={KEPT}"]}
+    lag = {"swarm.refresh_lag": KEPT}
     whole, files = (simulate(swarm_case(lag, uplink_bytes_per_s=rate)).numbers for rate in (1e7, math.inf))
     assert whole["fetch_s"] > 10 * files["fetch_s"]
 

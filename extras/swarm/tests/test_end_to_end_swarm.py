@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.study]
 
 
 def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
-    options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm_args": "verify_share=1", "eval_every": 0}
+    options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 1, "eval_every": 0}
     job = start_job(tmp_path, steps=4, async_ratio=0, **options)
     liar = join_machine(job, "extras/swarm/tests/lying_host.py")
     job.wait_until(lambda: "is let in no more" in job.output() or "sent what is not true" in job.output())
@@ -58,7 +58,7 @@ def stop_while_it_samples(engine, job):
 
 def test_a_run_without_workers_of_its_own_trains_on_machines_that_come_are_killed_and_leave(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
-    options = {"eval_every": 12, "listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm_args": "verify_share=0.5"}
+    options = {"eval_every": 12, "listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0.5}
     job = start_job(tmp_path, steps=24, async_ratio=1, **options)
     first = join_machine(job)
     job.wait_until(lambda: job.num_steps() >= 3)

@@ -17,6 +17,7 @@ from fake_machine import FakeMachine, running, wait_until
 from fake_worker import run_fake_worker
 from own_files import write_own
 
+from asyncrl.config import SwarmOptions
 from asyncrl.messages import Probed
 from extras.swarm.hub import make_key
 from extras.swarm.join import JoinedMachine
@@ -116,7 +117,7 @@ def lasting(tmp_path_factory):
         patch.setattr("extras.swarm.join.BEAT_S", 0.2)
         patch.setattr("extras.swarm.join.JOIN_S", 4.0)
         answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731
-        with running(tmp_path, answers=answers, swarm_args=("lease_s=3",)) as run:
+        with running(tmp_path, answers=answers, swarm=SwarmOptions(lease_s=3)) as run:
             run.relay, run.pulls = Relay(run.address), []
             open_way = run.controller.pulled.open
             run.controller.pulled.open = lambda version, base: run.pulls.append(base) or open_way(version, base)

@@ -267,13 +267,13 @@ def test_with_a_full_disk_the_trainer_goes_on_and_machines_are_sent_to_it_again_
 
 def test_a_disk_that_is_full_at_the_start_is_refused(disk):
     disk.is_full = True
-    with pytest.raises(ValueError, match=r"^--swarm-args snapshots=disk://run: is no folder to write to \(OSError.*$"):
+    with pytest.raises(ValueError, match=r"^--swarm.snapshots disk://run: is no folder to write to \(OSError.*$"):
         SnapshotWriter("disk://run")
 
 
 @pytest.mark.parametrize("url", ["no-such-protocol://run", "/dev/null/run", "/dev/null"])
 def test_a_url_that_cannot_be_written_to_is_refused_in_one_line(url):
-    with pytest.raises(ValueError, match=f"^--swarm-args snapshots={url}: is no folder .*; give one .*$") as error:
+    with pytest.raises(ValueError, match=f"^--swarm.snapshots {url}: is no folder .*; give one .*$") as error:
         SnapshotWriter(url)
     assert "\n" not in str(error.value)
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from fake_machine import PROBE, FakeMachine, running, wait_until
 
+from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
 from asyncrl.messages import Tickets, Update
 from asyncrl.runlog.metrics import Sum
@@ -93,7 +94,7 @@ def test_the_tickets_of_a_machine_that_is_gone_are_issued_again(tmp_path, monkey
 
 
 def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
-    with running(tmp_path, swarm_args=("refresh_lag=1",)) as run, FakeMachine(run) as far:
+    with running(tmp_path, swarm=SwarmOptions(refresh_lag=1)) as run, FakeMachine(run) as far:
         wait_until(lambda: far.saw(Update))
         far.answers_fetch = False
         run.step()
@@ -111,7 +112,7 @@ def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
 
 
 def test_a_machine_refreshes_only_when_it_is_so_many_versions_behind_and_no_token_is_too_old(tmp_path):
-    with running(tmp_path, async_ratio=1.0, swarm_args=("refresh_lag=3",)) as run, FakeMachine(run) as far:
+    with running(tmp_path, async_ratio=1.0, swarm=SwarmOptions(refresh_lag=3)) as run, FakeMachine(run) as far:
         lags = []
         for step in range(12):
             lags += [step - group.min_version for group in run.step()]
@@ -123,7 +124,7 @@ def test_a_machine_refreshes_only_when_it_is_so_many_versions_behind_and_no_toke
 
 
 def test_a_machine_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(tmp_path):
-    limits = {"max_running_requests": 2, "swarm_args": ("refresh_lag=2",), "timeout_s": 20.0}
+    limits = {"max_running_requests": 2, "swarm": SwarmOptions(refresh_lag=2), "timeout_s": 20.0}
     with running(tmp_path, **limits) as run, FakeMachine(run, "behind") as behind:
         behind.holds = lambda ticket: ticket.group_id >= 2
         run.step()
@@ -157,7 +158,7 @@ def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_machine
 
 def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.hub.BEAT_S", 0.1)
-    with running(tmp_path, swarm_args=("lease_s=1",)) as run, FakeMachine(run, "slow") as slow:
+    with running(tmp_path, swarm=SwarmOptions(lease_s=1)) as run, FakeMachine(run, "slow") as slow:
         slow.holds = lambda ticket: True
         wait_until(lambda: len(slow.held) == 8)
         slow.held, kept = [], slow.held  # it does not even abort
@@ -178,7 +179,7 @@ def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_pa
 
 def test_a_machine_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.hub.BEAT_S", 0.1)
-    with running(tmp_path, async_ratio=0.0, swarm_args=("lease_s=1000",)) as run, FakeMachine(run, "fast"):
+    with running(tmp_path, async_ratio=0.0, swarm=SwarmOptions(lease_s=1000)) as run, FakeMachine(run, "fast"):
         run.step()  # now it is known how long a trajectory takes
         slow = FakeMachine(run, "slow")
         slow.holds = lambda ticket: True
@@ -290,7 +291,7 @@ def test_what_machines_sent_is_kept_for_verification_only_where_there_is_any(tmp
     for share in (0, 1):
         folder = tmp_path / str(share)
         folder.mkdir()
-        with running(folder, swarm_args=(f"verify_share={share}",)) as run, FakeMachine(run):
+        with running(folder, swarm=SwarmOptions(verify_share=share)) as run, FakeMachine(run):
             run.step()
             assert bool(run.swarm.take_answered()) == bool(share)
 

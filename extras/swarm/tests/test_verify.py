@@ -15,7 +15,7 @@ from tiny_policy import VOCAB, brute_force_nucleus, load, random_sequences, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
-from asyncrl.config import Config
+from asyncrl.config import Config, SwarmOptions
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
 from asyncrl.runlog.metrics import over_nodes
 from asyncrl.trainer.batch import distribute
@@ -71,7 +71,7 @@ def make_pair(i, tokens, logprobs, tokenizer):
 
 
 def make_verifier(config, share=1.0, **options):
-    config = replace(config, swarm_args=(f"verify_share={share}",))
+    config = replace(config, swarm=SwarmOptions(verify_share=share))
     return Verifier(config, Cluster(), AutoTokenizer.from_pretrained(config.model), **options)
 
 
@@ -259,7 +259,7 @@ def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     peers, store = [Peer(node, "ab"[node]) for node in NODE_OF_RANK], dist.FileStore(f"{folder}/store", 4)
     cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     policy = load(config)
-    config = replace(config, swarm_args=("verify_share=1",))
+    config = replace(config, swarm=SwarmOptions(verify_share=1))
     verifier = Verifier(config, cluster, AutoTokenizer.from_pretrained(config.model))
     pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
     found = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]

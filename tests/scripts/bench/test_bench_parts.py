@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny_policy import load, random_sequences, save_tiny_model
 
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.packing import bundle, pack
 from scripts.bench import harness, parts
 from scripts.bench.work import LONG, SHORT, WORKS, work_of
@@ -31,7 +31,7 @@ def test_a_work_is_known_by_its_longest_response():
 
 
 def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gradient(one_rank, model_path):
-    config = Config(model=model_path, algo="reinforce", optim_args=("warmup=0",), lr=1e-2)
+    config = Config(model=model_path, algo="reinforce", optim=OptimOptions(warmup=0), lr=1e-2)
     sequences = random_sequences(12)
     policy, plain = load(config), parts.PlainStep(config, model_path)
     before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}

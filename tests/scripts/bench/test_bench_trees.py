@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_policy import grouped_sequences, save_tiny_model
 
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimOptions
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
 from asyncrl.runlog.run_directory import RunDirectory
@@ -21,7 +21,7 @@ def recordings(tmp_path):
     """A folder with one recorded run: two steps of three groups, each of four responses to a prompt of its own."""
     model = save_tiny_model(str(tmp_path / "model"))
     config = Config(
-        model=model, steps=2, groups_per_step=3, group_size=4, record=True, optim_args=("warmup=0",),
+        model=model, steps=2, groups_per_step=3, group_size=4, record=True, optim=OptimOptions(warmup=0),
         runs_dir=str(tmp_path / "recordings"), run_name=WORK.replace(" ", "-"),
     )  # fmt: skip
     directory = RunDirectory(config, weights_sha256=weights_sha256(model))
