@@ -18,8 +18,7 @@ from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
 from asyncrl.job.node import NobodySamples, Node, is_due
 from asyncrl.job.publisher import Publisher
 from asyncrl.runlog.manifest import set_aside
-from asyncrl.trainer.checkpoint import make_stager
-from asyncrl.trainer.checkpoint_writer import CheckpointWriter, Saving
+from asyncrl.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.trainer.policy import Policy
 
 GRACE_S = 20.0
@@ -35,7 +34,6 @@ class Checkpoints:
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, node.cluster, node.run, folder)
-        self._stager = make_stager(node.device)
         if node.resumed is not None:
             policy.restore(str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
@@ -43,7 +41,7 @@ class Checkpoints:
             dist.barrier(self.writer.group)  # all have read and accepted all that they go on from
             if node.cluster.is_leader:
                 node.run.cut_back()
-        self._stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
+        self.writer.stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
         self._unsaved: tuple[int, Publisher] | None = None  # the last step, if it was not saved
@@ -145,5 +143,4 @@ class Checkpoints:
         self.writer.wait()
         rollout = node.controller.cut(node.run.sizes) if node.cluster.is_leader else None
         facts = {"records": rollout.records, "probe": node.probe.tokens} if node.cluster.is_leader else None
-        state = self._stager.stage(self.policy.state())
-        self.writer.start(Saving(step, state, publisher.delayed, rollout, facts))
+        self.writer.start(self.policy.state(), step, publisher.delayed, rollout, facts)

@@ -1,7 +1,7 @@
 """What a checkpoint has of the trainer: weights in Hugging Face's format for people, and shards to go on from.
 
 Shards are written by torch.distributed.checkpoint as safetensors, each rank its own, so nothing in them is unpickled,
-and any number of ranks reads them. They are written from copies, in the background; `StagedState` is such copies.
+and any number of ranks reads them. They are written from copies, in the background.
 """
 
 import itertools
@@ -9,9 +9,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,6 @@ VALUE_HEAD = "value_head.weight"
 """Name of the value head's weight, where there is one, which is none of the model's."""
 VALUES = "values"
 """Name of what is no tensor, as the bytes of JSON."""
-StagedState = dict[str, Tensor]
-"""Copies of `training_state` in host memory, sharded like it."""
 
 
 # Weights for people
@@ -110,20 +107,6 @@ def write_folder(writer: WeightWriter, weights: dict[str, Tensor], adapters: dic
         shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
 
 
-def together(act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list:
-    """Have all ranks act, and give what each returned; collective. Raises OSError on all if it fails on any."""
-    try:
-        mine = (act(), None)
-    except (OSError, SafetensorError) as error:
-        mine = (None, str(error) or type(error).__name__)
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for _, reason in everyone:
-        if reason is not None:
-            raise OSError(reason)
-    return [result for result, _ in everyone]
-
-
 def save_for_people(module: TokenLogprobs, base_path: str, parameters: Iterable[tuple[str, Tensor]], path: str) -> None:
     """Write full weights, and the model's adapters and value head, to the new folder `path` on rank 0; collective.
 
@@ -132,8 +115,15 @@ def save_for_people(module: TokenLogprobs, base_path: str, parameters: Iterable[
     head = () if module.value_head is None else [(VALUE_HEAD, module.value_head.weight.detach().full_tensor())]
     weights = copies_on_rank_0(itertools.chain(parameters, head))
     adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in lora.named_adapters(module.model))
-    is_writer = dist.get_rank() == 0
-    together(lambda: is_writer and write_folder(WeightWriter(module.model, base_path), weights, adapters, path))
+    failure = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_folder(WeightWriter(module.model, base_path), weights, adapters, path)
+        except OSError as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0, device="cpu")
+    if failure[0]:
+        raise OSError(failure[0])
 
 
 def copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -158,8 +148,8 @@ def check_space(num_bytes: int, folder: str, what: str = "float32 weights") -> N
 # Shards to go on from
 
 
-def check_finite(state: StagedState) -> None:
-    """Raise OSError if anything in it is infinite or no number, as no run can go on from that."""
+def check_finite(state: dict[str, Tensor]) -> None:
+    """Raise OSError if anything in a training state is infinite or no number: no run can continue from that."""
     for name, tensor in state.items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if own.is_floating_point() and not own.isfinite().all():
@@ -203,22 +193,18 @@ def make_stager(device: torch.device) -> DefaultStager:
     )
 
 
-def write_shards(state: StagedState, folder: str, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of a state to `folder`, flushed to disk; collective on `group`. Raises OSError."""
-    num_ranks, total = dist.get_world_size(group), 0
+def file_numbers(state: dict[str, Tensor], num_ranks: int) -> dict[str, int]:
+    """Return for each tensor of a state which of a rank's files it goes to, from 1."""
+    total = 0
     numbers = {name: 1 for rank in range(num_ranks) for name in _random_names(rank)}  # rank 0's counts for all
     for name, tensor in state.items():
         numbers[name] = 1 + total // SHARD_FILE_BYTES
         total += tensor.nbytes // num_ranks
-    writer = dcp.HuggingFaceStorageWriter(folder, numbers, save_distributed=True)
-    try:
-        dcp.save(state, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        raise OSError(_reason(error)) from None
+    return numbers
 
 
 def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup) -> None:
-    """Read what `write_shards` wrote, by any number of ranks, into a live state of the same model; collective.
+    """Read what a checkpoint holds, by any number of ranks, into a live state of the same model; collective.
 
     Random numbers are those of the rank with the same number, if there was one. Raises ValueError if it is of another
     model or optimizer.
@@ -235,7 +221,7 @@ def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup)
 
 
 def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor in a folder of `write_shards`, by name."""
+    """Shape of each tensor of the shards in a folder, by name."""
     metadata = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     return {name: tuple(tensor.size) for name, tensor in metadata.items()}
 
@@ -246,11 +232,11 @@ def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None
         reader = dcp.HuggingFaceStorageReader(folder)
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise OSError(_reason(error)) from None
+        raise OSError(reason_of(error)) from None
 
 
 def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.ProcessGroup) -> int:
-    """Have weights, a new optimizer and random numbers go on from a folder of `write_shards`; collective.
+    """Have weights, a new optimizer and random numbers go on from the shards in a folder; collective.
 
     Returns the number of updates that were made. Raises ValueError if the folder is of another model or optimizer, or
     of older code.
@@ -275,7 +261,7 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
 
 
 def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Full trained weights, and full adapters, from a folder of `write_shards`; by one process. VALUE_HEAD is a weight.
+    """Full trained weights, and full adapters, from the shards in a folder; by one process. VALUE_HEAD is a weight.
 
     `base` are the frozen weights, into which adapters are merged; without them all is trained.
     """
@@ -288,7 +274,11 @@ def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, T
     return {name: lora.merge(name, weight, weights) for name, weight in base.items()} | head, weights
 
 
-def _reason(error: CheckpointException) -> str:
-    """What went wrong on the first rank that failed, in one line."""
-    rank, (reason, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {' '.join(str(reason).split()) or type(reason).__name__}"
+def reason_of(error: CheckpointException | RuntimeError) -> str:
+    """Return what went wrong, on the first rank that failed, in one line."""
+    rank, cause = "", error
+    if isinstance(error, CheckpointException):
+        number, (cause, _) = next(iter(error.failures.items()))
+        rank = f"rank {number}: "
+    kind = "" if isinstance(cause, OSError | SafetensorError) and str(cause) else f"{type(cause).__name__}: "
+    return f"{rank}{kind}{' '.join(str(cause).split())}"

@@ -200,7 +200,7 @@ class Policy:
         return training_state(self._optimizer_state, self.num_updates)
 
     def restore(self, folder: str, group: dist.ProcessGroup) -> None:
-        """Go on from a state that `write_shards` wrote, warm-up included; collective on the gloo group of all ranks."""
+        """Continue from the shards of a checkpoint, warm-up included; collective on the gloo group of all ranks."""
         self.num_updates = restore_training_state(self._optimizer_state, folder, group)
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:

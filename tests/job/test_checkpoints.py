@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -289,13 +291,13 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(saved, monkeypat
     assert names(folder_of(checkpoints)) == []
 
 
-def test_a_thread_that_dies_of_a_bug_is_not_taken_for_success(saved, monkeypatch):
+def test_a_bug_in_the_writing_is_not_taken_for_success_and_keeps_its_stack(saved):
     checkpoints = saved(steps=1)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     checkpoints.writer.weights.write = lambda *_: {}["bug"]
     checkpoints.save_if_due(1, PUBLISHER)
-    with pytest.raises(RuntimeError, match="the thread that wrote the checkpoint of step 1 has died"):
+    with pytest.raises(OSError, match="step_1 was not written: rank 0: KeyError: 'bug'") as ended:
         checkpoints.writer.wait()
+    assert "in finish" in str(ended.value.__cause__)
 
 
 def test_a_disk_that_hangs_ends_the_run_with_its_stacks(saved, capfd):
@@ -304,9 +306,21 @@ def test_a_disk_that_hangs_ends_the_run_with_its_stacks(saved, capfd):
     checkpoints.save_if_due(1, PUBLISHER)
     with pytest.raises(TimeoutError, match=r"step_1 is not written after 1 s more: look at that disk"):
         checkpoints.writer.wait()
-    assert "in _write_own" in capfd.readouterr().err
+    assert "in finish" in capfd.readouterr().err
     may_end.set()
     checkpoints.writer.finish(60)
+
+
+def test_a_writing_thread_that_hangs_does_not_keep_the_process():
+    code = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from asyncrl.trainer.checkpoint_writer import CheckpointWriter
+future = ThreadPoolExecutor().submit(time.sleep, 600)
+CheckpointWriter.finish(SimpleNamespace(_future=future, config=SimpleNamespace(timeout_s=0.5)), 0.1)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 1
 
 
 def test_a_file_that_has_the_name_of_what_is_half_written_is_in_nobodys_way(saved):

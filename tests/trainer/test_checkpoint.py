@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_policy import error_of, load, random_sequences, save_tiny_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
@@ -19,9 +21,10 @@ from asyncrl.trainer.checkpoint import (
     check_finite,
     copies_on_rank_0,
     differing_names,
+    file_numbers,
     make_stager,
     read_full_weights,
-    write_shards,
+    reason_of,
 )
 from asyncrl.trainer.lora import named_base_parameters
 
@@ -136,6 +139,16 @@ def rank_of(rank: int, folder: str, name: str, num_ranks: int) -> dist.ProcessGr
     store = dist.FileStore(os.path.join(folder, f"store {name}"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     return dist.new_group(backend="gloo")
+
+
+def write_shards(state: dict[str, torch.Tensor], folder: str, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of a state as a checkpoint does. Raises OSError."""
+    numbers = file_numbers(state, dist.get_world_size(group))
+    storage = dcp.HuggingFaceStorageWriter(folder, numbers, save_distributed=True)
+    try:
+        dcp.save(state, storage_writer=storage, process_group=group)
+    except CheckpointException as error:
+        raise OSError(reason_of(error)) from None
 
 
 def train_and_save(rank: int, folder: str, configs: dict[str, Config], num_ranks: int) -> None:
