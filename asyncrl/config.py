@@ -636,8 +636,14 @@ def read_arguments(
 
 
 def _kind_of(parameter: inspect.Parameter) -> Any:
-    """Return the type of a parameter; a number that has no range of its own must be finite."""
+    """Return the type of a parameter; a number that has no range of its own must be finite.
+
+    Of a number or a tensor, as torch annotates options of its optimizers, the number alone can be given.
+    """
     kind = parameter.annotation
+    members = get_args(kind)
+    if float in members and any(getattr(member, "__name__", "") == "Tensor" for member in members):
+        kind = float
     if kind is parameter.empty:
         kind = type(parameter.default)
     return {float: Finite, NoneType: Any, parameter.empty: Any}.get(kind, kind)
