@@ -96,11 +96,6 @@ class Sleep:
 
 
 @dataclass(frozen=True)
-class Proceed:
-    """All tickets wait at the barrier: go on."""
-
-
-@dataclass(frozen=True)
 class Stop:
     """Shut down."""
 
@@ -154,13 +149,6 @@ class Finished:
     trajectories: list[Trajectory]
     activity: ActivityReport | None
     """None where there is nothing new to say."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Tickets that have come to the barrier since the last message."""
-
-    ticket_ids: list[int]
 
 
 @dataclass(frozen=True)

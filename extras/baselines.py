@@ -9,14 +9,109 @@ A barrier holds trajectories back until every running trajectory, on all workers
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.dispatcher import Dispatcher
+from asyncrl.controller.tickets import TicketQueue
+from asyncrl.controller.workers import Worker
 from asyncrl.engine.completion import Completion, Request
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.messages import Proceed, Waiting
+from asyncrl.messages import HoldReason
 from asyncrl.records import Ticket
 from rollout import RolloutWorker
+
+# Messages
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """From a worker: tickets that have come to the barrier since the last message."""
+
+    ticket_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Proceed:
+    """To a worker: all tickets wait at the barrier, so they continue."""
+
+
+# Controller
+
+
+class BatchQueue(TicketQueue):
+    """Splits tickets evenly over the workers, whatever slots are free: the engine keeps what it cannot run yet."""
+
+    def assign(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
+        """Take out the tickets that can start now, each with its worker."""
+        waiting, self._tickets = self._tickets, deque()
+        for ticket in waiting:
+            index = ticket.member if ticket.is_evaluation else ticket.group_id
+            worker = workers[index % len(workers)]
+            if self.may_start(worker, ticket):
+                yield worker, ticket
+            else:
+                self._tickets.append(ticket)
+
+
+class BaselineDispatcher(Dispatcher):
+    """Admits groups in rounds under `batch`, and opens the barrier of `batch` and `lockstep`."""
+
+    def __init__(self, *arguments):
+        """Arguments as of Dispatcher."""
+        super().__init__(*arguments)
+        self._has_rounds = self.config.scheduling == "batch"
+        if self._has_rounds:
+            self.queue = BatchQueue(self.config.max_running_requests, self.may_start)
+        self.at_barrier: set[int] = set()
+        """Tickets that wait for all others."""
+
+    def admit_groups(self) -> None:
+        """Admit groups, unless a round is running."""
+        if not self._round_is_running():
+            super().admit_groups()
+
+    def send_out(self) -> None:
+        """Send tickets to workers, and let all continue if every running trajectory waits at the barrier."""
+        super().send_out()
+        still_to_come = self._has_rounds and self.queue.has_training_tickets
+        if self.at_barrier and not still_to_come and self._running_tickets() <= self.at_barrier:
+            self.at_barrier.clear()
+            for worker in self.workers:
+                worker.process.send(Proceed())
+
+    def why_idle(self, why_full: HoldReason) -> HoldReason:
+        """Return why a worker has no ticket."""
+        if why_full != "weights" and self._round_is_running():
+            return "round"
+        return super().why_idle(why_full)
+
+    def _round_is_running(self) -> bool:
+        return self._has_rounds and bool(self.queue.has_training_tickets or self._running_tickets())
+
+    def _running_tickets(self) -> set[int]:
+        """Ids of the tickets of training groups that workers have."""
+        running = (ticket for worker in self.workers for ticket in worker.running.values())
+        return {ticket.ticket_id for ticket in running if not ticket.is_evaluation}
+
+
+class BaselineController(Controller):
+    """A controller whose dispatcher has a barrier."""
+
+    dispatcher_class = BaselineDispatcher
+
+    def on_message(self, worker: Worker, message) -> None:
+        """Act on a worker's message, or, if it is None, on its death."""
+        with self._changed:
+            if isinstance(message, Waiting):
+                self.dispatcher.at_barrier.update(message.ticket_ids)
+            super().on_message(worker, message)
+
+
+# Worker
 
 
 class BaselineEpisode(Episode):

@@ -25,7 +25,6 @@ from asyncrl.messages import (
     Cut,
     Finished,
     InFlight,
-    Proceed,
     Ready,
     Stop,
     Stopped,
@@ -33,7 +32,6 @@ from asyncrl.messages import (
     Tickets,
     Update,
     Updated,
-    Waiting,
 )
 from asyncrl.tasks import load_task
 from asyncrl.weights.models import load_tokenizer, resolve_model
@@ -41,6 +39,7 @@ from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import ParameterSpec
 from data.conversation import Conversation
 from data.environments import ENVIRONMENTS
+from extras.baselines import Proceed, Waiting
 from rollout import start_worker
 from scripts.latency import run_latency_worker
 

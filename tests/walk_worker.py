@@ -19,16 +19,15 @@ from asyncrl.messages import (
     Cut,
     Finished,
     InFlight,
-    Proceed,
     Ready,
     SampledTokens,
     Suspend,
     Tickets,
     Update,
     Updated,
-    Waiting,
 )
 from asyncrl.records import Partial, Trajectory
+from extras.baselines import Proceed, Waiting
 from extras.swarm.remote import RemoteWorker, SwarmWorkers
 from extras.swarm.wire import Fetch, Fetched
 

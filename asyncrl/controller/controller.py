@@ -30,7 +30,6 @@ from asyncrl.messages import (
     Receiving,
     Stopped,
     Updated,
-    Waiting,
 )
 from asyncrl.records import Group, Ticket, Trajectory
 from asyncrl.runlog.metrics import Measured, RolloutReport
@@ -107,8 +106,6 @@ class Controller:
                     for trajectory in self.dispatcher.take_back(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
-                case Waiting(ticket_ids):
-                    self.dispatcher.at_barrier.update(ticket_ids)
                 case Receiving():
                     worker.transport.send(worker.index, worker.loading.staged)
                 case Updated():

@@ -1,7 +1,7 @@
 """Which groups start and which are given up, and which rollout worker gets each ticket, and when.
 
-`queue` hands each ticket to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345,
-queue scheduling). `batch` is the baseline: groups are split evenly over the workers in advance, in rounds.
+Each ticket goes to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345, queue
+scheduling). What the paper compares with is in extras/baselines.py.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.ledger import DropReason
 from asyncrl.controller.tickets import TicketQueue, TicketSource
 from asyncrl.controller.workers import Worker, Workers
-from asyncrl.messages import Abort, Hold, HoldReason, Proceed, Tickets
+from asyncrl.messages import Abort, Hold, HoldReason, Tickets
 from asyncrl.records import Group, Ticket, Trajectory
 
 MIN_FAILED_IN_A_ROW = 20
@@ -27,9 +27,7 @@ class Dispatcher:
 
     def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
-        self.queue = TicketQueue(config.scheduling, config.max_running_requests, self.may_start)
-        self.at_barrier: set[int] = set()
-        """Tickets that wait for all others."""
+        self.queue = TicketQueue(config.max_running_requests, self.may_start)
         self._failed_in_a_row = 0
 
     # Groups
@@ -118,13 +116,15 @@ class Dispatcher:
         return [t for t in (*given, *self.queue) if self.buffer.is_running(t.group_id)]
 
     def fill(self) -> None:
-        """Admit groups, unless the round of a batch is still running, and send out what can start."""
-        while self.buffer.num_free_places() > 0 and not self._round_is_running():
-            for _ in range(self.buffer.num_free_places()):
-                group_id = self.tickets.next_group_id()
-                self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
-        self._send_out()
-        self._open_barrier()
+        """Admit groups, and send out what can start."""
+        self.admit_groups()
+        self.send_out()
+
+    def admit_groups(self) -> None:
+        """Admit groups while there are places for them."""
+        while self.buffer.num_free_places() > 0:
+            group_id = self.tickets.next_group_id()
+            self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
         """Whether a worker with a free slot may be given a ticket."""
@@ -137,15 +137,8 @@ class Dispatcher:
             return ticket.min_version
         return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
 
-    def _round_is_running(self) -> bool:
-        return self.config.scheduling == "batch" and bool(self.queue.has_training_tickets or self._running_tickets())
-
-    def _running_tickets(self) -> set[int]:
-        """Ids of the tickets of training groups that workers have."""
-        running = (ticket for worker in self.workers for ticket in worker.running.values())
-        return {ticket.ticket_id for ticket in running if not ticket.is_evaluation}
-
-    def _send_out(self) -> None:
+    def send_out(self) -> None:
+        """Send out the tickets that can start."""
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
         for worker, ticket in self.queue.assign(list(self.workers)):
             worker.give(ticket)
@@ -158,22 +151,12 @@ class Dispatcher:
     def hold_idle(self, why_full: HoldReason) -> None:
         """Tell workers without a ticket why, once for each reason; `why_full` says why no group may be admitted."""
         idle = [worker for worker in self.workers if worker.is_up and not worker.running]
-        reason = why_full
-        if idle and why_full != "weights" and self._round_is_running():
-            reason = "round"
-        elif len(self.queue):
-            reason = "version"
+        reason = self.why_idle(why_full) if idle else why_full
         for worker in idle:
             if worker.held != reason:
                 worker.held = reason
                 worker.process.send(Hold(reason))
 
-    def _open_barrier(self) -> None:
-        """Let all go on if every running trajectory, on whichever worker, waits at the barrier."""
-        if not self.at_barrier:
-            return
-        still_to_come = self.config.scheduling == "batch" and self.queue.has_training_tickets
-        if self._running_tickets() <= self.at_barrier and not still_to_come:
-            self.at_barrier.clear()
-            for worker in self.workers:
-                worker.process.send(Proceed())
+    def why_idle(self, why_full: HoldReason) -> HoldReason:
+        """Return why a worker has no ticket."""
+        return "version" if len(self.queue) else why_full

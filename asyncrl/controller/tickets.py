@@ -194,9 +194,10 @@ class TicketSource:
 class TicketQueue:
     """Tickets that no worker has yet, in order."""
 
-    def __init__(self, scheduling: str, max_running_requests: int, may_start: Callable[[Worker, Ticket], bool]):
+    def __init__(self, max_running_requests: int, may_start: Callable[[Worker, Ticket], bool]):
         """`may_start(worker, ticket)` says whether a worker with a free slot may be given a ticket."""
-        self.scheduling, self.max_running_requests, self.may_start = scheduling, max_running_requests, may_start
+        self.max_running_requests = max_running_requests
+        self.may_start = may_start
         self._tickets: deque[Ticket] = deque()
 
     def __len__(self) -> int:
@@ -223,12 +224,11 @@ class TicketQueue:
         self._tickets = deque(ticket for ticket in self._tickets if ticket.group_id != group_id)
 
     def assign(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load."""
-        return self._assign_in_advance(workers) if self.scheduling == "batch" else self._assign_to_free(workers)
+        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load.
 
-    def _assign_to_free(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Give each ticket to the least loaded worker that may start it, and of those to the lowest `order`; a heap,
-        as there can be thousands of both."""
+        A ticket goes to the least loaded worker that may start it, and of those to the one with the lowest `order`. A
+        heap finds it, as there can be thousands of tickets and workers.
+        """
         if not self._tickets:
             return
         most = self.max_running_requests
@@ -245,14 +245,3 @@ class TicketQueue:
             heapq.heapreplace(loads, (worker.num_running, *loads[0][1:]))
             for load in passed_over:
                 heapq.heappush(loads, load)
-
-    def _assign_in_advance(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Split tickets evenly whatever slots are free: the engine keeps what it cannot run yet."""
-        waiting, self._tickets = self._tickets, deque()
-        for ticket in waiting:
-            index = ticket.member if ticket.is_evaluation else ticket.group_id
-            worker = workers[index % len(workers)]
-            if self.may_start(worker, ticket):
-                yield worker, ticket
-            else:
-                self._tickets.append(ticket)

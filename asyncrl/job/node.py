@@ -210,7 +210,8 @@ def make_controller(
 ) -> Controller:
     """Make the controller of a node, and its workers."""
     workers = Workers(start.config, start.placement, model_path, run.path, start.worker_main)
-    return Controller(start.config, workers, tickets, run.record, start.clock, start.cluster.num_nodes, restored)
+    kind = extras.load("--scheduling").BaselineController if start.config.is_baseline else Controller
+    return kind(start.config, workers, tickets, run.record, start.clock, start.cluster.num_nodes, restored)
 
 
 def _fit_memory(start: Start, model_path: str) -> Start:

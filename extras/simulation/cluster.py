@@ -17,6 +17,7 @@ from asyncrl.controller.tickets import TicketSource
 from asyncrl.messages import Finished
 from asyncrl.records import Group
 from asyncrl.weights.transport import Announcement, Staged, Transport
+from extras.baselines import BaselineController
 from extras.planning.advice import Machines, rate_that_suffices
 from extras.simulation.clock import Clock
 from extras.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
@@ -132,7 +133,9 @@ class Simulation:
     def __init__(self, case: Case):
         self.case, self.clock, self.config = case, Clock(), case.config
         has_swarm = case.cluster.swarm is not None
-        kinds = (SimulatedSwarmWorkers, SwarmController) if has_swarm else (SimulatedWorkers, Controller)
+        kinds = (SimulatedWorkers, BaselineController if self.config.is_baseline else Controller)
+        if has_swarm:
+            kinds = (SimulatedSwarmWorkers, SwarmController)
         self.workers = kinds[0](self.clock, self.config, case.workload, case.cluster)
         tickets = TicketSource(self.config, case.workload.prompts(case.seed))
         self.controller = kinds[1](self.config, self.workers, tickets, self._record)

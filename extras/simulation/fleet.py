@@ -14,8 +14,9 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.controller.workers import Worker, Workers
-from asyncrl.messages import Abort, Finished, Proceed, SampledTokens, Suspend, Tickets, Update, Updated, Waiting
+from asyncrl.messages import Abort, Finished, SampledTokens, Suspend, Tickets, Update, Updated
 from asyncrl.records import FinishReason, Ticket, Trajectory
+from extras.baselines import Proceed, Waiting
 from extras.simulation.clock import Clock
 from extras.simulation.engine import Cluster, Request, SimulatedEngine
 from extras.simulation.workload import Workload, draws_of

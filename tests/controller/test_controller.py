@@ -19,6 +19,7 @@ from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
 from data.problem import Problem
+from extras.baselines import BaselineController
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
 
@@ -59,7 +60,8 @@ def session(
         encode=lambda problem: [2, 3] if len(problem.prompt) < 20 else [2] * 1000,
     )
     events = []
-    controller = Controller(
+    kind = BaselineController if config.is_baseline else Controller
+    controller = kind(
         config,
         Workers(config, Placement((None,), 1, workers, transport), model, tmp_path, run_fake_worker),
         TicketSource(config, prompts),

@@ -26,6 +26,7 @@ from asyncrl.messages import Finished, InFlight, Updated
 from asyncrl.runlog import plain
 from asyncrl.weights.transport import Announcement, Buffers, Staged
 from data.problem import Problem
+from extras.baselines import BaselineController
 from extras.swarm.controller import Disbelieved, SwarmController
 from extras.swarm.pull import PullTransport
 from extras.swarm.remote import RemoteWorker
@@ -135,7 +136,9 @@ class Walk:
         tickets = WatchedTickets(config, prompts)
         tickets.oracle = oracle
         placed = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(self.num_workers))
-        kinds = (WalkSwarmWorkers, SwarmController) if config.listen else (WalkWorkers, Controller)
+        kinds = (WalkWorkers, BaselineController if config.is_baseline else Controller)
+        if config.listen:
+            kinds = (WalkSwarmWorkers, SwarmController)
         workers = kinds[0](self, config, Placement((None,), 1, placed, "shm"))
         self.controller = kinds[1](config, workers, tickets, self._record, restored=state)
         self.is_ending_leases = False

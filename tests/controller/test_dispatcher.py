@@ -57,7 +57,7 @@ def in_order_to_the_least_loaded(fleet):
 def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_by_their_order(seed):
     expected = in_order_to_the_least_loaded(random_fleet(seed))
     fleet = random_fleet(seed)
-    queue = TicketQueue("queue", fleet.max_running, lambda worker, ticket: worker.can_start(ticket.min_version))
+    queue = TicketQueue(fleet.max_running, lambda worker, ticket: worker.can_start(ticket.min_version))
     queue.append(fleet.tickets)
     given = []
     for worker, one in queue.assign(fleet.workers):
