@@ -62,7 +62,9 @@ Positive = Annotated[float, Meta(gt=0, le=10**9)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 Temperature = Annotated[float, Meta(ge=0.01, le=2, description="outside of which vLLM clips or refuses")]
-Assignment = Annotated[str, Meta(pattern=r"(?s)\A\w+=.+\Z", description="NAME=VALUE, as in clip_high=0.28")]
+Assignment = Annotated[
+    str, Meta(pattern=r"(?s)\A\w+=.+\Z", description="NAME=VALUE, as in clip_high=0.28 or held_out=0.2")
+]
 Reward = Annotated[str, Meta(pattern=rf"\A{OWN}\Z", description="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")]
 Address = Annotated[str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", description="HOST:PORT, as 127.0.0.1:7711")]
 RunName = Annotated[

@@ -207,12 +207,13 @@ def cells_of(arguments: argparse.Namespace) -> list[dict]:
 def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
     """The cells. Raises ValueError if a run would not accept one, or `extra` says otherwise than it does."""
     first = [cell for cell in cells if cell.get("kind") != RECORDED and cell.get("seed") == cells[0].get("seed")]
+    flags_of_extra = {argument.partition("=")[0].replace("_", "-") for argument in extra if argument.startswith("--")}
     for cell in [*first, *cells[-1:]]:  # to read all takes seconds, and other seeds differ by nothing else
         try:
-            alone, config = read_options(options(cell)), read_options(options(cell, extra))
             for name in cell:
-                if getattr(config, name, None) != getattr(alone, name, None):
+                if f"--{flag(name)}" in flags_of_extra:
                     raise ValueError(f"--{flag(name)} is the grid's; give it before --")
+            config = read_options(options(cell, extra))
             if "of" not in cell:  # a replay's other options are those of its recorded run
                 check(config.checked())
         except ValueError as error:

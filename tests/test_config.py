@@ -90,8 +90,14 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--lr"], "--lr expected one argument"),
         (["--save-memory", "gradients"], "--save-memory must be one of auto, activations, optimizer, got 'gradients'"),
         (["--lora-rank", "-1"], "--lora-rank must be in [0, 1e+09], got -1"),
-        (["--algo-args", "clip_high"], "--algo-args must be NAME=VALUE, as in clip_high=0.28, got 'clip_high'"),
-        (["--algo-args", "clip_high="], "--algo-args must be NAME=VALUE, as in clip_high=0.28, got 'clip_high='"),
+        (
+            ["--algo-args", "clip_high"],
+            "--algo-args must be NAME=VALUE, as in clip_high=0.28 or held_out=0.2, got 'clip_high'",
+        ),
+        (
+            ["--algo-args", "clip_high="],
+            "--algo-args must be NAME=VALUE, as in clip_high=0.28 or held_out=0.2, got 'clip_high='",
+        ),
         (["--algo", "aipo", "--algo-args", "cap=2", "cap=3"], "--algo-args cap=3: is given twice"),
         (
             ["--task", "chess"],

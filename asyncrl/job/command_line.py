@@ -86,13 +86,13 @@ def _read(args: list[str] | None, default: Config | None) -> Command:
         from asyncrl.job.resume import check_changes, resumed_options
 
         begun = resumed_options(Path(command.resume))
-        return check_changes(_resolved(_parse(args, begun)), begun)
+        return check_changes(_resolved(_parse(args, begun), begun), begun)
     if command.like:
         default = options_like(Path(command.like))
     elif default is None and command.model != Config.model:
         max_response_tokens = 24 if command.task.startswith("sums") else 1024
         default = Config(max_prompt_tokens=512, max_response_tokens=max_response_tokens)
-    return _resolved(command if default is None else _parse(args, default))
+    return _resolved(command if default is None else _parse(args, default), default or Config())
 
 
 def _parse(args: list[str], default: Config) -> Command:
@@ -159,13 +159,14 @@ def check(config: Config) -> None:
         extras.load("--listen")
 
 
-def _resolved(command: Command) -> Command:
+def _resolved(command: Command, default: Config) -> Command:
     """Give all user code an absolute path, so that all processes mean one file.
 
-    A class of gymnasium gets `environment:` before it. Raises ValueError, in one line, for a task that does not load.
+    A class of gymnasium gets `environment:` before it. The default's task has it already. Raises ValueError, in one
+    line, for a task that does not load.
     """
     task = own.resolved(command.task)
-    if own.is_own(task) and not task.startswith("environment:"):
+    if task != default.task and own.is_own(task) and not task.startswith("environment:"):
         kind, gymnasium = own.load(task), sys.modules.get("gymnasium")
         if gymnasium and isinstance(kind, type) and issubclass(kind, gymnasium.Env):
             task = f"environment:{task}"

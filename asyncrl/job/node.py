@@ -38,6 +38,7 @@ from asyncrl.runlog.manifest import Checkpoint, how_to_go_on
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, load_task
+from asyncrl.trainer.loss import choose_loss
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.problem import Problem, Task
@@ -128,6 +129,7 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     `lead` instead of `start_rollout`. Raises ValueError for what the user can mend, RuntimeError if another node ends.
     """
     config.checked()
+    choose_loss(config)  # a mistake ends the run before anything is made
     write_stacks_to()
     on_end = ExitStack()
     watchdog = extras.find("watchdog")

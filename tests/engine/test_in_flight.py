@@ -30,7 +30,7 @@ def episode_of(pair, ticket, **options):
 async def sample(pair, episode, done):
     """What Episode.run does with the engine; `done` has the response when it has ended."""
     episode._tokens = list(PROMPT)
-    done[episode.ticket.ticket_id] = await episode._act(MOST)
+    done[episode.ticket.ticket_id] = await episode.act(MOST)
 
 
 async def read(proxy, episodes, done):

@@ -89,10 +89,10 @@ def test_arguments_of_a_loss_are_checked_against_its_signature(tmp_path, capsys)
         (("--algo", "nowhere.py:loss"), "there is no file"),
         (("--reward", "nowhere.py:score"), "there is no file"),
         (("--optimizer", "nowhere.py:Optimizer"), "there is no file"),
-        (("--reward", "score"), "--reward takes FILE.py:FUNCTION, or FILE.py:FUNCTION*WEIGHT, got 'score'"),
+        (("--reward", "score"), "--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, got 'score'"),
         (("--task", "jsonl"), "jsonl: missing a required argument: 'data_path'; give it as --data-path"),
         (("--task-args", "words=1"), "--task-args words=1: --task addition takes none"),
-        (("--task-args", "words"), "--task-args takes NAME=VALUE, as in held_out=0.2, got 'words'"),
+        (("--task-args", "words"), "--task-args must be NAME=VALUE, as in clip_high=0.28 or held_out=0.2, got 'words'"),
         (("--task", "frozen_lake", "--reward", "a.py:f"), "an environment, which gives its own rewards; change one"),
     ],
 )
