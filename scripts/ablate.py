@@ -210,8 +210,9 @@ def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
     flags_of_extra = {argument.partition("=")[0].replace("_", "-") for argument in extra if argument.startswith("--")}
     for cell in [*first, *cells[-1:]]:  # to read all takes seconds, and other seeds differ by nothing else
         try:
-            for name in cell:
-                if f"--{flag(name)}" in flags_of_extra:
+            alone = read_options(options(cell))
+            for name in (name for name in cell if f"--{flag(name)}" in flags_of_extra):
+                if getattr(read_options([*extra]), name) != getattr(alone, name):
                     raise ValueError(f"--{flag(name)} is the grid's; give it before --")
             config = read_options(options(cell, extra))
             if "of" not in cell:  # a replay's other options are those of its recorded run
