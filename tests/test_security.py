@@ -95,6 +95,6 @@ def test_what_only_looks_like_a_danger_is_passed_over():
 
 def test_nothing_listens_on_all_addresses_unless_it_is_asked_to():
     everywhere = {path.relative_to(ROOT).as_posix() for path in FILES if "0.0.0.0" in path.read_text(encoding="utf-8")}
-    assert everywhere == {"asyncrl/config.py", "extras/swarm/swarm.py", "extras/planning/plan.py"}, (
+    assert everywhere == {"extras/swarm/swarm.py", "extras/planning/plan.py"}, (
         "the texts of --listen, and where it names no host"
     )

@@ -63,7 +63,7 @@ def test_a_row_of_unlike_runs_says_in_what_else_they_differ(runs):
         (["async_ratio"], ["2", "10"]),
         (["algo"], ["grpo", "tis"]),
         (["algo_args"], ["clip_high=0.3", "none"]),
-        (["share_prefix", "algo"], ["false | grpo", "false | tis"]),
+        (["share_prefix", "algo"], ["off | grpo", "off | tis"]),
     ],
 )
 def test_runs_with_the_same_values_share_a_row_with_mean_and_standard_deviation(runs, by, labels):
