@@ -64,6 +64,8 @@ def pair(request, tmp_path_factory):
         pair = Pair(Config(model=model, max_prompt_tokens=40, max_response_tokens=40), read_by, make)
         yield pair
         pair.run(pair.shutdown())
+        if request.param == "nccl":
+            pair.transport.close()  # or its thread would outlive these tests
         dist.destroy_process_group()
 
 
