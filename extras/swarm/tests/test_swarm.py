@@ -323,6 +323,22 @@ def test_a_batch_of_a_host_that_lied_is_put_back_and_its_groups_are_dropped(tmp_
         assert ledger["groups_dropped_shut_out"] == 2 and ledger["groups_consumed"] == 2
 
 
+def test_with_async_ratio_1_nothing_of_a_host_that_lied_stays_in_the_buffer(tmp_path):
+    with running(tmp_path, async_ratio=1.0) as run, FakeMachine(run, "liar") as liar:
+        held = run.controller.hold_batch()
+        (worker,) = {t.worker for group in held for t in group.trajectories}
+        buffer = run.controller.dispatcher.buffer
+        wait_until(lambda: len(buffer.groups_of({worker})) > len(held))  # others wait behind the batch
+        run.swarm.shut_out(worker, "sent what is not true")
+        assert run.controller.refuse_batch(run.swarm.disbelieved)
+        wait_until(lambda: liar.saw(Refused))
+        assert not buffer.groups_of({worker})
+        with FakeMachine(run, "honest"):
+            trained = [*run.step(), *run.step()]
+        assert worker not in {t.worker for group in trained for t in group.trajectories}
+        assert run.controller.take_report().ledger["groups_dropped_shut_out"] > len(held)
+
+
 def test_a_batch_is_believed_though_another_host_lied_earlier(tmp_path):
     with running(tmp_path, async_ratio=0.0) as run:
         with FakeMachine(run, "liar") as liar:
