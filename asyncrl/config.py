@@ -256,7 +256,7 @@ class Config:
     GPUs."""
 
     # Records and studies
-    eval_problems: Annotated[int, Meta(ge=1, le=10**4), EVALUATION] = 256
+    eval_problems: Annotated[int, Meta(ge=1, le=10**5), EVALUATION] = 256
     """Held-out problems per evaluation, one sampled response each."""
     eval_greedy: Annotated[bool, RESUME] = False
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""

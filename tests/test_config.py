@@ -35,7 +35,7 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--max-grad-norm", "inf"], "--max-grad-norm must be in (0, 1e+09], got inf"),
         (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be in (0, 1], got nan"),
         (["--timeout-s", "1e308"], "--timeout-s must be in (0, 1e+06], got 1e+308"),
-        (["--eval-problems", "1000000000000"], "--eval-problems must be in [1, 10000], got 1000000000000"),
+        (["--eval-problems", "1000000000000"], "--eval-problems must be in [1, 100000], got 1000000000000"),
         (["--extra-groups", "100000000"], "--extra-groups must be in [0, 1e+06], got 100000000"),
         (["--extra-members", "10000000"], "--extra-members must be in [0, 1e+06], got 10000000"),
         (

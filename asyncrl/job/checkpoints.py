@@ -142,5 +142,7 @@ class Checkpoints:
             return
         self.writer.wait()
         rollout = node.controller.cut(node.run.sizes) if node.cluster.is_leader else None
-        facts = {"records": rollout.records, "probe": node.probe.tokens} if node.cluster.is_leader else None
-        self.writer.start(self.policy.state(), step, publisher.delayed, rollout, facts)
+        delayed, facts = publisher.delayed, None
+        if node.cluster.is_leader:
+            facts = {"records": rollout.records, "probe": node.probe.state(delayed)}
+        self.writer.start(self.policy.state(), step, delayed, rollout, facts)

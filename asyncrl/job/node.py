@@ -71,7 +71,7 @@ class Start:
 
     def make_node(self, model_path: str, **of_leader) -> "Node":
         """The node; `of_leader` are the fields that only a leader has."""
-        probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else [])
+        probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else None)
         kind = Node if self.config.listen is None else extras.load("--listen").SwarmNode
         return kind(**vars(self), model_path=model_path, probe=probe, **of_leader)
 

@@ -84,14 +84,26 @@ class Scores:
 class Probe:
     """Random tokens, and after the first batch some sequences of it; and the trainer's scores of them by version."""
 
-    def __init__(self, config: Config, tokens: Iterable[Iterable[int]] = ()):
-        """`tokens` are token ids of the sequences of a run that is resumed."""
+    def __init__(self, config: Config, saved: dict | None = None):
+        """`saved` is the `state` of a run that is resumed."""
         self._config = config
         self._length = min(MAX_TOKENS, config.max_sequence_tokens - 1)
-        self.tokens = tuple(map(tuple, tokens))
+        saved = saved or {"tokens": [], "scores": []}
+        self.tokens = _as_tokens(saved["tokens"])
         """Token ids of each sequence that is of the first batch; none before it."""
-        self._scores: dict[int, Scores] = {}
+        self._scores = {
+            version: Scores(_as_tokens(tokens), np.array(logprobs, np.float32))
+            for version, tokens, logprobs in saved["scores"]
+        }
         self._newest: dict[int, Mismatch] = {}
+
+    def state(self, versions: Iterable[int]) -> dict:
+        """Return the sequences, and the trainer's scores at versions that are still to be announced, in plain data."""
+        scores = [(version, self._scores[version]) for version in versions]
+        return {
+            "tokens": self.tokens,
+            "scores": [(version, its.tokens, its.logprobs.tolist()) for version, its in scores],
+        }
 
     def tokens_at(self, version: int) -> Tokens:
         """Return the sequences that the trainer has scored at a version; none if it has not, or long ago."""
@@ -101,7 +113,7 @@ class Probe:
         """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
         if not self.tokens:
             first = [group.trajectories[0].tokens[: self._length] for group in (groups or [])[:NUM_SEQUENCES]]
-            self.tokens = cluster.broadcast_on_node(tuple(tuple(tokens.tolist()) for tokens in first))
+            self.tokens = cluster.broadcast_on_node(_as_tokens(tokens.tolist() for tokens in first))
 
     def score(self, policy: "Policy", version: int) -> None:
         """Have the trainer score the probe at a version; collective."""
@@ -114,7 +126,7 @@ class Probe:
         """Return token ids from the whole vocabulary, the same on all ranks."""
         vocab_size = policy.module.model.config.get_text_config().vocab_size
         generator = np.random.default_rng(self._config.seed)
-        return tuple(tuple(generator.integers(0, vocab_size, self._length).tolist()) for _ in range(NUM_SEQUENCES))
+        return _as_tokens(generator.integers(0, vocab_size, (NUM_SEQUENCES, self._length)).tolist())
 
     def compare(self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]) -> list[Mismatch]:
         """Compare the engines' log-probs, version -> worker -> nats per token of each sequence, with the trainer's.
@@ -133,6 +145,10 @@ class Probe:
         """Take the newest mismatch of each worker that was compared since the last call."""
         newest, self._newest = self._newest, {}
         return list(newest.values())
+
+
+def _as_tokens(sequences: Iterable[Iterable[int]]) -> Tokens:
+    return tuple(map(tuple, sequences))
 
 
 def _sequence(ids: tuple[int, ...]) -> TrainSequence:

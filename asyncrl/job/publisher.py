@@ -32,6 +32,7 @@ class Publisher:
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
         self._has_warned = False
+        self._first_announced: int | None = None  # version of the weights that this start of the run begins with
         self._snapshots = collections.deque(self._resumed_snapshots())
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
@@ -59,7 +60,7 @@ class Publisher:
         """Compare what engines have scored since the last call with the trainer's scores of the same version.
 
         A worker of this node that has other weights is warned of, once. A joined host is shut out.
-        Raises RuntimeError if the weights that this start of the run begins with are wrong, on a leader only.
+        Raises RuntimeError, on a leader only, if the first weights that this start of the run announced are wrong.
         """
         node = self.node
         if node.controller is None:
@@ -72,7 +73,7 @@ class Publisher:
             problem = mismatch.describe(dtype, model_type, node.placement.transport)
             if node.controller.shuts_out(mismatch.worker, problem):
                 continue
-            if mismatch.version == node.first_version:
+            if mismatch.version == self._first_announced:
                 raise RuntimeError(problem)
             if not self._has_warned:
                 self._has_warned = True
@@ -85,6 +86,8 @@ class Publisher:
         is_due_now = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
         evaluate = controller.withdraw() or (self.node.restored.evaluates if is_resumed else is_due_now)
         staged = controller.stage(version, parameters)
+        if self._first_announced is None:
+            self._first_announced = version
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         controller.publish(Announcement(version, step, staged, self.node.probe.tokens_at(version), evaluate))

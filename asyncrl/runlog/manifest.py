@@ -16,7 +16,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-FORMAT = 1
+FORMAT = 2
 """Of checkpoints; those of another are not read."""
 PART, MANIFEST = "resume", "manifest.json"
 """Folder in a checkpoint of what only --resume needs, and the file there."""
@@ -31,8 +31,8 @@ class Checkpoint:
     num_nodes: int
     frozen_sha256: str
     """Of the files of the weights that are not trained (LoRA, reference), which it does not have; empty without."""
-    probes: list[list[list[int]]]
-    """Token ids of the sequences of each node's probe."""
+    probes: list[dict]
+    """State of each node's probe."""
     records: list[dict[str, int]]
     """How many bytes of each of its records count, by node."""
     delayed: list[int]
@@ -47,7 +47,7 @@ class Checkpoint:
         """Folder of what is not for people."""
         return self.path / PART
 
-    def probe_of(self, node: int) -> list[list[int]]:
+    def probe_of(self, node: int) -> dict:
         """The probe that a node goes on with."""
         return self.probes[node % self.num_nodes]
 

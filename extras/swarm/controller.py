@@ -156,11 +156,14 @@ class SwarmController(Controller):
         return self.swarm.take_report()
 
     def shuts_out(self, worker: int, problem: str) -> bool:
-        """Shut out the host of a worker whose weights are wrong. Returns False for a worker of this node."""
-        is_remote = worker >= self.workers.num_workers
-        if is_remote:
-            self.swarm.shut_out(worker, problem)
-        return is_remote
+        """Shut out the host of a worker whose weights are wrong.
+
+        Returns False for a worker of this node, and if no worker is left that is believed.
+        """
+        if worker < self.workers.num_workers:
+            return False
+        self.swarm.shut_out(worker, problem)
+        return any(other.index not in self.swarm.disbelieved for other in self.workers)
 
     def stop(self) -> None:
         """Tell hosts that the run has ended, and end all workers of this node."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from asyncrl.controller.tickets import TicketState
 from asyncrl.job import checkpoints as module
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import NobodySamples, _open_records
+from asyncrl.job.probe import Probe
 from asyncrl.job.publisher import Publisher
 from asyncrl.job.resume import controller_of
 from asyncrl.runlog.manifest import PART, Checkpoint, checkpoints_in, id_of, newest_checkpoint
@@ -69,7 +71,8 @@ def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
         folder = "" if cluster.is_first else f"one/node_{cluster.node}"
         run = RunDirectory(config, node_folder=folder, resumed=resumed and resumed.event(cluster.node))
         controller = Rollout(config)
-    probe = SimpleNamespace(tokens=((1, 2, 3),))
+    new = {"tokens": [[1, 2, 3]], "scores": []}
+    probe = Probe(config, resumed.probe_of(cluster.node) if resumed else new)
     of_rank = {"device": CPU, "clock": TrainerClock(), "probe": probe}
     of_rank["watch"] = NodeWatch(Cluster(), lambda: "no stacks")
     return SimpleNamespace(
@@ -144,7 +147,7 @@ def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
     assert names(folder_of(checkpoints)) == ["step_2", "step_4", "step_5"], "every second, and the last"
     node.run.close()
     found = newest_checkpoint(node.run.path)
-    assert (found.step, found.probes, found.skipped) == (5, [[[1, 2, 3]]], [])
+    assert (found.step, found.probe_of(0)["tokens"], found.skipped) == (5, [[1, 2, 3]], [])
     assert found.records[0]["metrics"] == (node.run.path / "metrics.jsonl").stat().st_size
     resumed = Checkpoints(make_node(tmp_path, model, resumed=found, save_every=2), load(node.config))
     assert resumed.policy.num_updates == 5
@@ -243,10 +246,17 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
     checkpoints = saved(steps=3, publish_delay=3, async_ratio=0.0)
     policy = checkpoints.policy
     held = {v: [(spec.name, torch.full(spec.shape, float(v))) for spec in policy.sent_specs()] for v in (1, 2)}
+    probe = checkpoints.node.probe
+    for version in held:
+        probe.score(policy, version)
     checkpoints.save_if_due(3, SimpleNamespace(delayed=held))
     checkpoints.writer.wait()
     checkpoints.node.run.close()
     node = make_node(tmp_path, model, resumed=newest_checkpoint(checkpoints.node.run.path), publish_delay=3, steps=9)
+    assert [node.probe.tokens_at(version) for version in (1, 2, 3)] == [((1, 2, 3),), ((1, 2, 3),), ()]
+    of_engines = {version: {0: (probe._scores[version].logprobs - np.float32(0.5),)} for version in held}
+    found = [(mismatch.version, mismatch.abs_mean) for mismatch in node.probe.compare(of_engines)]
+    assert found == [(version, pytest.approx(0.5)) for version in (1, 2)], "they are compared as in an unbroken run"
     node.controller = SimpleNamespace(connect=lambda transport: None)
     node.placement = SimpleNamespace(transport="none", workers=())
     node.restored = SimpleNamespace(announced=0)
@@ -537,7 +547,8 @@ def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
 def test_two_nodes_save_while_they_train_stop_together_and_one_goes_on(tmp_path, model, one_rank):
     assert run_ranks(save_on_two_ranks, 2, str(tmp_path), model) == [0, 0]
     found = newest_checkpoint(tmp_path / "one")
-    assert (found.step, found.num_nodes, found.probes) == (4, 2, [[[1, 2, 3]]] * 2)
+    assert (found.step, found.num_nodes) == (4, 2)
+    assert [found.probe_of(node)["tokens"] for node in (0, 1)] == [[[1, 2, 3]]] * 2
     assert found.records[1].keys() == {"events"} and found.records[0].keys() == {"metrics", "events", "samples"}
     resumed = Checkpoints(make_node(tmp_path, model, resumed=found), load(Config(model=model, algo="reinforce")))
     kept = torch.load(tmp_path / "kept.pt")

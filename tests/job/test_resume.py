@@ -235,7 +235,7 @@ def test_a_checkpoint_of_another_format_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncrl.runlog.manifest.FORMAT", 99)
     make_checkpoint(run, 3)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="its format is 99, and this code reads 1"):
+    with pytest.raises(ValueError, match="its format is 99, and this code reads 2"):
         newest_checkpoint(run)
 
 

@@ -308,6 +308,15 @@ def test_machines_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
         assert sent_to == ["elsewhere:1", "here", "here"]
 
 
+def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_the_last(tmp_path):
+    with running(tmp_path) as run, FakeMachine(run, "a") as a, FakeMachine(run, "b") as b:
+        wait_until(lambda: run.workers_of("a") and run.workers_of("b"))
+        for name, machine, goes_on in (("a", a, True), ("b", b, False)):
+            (worker,) = run.workers_of(name)
+            assert run.controller.shuts_out(worker, "does not have the trainer's weights") == goes_on
+            wait_until(lambda machine=machine: machine.saw(Refused))
+
+
 def test_a_batch_of_a_host_that_lied_is_put_back_and_its_groups_are_dropped(tmp_path):
     with running(tmp_path, async_ratio=0.0) as run, FakeMachine(run, "liar") as liar:
         held = run.controller.hold_batch()

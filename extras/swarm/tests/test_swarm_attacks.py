@@ -168,6 +168,7 @@ def test_trajectories_that_nobody_asked_for_shut_a_machine_out(run, capsys, chan
 
 def test_a_ticket_of_another_machine_cannot_be_answered(run, capsys):
     with liar(run) as machine, liar(run, holds=False) as thief:
+        wait_until(lambda: machine.held)
         index, ticket = machine.held[0]
         thief.send(b"0", Finished(thief.made(index, ticket), None))
         is_shut_out(run, thief, "which it has not", capsys)
