@@ -61,7 +61,7 @@ def train_on(node: "Node", log: "StepLog") -> None:
             publisher.publish(step, groups)
             log.write(step, groups, stats)
             checkpoints.save_if_due(step, publisher)
-        publisher.check_engines(config.steps)  # the last version, with which the last evaluation was sampled
+        publisher.check_last()
 
 
 def main() -> None:

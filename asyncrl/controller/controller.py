@@ -259,6 +259,15 @@ class Controller:
         with self._changed:
             self._changed.wait_until(self.has_evaluated, "an evaluation")
 
+    def finish_probes(self, version: int) -> None:
+        """Wait until each worker of this node that is up has scored the probe at a version, the last announced."""
+        with self._changed:
+            self._changed.wait_until(lambda: self._have_probed(version), "a probe")
+
+    def _have_probed(self, version: int) -> bool:
+        own = [worker for worker in self.workers if worker.index < self.workers.num_workers]
+        return all(self.journal.has_probed(worker.index, version) for worker in own if worker.is_up)
+
     def has_evaluated(self) -> bool:
         """Whether no evaluation is to be waited for."""
         return self.evaluations.running is None

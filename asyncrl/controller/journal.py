@@ -87,6 +87,10 @@ class Journal:
         """A worker has scored the probe."""
         self._probes.setdefault(version, {})[worker] = logprobs
 
+    def has_probed(self, worker: int, version: int) -> bool:
+        """Whether a worker has scored the probe at a version, and nobody has taken that."""
+        return worker in self._probes.get(version, {})
+
     # Sums
 
     def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:

@@ -56,6 +56,13 @@ class Publisher:
             version, parameters = self._delayed(step, parameters)
         self._announce(version, step, parameters)
 
+    def check_last(self) -> None:
+        """Compare the engines at the last version, with which the last evaluation was sampled."""
+        node, last = self.node, self.config.steps
+        if node.controller is not None and node.probe.tokens_at(last):
+            node.controller.finish_probes(last)
+        self.check_engines(last)
+
     def check_engines(self, step: int) -> None:
         """Compare what engines have scored since the last call with the trainer's scores of the same version.
 
