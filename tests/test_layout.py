@@ -62,6 +62,15 @@ def test_imports_run_only_downwards(path):
     assert not upwards, f"{path} imports {upwards}"
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if path.parts[-3] == "extras"], ids=name_of)
+def test_a_folder_of_extras_never_imports_another(path):
+    """The simulation of swarms is in one file, which is imported where a swarm is simulated."""
+    modules = [module.split(".") for module in imported_modules(ast.parse(path.read_text(encoding="utf-8")))]
+    folders = {parts[1] for parts in modules if parts[0] == "extras" and len(parts) > 2}
+    others = {folder for folder in folders if (ROOT / "extras" / folder).is_dir()} - {path.parent.name}
+    assert others == ({"swarm"} if path.parts[-2:] == ("simulation", "swarm.py") else set())
+
+
 def test_no_module_imports_itself_through_others():
     modules = {name_of(path) for path in FILES}
     imports = {}

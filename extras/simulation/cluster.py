@@ -5,6 +5,8 @@ trainer and every engine at the same time; to machines of a swarm weights come a
 the trainer's staging. Nothing else of a run is there: no evaluation, no checkpoint, no failure of a process.
 """
 
+import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,14 +20,10 @@ from asyncrl.messages import Finished
 from asyncrl.records import Group
 from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.baselines import BaselineController
-from extras.planning.advice import Machines, rate_that_suffices
 from extras.simulation.clock import Clock
 from extras.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
-from extras.simulation.fleet import SimulatedSwarmWorkers, SimulatedWorkers
-from extras.simulation.swarm import SimulatedSwarm
+from extras.simulation.fleet import SimulatedWorkers
 from extras.simulation.workload import Workload
-from extras.swarm import leases, remote
-from extras.swarm.controller import SwarmController
 
 FLOPS_PER_PARAMETER = 8
 """Of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""
@@ -135,7 +133,9 @@ class Simulation:
         has_swarm = case.cluster.swarm is not None
         kinds = (SimulatedWorkers, BaselineController if self.config.is_baseline else Controller)
         if has_swarm:
-            kinds = (SimulatedSwarmWorkers, SwarmController)
+            from extras.simulation.swarm import SimulatedSwarm  # which needs extras/swarm/; all else does without
+
+            kinds = SimulatedSwarm.kinds
         self.workers = kinds[0](self.clock, self.config, case.workload, case.cluster)
         tickets = TicketSource(self.config, case.workload.prompts(case.seed))
         self.controller = kinds[1](self.config, self.workers, tickets, self._record)
@@ -146,7 +146,7 @@ class Simulation:
         self.workers.on_handled = self._on_handled
         self.controller.launch()
         self.controller.connect(_Transport())
-        self.swarm = SimulatedSwarm(self, case.cluster) if case.cluster.swarm else None
+        self.swarm = SimulatedSwarm(self, case.cluster) if has_swarm else None
         self.steps: list[Step] = []
         self._version = 0
         self._is_waiting = False
@@ -155,11 +155,8 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all steps. Raises RuntimeError if a bound or the ledger is broken, or if nothing moves any more."""
         self._publish()
-        remote.time = leases.time = self.clock  # by which leases end
-        try:
+        with self.swarm.on_its_clock() if self.swarm else contextlib.nullcontext():
             self.clock.run_until(lambda: self._is_over and self._is_waiting)
-        finally:
-            remote.time = leases.time = time
         seconds = self._published_at - self._started_at
         counts = self._so_far() - self._before
         return Outcome(
@@ -191,7 +188,8 @@ class Simulation:
         stale, train_s = [lag for step in steps for lag in step.staleness], fmean(step.train_s for step in steps)
         fetch_s, responses = fmean(self.swarm.fetches_s or [0.0]), len(stale) // len(steps)
         rate = counts["ended"] / counts["slot_s"] * cluster.num_slots  # with all slots taken
-        machines = Machines((rate,), responses, train_s, fetch_s, max(1, lag))
+        refresh_s = max(1, lag) * train_s - fetch_s  # in which the responses of these steps must come
+        enough = max(1, lag) * responses / refresh_s if refresh_s > 0 else math.inf
         return {
             "staleness_mean": fmean(stale),
             "uplink_share": counts["sent_bytes"] / (seconds * cluster.swarm.uplink_bytes_per_s),
@@ -202,8 +200,8 @@ class Simulation:
             "longest_s": fmean(max(step.slot_s) for step in steps),
             "responses_per_s": rate,
             "step_by_rates_s": max(train_s, responses / rate),
-            "step_by_echo_s": max(train_s, responses / rate + fetch_s / machines.refresh_lag),
-            "machines_by_echo": cluster.num_workers * rate_that_suffices(machines) / rate,
+            "step_by_echo_s": max(train_s, responses / rate + fetch_s / max(1, lag)),
+            "machines_by_echo": cluster.num_workers * enough / rate,
         }
 
     def _record(self, event: str, **fields) -> None:

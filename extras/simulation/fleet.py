@@ -20,8 +20,6 @@ from extras.baselines import Proceed, Waiting
 from extras.simulation.clock import Clock
 from extras.simulation.engine import Cluster, Request, SimulatedEngine
 from extras.simulation.workload import Workload, draws_of
-from extras.swarm.remote import SwarmWorkers
-from extras.swarm.wire import Fetch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +74,6 @@ class SimulatedProcess:
         self.index, self.clock, self.config, self.workload = index, clock, config, workload
         self.engine, self.sync_s = engine, sync_s
         self.reply: Callable[[object], None] = lambda message: None
-        self.fetch: Callable[[int], None] = lambda version: None
-        """Has weights come, where they are fetched before they are loaded."""
         self._inbox: deque = deque()
         self._is_updating = False
         self._is_suspended = False
@@ -101,8 +97,6 @@ class SimulatedProcess:
             case Tickets(tickets):
                 for ticket in tickets:
                     self._start(ticket)
-            case Fetch(version):
-                self.fetch(version)
             case Update():
                 self._is_updating = True
                 was_running = not self._is_suspended
@@ -273,7 +267,3 @@ class SimulatedFleet:
 
 class SimulatedWorkers(SimulatedFleet, Workers):
     """Workers of one node."""
-
-
-class SimulatedSwarmWorkers(SimulatedFleet, SwarmWorkers):
-    """Workers of machines that come and go."""

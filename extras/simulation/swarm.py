@@ -10,10 +10,12 @@ Not simulated: latency and losses of the network, the way of responses to the tr
 applying of deltas, the trainer's own writing to a file system, starts of engines, sockets, msgpack, and lies.
 """
 
+import contextlib
 import functools
 import math
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +23,12 @@ import numpy as np
 from asyncrl.messages import Ready
 from extras.simulation.clock import Clock
 from extras.simulation.engine import Cluster, SimulatedEngine
-from extras.simulation.fleet import SimulatedProcess
+from extras.simulation.fleet import SimulatedFleet, SimulatedProcess
+from extras.swarm import leases, remote
+from extras.swarm.controller import SwarmController
 from extras.swarm.pull import KEPT
-from extras.swarm.wire import BEAT_S, SILENCE_S, Fetched
+from extras.swarm.remote import SwarmWorkers
+from extras.swarm.wire import BEAT_S, SILENCE_S, Fetch, Fetched
 
 CRASH_SHARE = 0.5
 """Of the machines that go, how many do so without a word."""
@@ -86,6 +91,22 @@ def fair_share(links: np.ndarray, capacity: float) -> float:
     return float(next(iter(shares[shares < ascending]), np.inf))
 
 
+class SimulatedSwarmWorkers(SimulatedFleet, SwarmWorkers):
+    """Workers of machines that come and go."""
+
+
+class FetchingProcess(SimulatedProcess):
+    """An engine of a machine, which has weights come before it loads them."""
+
+    fetch: Callable[[int], None]
+
+    def _act_on(self, message) -> None:
+        if isinstance(message, Fetch):
+            self.fetch(message.version)
+        else:
+            super()._act_on(message)
+
+
 @dataclass(eq=False)
 class Machine:
     """A machine that has joined."""
@@ -93,13 +114,16 @@ class Machine:
     link_bytes_per_s: float
     version: int | None
     """Weights that are here."""
-    process: SimulatedProcess | None = None
+    process: FetchingProcess | None = None
     fetched: Callable[[], None] | None = None
     """What ends the fetch that is under way."""
 
 
 class SimulatedSwarm:
     """Lets machines in and has them leave; brings weights to them."""
+
+    kinds = (SimulatedSwarmWorkers, SwarmController)
+    """Classes of workers and controller."""
 
     def __init__(self, simulation, cluster: Cluster):
         self.simulation, self.cluster, self.known, self.clock = simulation, cluster, cluster.swarm, simulation.clock
@@ -114,6 +138,15 @@ class SimulatedSwarm:
         self._wait_for_next()
         self._beat()
 
+    @contextlib.contextmanager
+    def on_its_clock(self) -> Iterator[None]:
+        """Have leases end by the virtual clock."""
+        remote.time = leases.time = self.clock
+        try:
+            yield
+        finally:
+            remote.time = leases.time = time
+
     def _beat(self) -> None:
         self.simulation.controller.end_leases()
         self.clock.after(BEAT_S, self._beat)
@@ -126,7 +159,7 @@ class SimulatedSwarm:
         draw, (slowest, fastest), of = self._random, LINKS_BYTES_PER_S, self.simulation
         engine = SimulatedEngine(self.clock, self.cluster.curve.times(draw.lognormvariate(0, SPEED_SIGMA)))
         machine = Machine(slowest * (fastest / slowest) ** draw.random(), version)
-        machine.process = SimulatedProcess(-1, self.clock, of.config, of.case.workload, engine, self.cluster.sync_s)
+        machine.process = FetchingProcess(-1, self.clock, of.config, of.case.workload, engine, self.cluster.sync_s)
         machine.process.fetch = functools.partial(self._fetch, machine)
         worker = of.controller.let_in(machine.process, "machine", True)
         machine.process.index = worker.index

@@ -28,6 +28,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from asyncrl import extras
 from asyncrl import user_code as own
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import WorkerSpec, available_cores, place
@@ -37,8 +38,6 @@ from asyncrl.config import Config
 from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Staged
-from extras.planning.memory import check_tp
-from extras.planning.shape import read_shape
 from extras.swarm.puller import Puller
 from extras.swarm.wire import (
     BEAT_S,
@@ -255,8 +254,9 @@ class JoinedMachine:
         options["timeout_s"] /= 2  # an engine that stands still is to end before the run does
         config = Config.from_dict(options | ({"rollout_tp": self.rollout_tp} if self.rollout_tp else {}))
         workers = place(config, len(visible_gpus()), available_cores(), 0).workers
-        if config.rollout_tp > 1:
-            check_tp(read_shape(str(self.folder)), config.rollout_tp)
+        planning = extras.find("planning")
+        if planning is not None and config.rollout_tp > 1:
+            planning.check_tp(planning.read_shape(str(self.folder)), config.rollout_tp)
         for index, worker in enumerate(workers):
             log = str(self.folder / f"worker_{index}.log")
             spec = WorkerSpec(config, worker, str(self.folder), "shm", log, str(self.folder))

@@ -28,7 +28,6 @@ from asyncrl.records import Ticket, Trajectory
 from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.weights.transport import ParameterSpec
-from extras.planning.shape import read_shape
 from extras.swarm.controller import Disbelieved, SwarmController
 from extras.swarm.hub import Hub, make_key
 from extras.swarm.model_files import model_files
@@ -195,7 +194,7 @@ class Swarm:
     def start(self, controller: SwarmController) -> None:
         """Let machines in."""
         self.controller = controller
-        self._vocab_size = read_shape(self._model_path).vocab_size  # by transformers, which takes seconds to import
+        self._vocab_size = _vocab_size(self._model_path)
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
 
     def stop(self) -> None:
@@ -423,6 +422,13 @@ class Swarm:
             self._send(machine, MACHINE, Refused(why))
         for worker in machine.engines.values():
             self.controller.on_message(worker, None if is_believed else Disbelieved())
+
+
+def _vocab_size(model_path: str) -> int:
+    """Return the number of tokens that a model knows, from its config.json."""
+    from transformers import AutoConfig  # takes seconds to import
+
+    return AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config().vocab_size
 
 
 def _shared(config: Config) -> dict:

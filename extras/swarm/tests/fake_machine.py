@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 import zmq
 from fake_worker import run_fake_worker, trajectory
@@ -55,9 +54,10 @@ from extras.swarm.wire import (
 )
 
 PROBE = ((2, 3, 5),)
+MODEL_CONFIG = '{"model_type": "llama", "vocab_size": 16}'
 
 
-def wait_until(condition, timeout_s=20.0):
+def wait_until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -135,7 +135,7 @@ def running(
     )
     events, model = [], tmp_path / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(MODEL_CONFIG)
     record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
     placement = Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm")
     workers = SwarmWorkers(config, placement, "fine", tmp_path, run_fake_worker)
@@ -146,13 +146,10 @@ def running(
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
     try:
         controller.launch()
-        patch = pytest.MonkeyPatch()
-        patch.setattr("extras.swarm.swarm.read_shape", lambda path: SimpleNamespace(vocab_size=16))
         controller.connect(ShmTransport(specs) if num_own else Transport(specs))
         run = Run(controller, swarm, tmp_path / "swarm.key", events, num_floats)
         if publishes:
             run.publish()
-        patch.undo()
         yield run
     finally:
         controller.stop()

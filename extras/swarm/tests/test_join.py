@@ -123,7 +123,7 @@ def lasting(tmp_path_factory):
             run.controller.pulled.open = lambda version, base: run.pulls.append(base) or open_way(version, base)
             run.far = Far(run.relay.address, run.key_path, tmp_path / "far")
             run.machine = run.far.machine
-            wait_until(lambda: run.machine.engines and run.machine.engines[0].is_up, 60)
+            wait_until(lambda: run.machine.engines and run.machine.engines[0].is_up)
             run.step()
             run.process = run.machine.engines[0].process.process.pid
             yield run
@@ -177,7 +177,7 @@ def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch
         run.relay.is_stalled = True
         wait_until(lambda: len(run.left()) == num_joins)
         run.relay.is_stalled = False
-    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    wait_until(lambda: joins(run) == num_joins + 1)
     monkeypatch.undo()
     for _ in range(3):
         run.step()
@@ -193,7 +193,7 @@ def test_what_a_machine_had_of_an_old_session_is_issued_again_and_not_trained_on
     old = set(run.machine.engines[0].tickets)
     HANGING.clear()
     run.relay.drop()
-    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    wait_until(lambda: joins(run) == num_joins + 1)
     assert not old & run.machine.engines[0].tickets, "they were issued again, by other numbers"
     with FakeMachine(run, "near"):  # where these tickets end, when their leases have
         for _ in range(3):
@@ -203,7 +203,7 @@ def test_what_a_machine_had_of_an_old_session_is_issued_again_and_not_trained_on
 def test_a_probe_that_an_engine_scores_for_an_old_session_is_not_sent_into_the_new_one(lasting):
     run, num_joins = lasting, joins(lasting)
     run.relay.drop()
-    wait_until(lambda: joins(run) == num_joins + 1, 30)
+    wait_until(lambda: joins(run) == num_joins + 1)
     run.machine._hear(0, Probed(1, (np.zeros(3, np.float32),)))
     for _ in range(3):
         run.step()
@@ -338,7 +338,7 @@ def test_a_machine_joins_the_node_that_it_is_sent_to(tmp_path):
 def test_a_machine_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
     with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
         far = Far(run.address, run.key_path, tmp_path / "far")
-        wait_until(lambda: run.step_if_ready() or far.ended, 60)
+        wait_until(lambda: run.step_if_ready() or far.ended)
         error = far.end()
         assert isinstance(error, RuntimeError) and "exited with code 3" in str(error)
         with FakeMachine(run, "other"):

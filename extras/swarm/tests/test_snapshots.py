@@ -7,6 +7,7 @@ import time
 import fsspec
 import pytest
 import torch
+from fake_machine import wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 
 import extras.swarm.snapshots
@@ -45,13 +46,6 @@ class Trainer:
 
     def snapshot(self):
         return self.transport._kept[self.version]
-
-
-def wait_until(is_true):
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -178,7 +172,7 @@ class Machine:
     def want(self, info):
         """Whether the version came by files."""
         self.puller.want(info)
-        assert self.woken.acquire(timeout=20)
+        assert self.woken.acquire(timeout=60)
         return self.puller.collect()
 
 
@@ -232,7 +226,7 @@ class Disk(MemoryFileSystem):
     goes = threading.Event()
 
     def _open(self, path, mode="rb", **kwargs):
-        assert self.goes.wait(20)
+        assert self.goes.wait(60)
         if self.is_full and mode == "wb":
             raise OSError(errno.ENOSPC, "No space left\non device")
         return super()._open(path, mode, **kwargs)
@@ -302,7 +296,7 @@ def test_while_files_hang_newer_weights_come_by_the_socket(disk):
     machine.puller.want(newer)
     assert [pull.version for pull in machine.asked] == [1]
     disk.goes.set()
-    assert machine.woken.acquire(timeout=20) and not machine.puller.collect()
+    assert machine.woken.acquire(timeout=60) and not machine.puller.collect()
     assert machine.puller.here is None and machine.puller.wanted == newer, "what was read is wanted no more"
     machine.puller.give_up()
     wait_until(trainer.is_written)

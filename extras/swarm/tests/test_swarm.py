@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from fake_machine import PROBE, FakeMachine, running, wait_until
+from fake_machine import MODEL_CONFIG, PROBE, FakeMachine, running, wait_until
 
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
@@ -32,7 +32,7 @@ def test_a_machine_gets_the_options_and_the_files_of_the_model(tmp_path):
     with running(tmp_path, group_size=4) as run, FakeMachine(run) as far:
         wait_until(lambda: far.saw(Welcome))
     (welcome,) = far.saw(Welcome)
-    assert welcome.options["group_size"] == 4 and welcome.model_files == {"config.json": b"{}"}
+    assert welcome.options["group_size"] == 4 and welcome.model_files == {"config.json": MODEL_CONFIG.encode()}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
         assert len(far.saw(Update)) == 1, "it has not said that they are there"
         far.answers_fetch = True
         far._look_for_weights()
-        wait_until(lambda: [update.version for update in far.saw(Update)] == [0, 1, 2], 20)
+        wait_until(lambda: [update.version for update in far.saw(Update)] == [0, 1, 2])
         run.step()
     kinds = [type(message) for _, message in far.seen if isinstance(message, (Fetch, Update, Piece))]
     assert kinds[:3] == [Fetch, Piece, Update], "fetched, then loaded"

@@ -161,16 +161,15 @@ def changed(index, **fields):
 )
 def test_trajectories_that_nobody_asked_for_shut_a_machine_out(run, capsys, change, why):
     with liar(run) as machine:
-        index, ticket = machine.held[0]
-        machine.send(b"%d" % index, Finished(change(machine.made(index, ticket)), None))
+        (*_, ticket) = machine.had
+        machine.send(b"0", Finished(change(machine.made(0, ticket)), None))
         is_shut_out(run, machine, why, capsys)
 
 
 def test_a_ticket_of_another_machine_cannot_be_answered(run, capsys):
     with liar(run) as machine, liar(run, holds=False) as thief:
-        wait_until(lambda: machine.held)
-        index, ticket = machine.held[0]
-        thief.send(b"0", Finished(thief.made(index, ticket), None))
+        (*_, ticket) = machine.had
+        thief.send(b"0", Finished(thief.made(0, ticket), None))
         is_shut_out(run, thief, "which it has not", capsys)
         machine.holds = lambda ticket: False
         machine.finish()
@@ -179,9 +178,9 @@ def test_a_ticket_of_another_machine_cannot_be_answered(run, capsys):
 
 def test_a_ticket_cannot_be_answered_twice(run, capsys):
     with liar(run) as machine:
-        index, ticket = machine.held[0]
+        (*_, ticket) = machine.had
         for _ in range(2):
-            machine.send(b"%d" % index, Finished(machine.made(index, ticket), None))
+            machine.send(b"0", Finished(machine.made(0, ticket), None))
         is_shut_out(run, machine, "which it has not", capsys)
 
 
@@ -191,9 +190,9 @@ def test_not_all_members_of_a_ticket_that_asks_for_several_are_refused(tmp_path,
         FakeMachine(run, "honest") as run.honest,
         liar(run) as machine,
     ):
-        index, ticket = machine.held[0]
+        (*_, ticket) = machine.had
         assert ticket.num_members == 2
-        machine.send(b"%d" % index, Finished(machine.made(index, ticket)[:1], None))
+        machine.send(b"0", Finished(machine.made(0, ticket)[:1], None))
         is_shut_out(run, machine, "not all of them", capsys)
 
 
