@@ -2,7 +2,7 @@
 
 The cut is at the end of a step, when its weights are published, or while the next batch is waited for. There every rank
 copies its part of the trainer's state to host memory, and every leader what its controller knows.
-asyncrl/trainer/checkpoint_writer.py writes it while training goes on, and asyncrl/job/resume.py goes on from it.
+asyncrl/trainer/checkpoint.py writes it while training goes on, and asyncrl/job/resume.py goes on from it.
 """
 
 import os
@@ -18,7 +18,7 @@ from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
 from asyncrl.job.node import NobodySamples, Node, is_due
 from asyncrl.job.publisher import Publisher
 from asyncrl.runlog.manifest import set_aside
-from asyncrl.trainer.checkpoint_writer import CheckpointWriter
+from asyncrl.trainer.checkpoint import CheckpointWriter
 from asyncrl.trainer.policy import Policy
 
 GRACE_S = 20.0
@@ -77,7 +77,7 @@ class Checkpoints:
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            self.writer.finish(GRACE_S)
+            self.writer.close(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:
         """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""

@@ -1,16 +1,24 @@
 """What a checkpoint has of the trainer: weights in Hugging Face's format for people, and shards to go on from.
 
 Shards are written by torch.distributed.checkpoint as safetensors, each rank its own, so nothing in them is unpickled,
-and any number of ranks reads them. They are written from copies, in the background.
+and any number of ranks reads them. A thread of each rank writes them from copies, beside the older checkpoints. They
+are flushed, digested, and renamed when all is there. What fails on one rank fails on all.
 """
 
+import concurrent.futures
+import datetime
+import functools
 import itertools
 import json
 import os
 import shutil
 import tempfile
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +29,29 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch.futures import Future
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.stacks import dump_stacks
+from asyncrl.runlog.batches import weights_sha256
+from asyncrl.runlog.manifest import PART, checkpoints_in, flush, measured, remove, write_manifest
+from asyncrl.runlog.plain import encode
+from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.trainer import lora
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.model import named_persistent_buffers
 from asyncrl.trainer.optimizer import OptimizerState
 
-BYTES_BESIDE_WEIGHTS = 32e6
+if TYPE_CHECKING:
+    from asyncrl.trainer.policy import Policy
+
+BYTES_BESIDE_TENSORS = 32e6
 """Room for tokenizer, config and what else is small."""
 SHARD_FILE_BYTES = 1 << 30
 """Size from which a rank's shards go to another file, as each file is put together in memory, bytes."""
+KEPT_TO_RESUME = 2
+"""Checkpoints that keep what --resume needs where all are kept."""
 VALUE_HEAD = "value_head.weight"
 """Name of the value head's weight, where there is one, which is none of the model's."""
 VALUES = "values"
@@ -44,33 +64,103 @@ VALUES = "values"
 class WeightWriter:
     """Writes weights, config and tokenizer to a folder, as transformers reads them; may be used by a thread."""
 
-    def __init__(self, model: PreTrainedModel, base_path: str):
-        """Read what goes with each checkpoint of a model; the tokenizer is that of the folder `base_path`."""
+    def __init__(self, policy: "Policy"):
+        """Read what goes with each checkpoint of a policy; collective."""
+        model, self._base_path = policy.module.model, policy.model_path
         with torch.device("meta"):  # its own, as FSDP exchanges the parameters of the trained one while it computes
             self._skeleton = AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
-        self.base_path = base_path
+        frozen = ((name, p) for name, p in lora.named_base_parameters(model) if not p.requires_grad)
+        self.frozen = gather(frozen, policy.device)
+        """Full weights below adapters, by Hugging Face name, on rank 0."""
         self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)}
         with tempfile.TemporaryDirectory() as folder:
-            AutoTokenizer.from_pretrained(base_path, trust_remote_code=False).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False).save_pretrained(folder)
             self._tokenizer = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
-    def write(self, weights: dict[str, Tensor], adapters: dict[str, Tensor], folder: str) -> None:
-        """Write full weights by Hugging Face name to `folder`, and full adapters, if any, to `folder`/adapter.
+    def write(self, trained: dict[str, Tensor], folder: Path) -> None:
+        """Write full trained weights by name to `folder`; adapters merged into the base, and also to `folder`/adapter.
 
         A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
         """
-        head = {name: weights[name] for name in weights.keys() & {VALUE_HEAD}}
-        of_model = {name: weight for name, weight in weights.items() if name not in head}
-        self._skeleton.save_pretrained(folder, state_dict=of_model | self._buffers)
-        if head:
-            os.makedirs(os.path.join(folder, "value_head"))
-            save_file(head, os.path.join(folder, "value_head", "value_head.safetensors"))
+        of_model = {name: weight for name, weight in trained.items() if name != VALUE_HEAD}
+        merged = {name: lora.merge(name, weight, of_model) for name, weight in self.frozen.items()}
+        self._skeleton.save_pretrained(folder, state_dict=(merged or of_model) | self._buffers)
         for name, content in self._tokenizer.items():
-            Path(folder, name).write_bytes(content)
-        if adapters:
-            lora.write_adapter(os.path.join(folder, "adapter"), adapters, self.base_path)
+            (folder / name).write_bytes(content)
+        if merged:
+            lora.write_adapter(str(folder / "adapter"), of_model, self._base_path)
+        if VALUE_HEAD in trained:
+            (folder / "value_head").mkdir()
+            save_file({VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors")
+
+
+def gather(parameters: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """Copy full parameters to host memory, by name, on rank 0; the other ranks only help to gather them; collective."""
+    copies = {}
+    for name, parameter in parameters:
+        full = parameter.detach().to(device).full_tensor()
+        if dist.get_rank() == 0:
+            copies[name] = full.to("cpu", copy=True)
+    return copies
+
+
+def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
+    """The trained parameters, each with its name: that of Hugging Face, or VALUE_HEAD."""
+    named = module.named_parameters()
+    return {parameter: name.removeprefix("model.") for name, parameter in named if parameter.requires_grad}
+
+
+def save_for_people(policy: "Policy", path: str) -> None:
+    """Write the weights of a policy to the new folder `path` on rank 0; collective.
+
+    Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
+    """
+    writer = WeightWriter(policy)
+    trained = gather(((name, p) for p, name in trained_names(policy.module).items()), policy.device)
+    failure = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_folder(writer, trained, Path(path))
+        except OSError as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0, device="cpu")
+    if failure[0]:
+        raise OSError(failure[0])
+
+
+def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -> None:
+    """Write what `writer` writes to the new folder `path`, under a temporary name that is changed when all is on disk.
+
+    Raises OSError, in one line; after a failure nothing is left.
+    """
+    partial = path.with_name(f"{path.name}.tmp")
+    try:
+        make_partial(path, [*trained.values(), *writer.frozen.values()])
+        writer.write(trained, partial)
+        partial.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
+
+
+def make_partial(path: Path, tensors: Iterable[Tensor]) -> None:
+    """Make the empty folder `path`.tmp. Raises OSError if `path` exists, or if there is no room for the tensors."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        raise FileExistsError(f"{path} exists already")
+    partial = path.with_name(f"{path.name}.tmp")
+    remove(partial)  # left by a run that was killed here
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    needed, free = num_bytes + BYTES_BESIDE_TENSORS, shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise OSError(
+            f"needs {needed / 1e9:.3f} GB ({num_bytes / 1e9:.3f} of tensors + {BYTES_BESIDE_TENSORS / 1e9:.3f}), "
+            f"{free / 1e9:.3f} GB free in {path.parent}; make room or change --runs-dir"
+        )
+    partial.mkdir()
 
 
 def differing_names(folder: str, saved: Collection[str]) -> str:
@@ -87,64 +177,6 @@ def differing_names(folder: str, saved: Collection[str]) -> str:
     )
 
 
-def write_folder(writer: WeightWriter, weights: dict[str, Tensor], adapters: dict[str, Tensor], path: str) -> None:
-    """Write what `writer` writes to the new folder `path`, under a temporary name that is changed when all is on disk.
-
-    Raises OSError, in one line; after a failure nothing is left.
-    """
-    partial, folder = path + ".tmp", os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        check_space(sum(t.nbytes for t in [*weights.values(), *adapters.values()]), folder)
-        if os.path.exists(path):
-            raise FileExistsError(f"{path} exists already")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
-        writer.write(weights, adapters, partial)
-        os.rename(partial, path)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
-
-
-def save_for_people(module: TokenLogprobs, base_path: str, parameters: Iterable[tuple[str, Tensor]], path: str) -> None:
-    """Write full weights, and the model's adapters and value head, to the new folder `path` on rank 0; collective.
-
-    Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
-    """
-    head = () if module.value_head is None else [(VALUE_HEAD, module.value_head.weight.detach().full_tensor())]
-    weights = copies_on_rank_0(itertools.chain(parameters, head))
-    adapters = copies_on_rank_0((name, p.detach().full_tensor()) for name, p in lora.named_adapters(module.model))
-    failure = [None]
-    if dist.get_rank() == 0:
-        try:
-            write_folder(WeightWriter(module.model, base_path), weights, adapters, path)
-        except OSError as error:
-            failure = [str(error)]
-    dist.broadcast_object_list(failure, src=0, device="cpu")
-    if failure[0]:
-        raise OSError(failure[0])
-
-
-def copies_on_rank_0(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copy parameters to host memory, by name, on rank 0; the other ranks only help to gather them; collective."""
-    copies = {}
-    for name, tensor in parameters:
-        if dist.get_rank() == 0:
-            copies[name] = tensor.to("cpu", copy=True)
-    return copies
-
-
-def check_space(num_bytes: int, folder: str, what: str = "float32 weights") -> None:
-    """Raise OSError if `folder` has no room for `num_bytes` of `what` and BYTES_BESIDE_WEIGHTS."""
-    needed, free = num_bytes + BYTES_BESIDE_WEIGHTS, shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            f"needs {needed / 1e9:.3f} GB ({num_bytes / 1e9:.3f} of {what} + {BYTES_BESIDE_WEIGHTS / 1e9:.3f}), "
-            f"{free / 1e9:.3f} GB free in {folder}; make room or change --runs-dir"
-        )
-
-
 # Shards to go on from
 
 
@@ -156,31 +188,24 @@ def check_finite(state: dict[str, Tensor]) -> None:
             raise OSError(f"{name} is not finite; the checkpoints before it are kept")
 
 
-def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
-    """The trained parameters, each with its name: that of Hugging Face, or VALUE_HEAD."""
-    named = module.named_parameters()
-    return {parameter: name.removeprefix("model.") for name, parameter in named if parameter.requires_grad}
-
-
 def training_state(optimizer: OptimizerState, num_updates: int) -> dict[str, Tensor]:
     """All that training changes here, by name: trained weights, the optimizer's state, the number of updates, and the
     random numbers of this rank. Live, and sharded as the model is."""
-    state = {f"weights.{name}": parameter.detach() for parameter, name in optimizer.names.items()}
-    state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
     values = json.dumps({"num_updates": num_updates, "optimizer": optimizer.values()})
-    state[VALUES] = torch.frombuffer(bytearray(values.encode()), dtype=torch.uint8)
-    return state | _random_state()
+    return {
+        **{f"weights.{name}": parameter.detach() for parameter, name in optimizer.names.items()},
+        **{f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()},
+        **{name: generator.get_state() for name, generator in _generators().items()},
+        VALUES: torch.frombuffer(bytearray(values.encode()), dtype=torch.uint8),
+    }
 
 
-def _random_state() -> dict[str, Tensor]:
-    """State of torch's generators of this rank, by name, [bytes] uint8."""
-    on_cpu, on_gpu = _random_names(dist.get_rank())
-    state = {on_cpu: torch.get_rng_state()}
-    return state | ({on_gpu: torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
-
-
-def _random_names(rank: int) -> tuple[str, str]:
-    return f"random.cpu.{rank}", f"random.cuda.{rank}"
+def _generators() -> dict[str, torch.Generator]:
+    """torch's generators of this rank, by name."""
+    generators = {f"random.cpu.{dist.get_rank()}": torch.default_generator}
+    if torch.cuda.is_initialized():
+        generators[f"random.cuda.{dist.get_rank()}"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    return generators
 
 
 def make_stager(device: torch.device) -> DefaultStager:
@@ -194,57 +219,20 @@ def make_stager(device: torch.device) -> DefaultStager:
 
 
 def file_numbers(state: dict[str, Tensor], num_ranks: int) -> dict[str, int]:
-    """Return for each tensor of a state which of a rank's files it goes to, from 1."""
-    total = 0
-    numbers = {name: 1 for rank in range(num_ranks) for name in _random_names(rank)}  # rank 0's counts for all
-    for name, tensor in state.items():
-        numbers[name] = 1 + total // SHARD_FILE_BYTES
-        total += tensor.nbytes // num_ranks
-    return numbers
-
-
-def read_shards(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup) -> None:
-    """Read what a checkpoint holds, by any number of ranks, into a live state of the same model; collective.
-
-    Random numbers are those of the rank with the same number, if there was one. Raises ValueError if it is of another
-    model or optimizer.
-    """
-    saved = _shapes(folder)
-    wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith("random.")}
-    unread = {name for name in saved.keys() - wanted.keys() if not name.startswith("random.") and name != VALUES}
-    for name in [*wanted, *sorted(unread)]:
-        shape = tuple(wanted[name].shape) if name in wanted else None
-        if saved.get(name) != shape:
-            found = f"{name} of {saved.get(name)}, the run's is {shape}"
-            raise ValueError(f"{folder} has {found}: it is of another model, or of other --optim.args")
-    _load(wanted, folder, group)
-
-
-def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of the shards in a folder, by name."""
-    metadata = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-    return {name: tuple(tensor.size) for name, tensor in metadata.items()}
-
-
-def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None) -> None:
-    """Read what a live state names; by this process alone without a group. Raises OSError."""
-    try:
-        reader = dcp.HuggingFaceStorageReader(folder)
-        dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        raise OSError(reason_of(error)) from None
+    """Which of a rank's files each tensor of a state goes to, from 1; those that other ranks alone have go to 0."""
+    ends = itertools.accumulate(tensor.nbytes // num_ranks for tensor in state.values())
+    return defaultdict(int, {name: 1 + end // SHARD_FILE_BYTES for name, end in zip(state, ends, strict=True)})
 
 
 def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.ProcessGroup) -> int:
-    """Have weights, a new optimizer and random numbers go on from the shards in a folder; collective.
+    """Have weights, a new optimizer and random numbers go on from the shards in a folder, of any number of ranks;
+    collective.
 
-    Returns the number of updates that were made. Raises ValueError if the folder is of another model or optimizer, or
-    of older code.
+    Random numbers are those of the rank with the same number, if there was one. Returns the number of updates that were
+    made. Raises ValueError if the folder is of another model or optimizer.
     """
     shapes = _shapes(folder)
-    if VALUES not in shapes:
-        raise ValueError(f"{folder} was written by older code, which saved AdamW alone; resume by that code")
-    data = torch.empty(shapes[VALUES], dtype=torch.uint8)
+    data = torch.empty(shapes.pop(VALUES), dtype=torch.uint8)
     _load({VALUES: data}, folder, group)
     values = json.loads(data.numpy().tobytes())
     if values["num_updates"]:
@@ -252,26 +240,39 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
     optimizer.set_values(values["optimizer"])
     state = training_state(optimizer, values["num_updates"])
     del state[VALUES]
-    read_shards(state, folder, group)
-    on_cpu, on_gpu = _random_names(dist.get_rank())
-    torch.set_rng_state(state[on_cpu])
-    if on_gpu in state:
-        torch.cuda.set_rng_state(state[on_gpu])
+    for name in sorted(shapes.keys() | state.keys()):
+        shape = tuple(state[name].shape) if name in state else None
+        if shapes.get(name) != shape and not name.startswith("random."):
+            found = f"{name} of {shapes.get(name)}, the run's is {shape}"
+            raise ValueError(f"{folder} has {found}: it is of another model, or of other --optim.args")
+    state = {name: tensor for name, tensor in state.items() if name in shapes}
+    _load(state, folder, group)
+    for name, generator in _generators().items():
+        if name in state:
+            generator.set_state(state[name])
     return values["num_updates"]
 
 
-def read_full_weights(folder: str, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Full trained weights, and full adapters, from the shards in a folder; by one process. VALUE_HEAD is a weight.
-
-    `base` are the frozen weights, into which adapters are merged; without them all is trained.
-    """
+def read_trained(folder: Path) -> dict[str, Tensor]:
+    """Full trained weights by name, from the shards in a folder; by one process."""
     state = {name: torch.empty(shape) for name, shape in _shapes(folder).items() if name.startswith("weights.")}
     _load(state, folder, None)
-    weights = {name.removeprefix("weights."): tensor for name, tensor in state.items()}
-    if not base:
-        return weights, {}
-    head = {VALUE_HEAD: weights.pop(VALUE_HEAD)} if VALUE_HEAD in weights else {}
-    return {name: lora.merge(name, weight, weights) for name, weight in base.items()} | head, weights
+    return {name.removeprefix("weights."): tensor for name, tensor in state.items()}
+
+
+def _shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of the shards in a folder, by name."""
+    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in metadata.items()}
+
+
+def _load(state: dict[str, Tensor], folder: Path | str, group: dist.ProcessGroup | None) -> None:
+    """Read what a live state names; by this process alone without a group. Raises OSError."""
+    try:
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise OSError(reason_of(error)) from None
 
 
 def reason_of(error: CheckpointException | RuntimeError) -> str:
@@ -280,5 +281,158 @@ def reason_of(error: CheckpointException | RuntimeError) -> str:
     if isinstance(error, CheckpointException):
         number, (cause, _) = next(iter(error.failures.items()))
         rank = f"rank {number}: "
-    kind = "" if isinstance(cause, OSError | SafetensorError) and str(cause) else f"{type(cause).__name__}: "
-    return f"{rank}{kind}{' '.join(str(cause).split())}"
+    return f"{rank}{type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+# Writing in the background
+
+
+class CheckpointWriter(dcp.HuggingFaceStorageWriter):
+    """Writes a run's checkpoints, one at a time. Every rank has one, and all are asked at the same step.
+
+    Methods from `prepare_local_plan` on are called by torch, in this order, in the thread that writes. The threads have
+    a process group of their own: two threads cannot share one.
+    """
+
+    def __init__(self, policy: "Policy", cluster: Cluster, run: RunDirectory | None, folder: Path):
+        """Make what writing needs, for checkpoints in a folder that all nodes share; collective."""
+        super().__init__(str(folder), save_distributed=True)
+        self.config, self.model_path = policy.config, policy.model_path
+        self.cluster, self.run, self.folder = cluster, run, folder
+        self.group = dist.new_group(timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo")
+        self.weights = WeightWriter(policy)
+        self.stager = make_stager(policy.device)
+        self._future: concurrent.futures.Future | None = None
+        self.longest_s = 0.0
+        """Time that the slowest checkpoint took, seconds; on rank 0."""
+
+    def start(
+        self, state: dict[str, Tensor], step: int, delayed: dict[int, list], rollout: Any, facts: dict[str, Any] | None
+    ) -> None:
+        """Copy the state, and begin to write it; the checkpoint before must have been waited for.
+
+        `delayed` are full weights of versions that publish_delay holds back, `rollout` is what the node sampled and was
+        sampling, in plain data, and `facts` are what the manifest says of the node: all on leaders.
+        """
+        self._started, self._step = time.monotonic(), step
+        self._delayed, self._rollout, self._facts = delayed, rollout, facts
+        self.final = self.folder / f"step_{step}"
+        self.partial = self.final.with_name(f"{self.final.name}.tmp")
+        self.fqn_to_index_mapping = file_numbers(state, dist.get_world_size(self.group))
+        for_people = [tensor for name, tensor in state.items() if name.startswith("weights.")]
+        held_back = [tensor for weights in delayed.values() for _, tensor in weights]
+        self._written = [*state.values(), *self.weights.frozen.values(), *for_people, *held_back]
+        self._future = dcp.async_save(
+            state,
+            checkpoint_id=str(self.partial / PART),
+            storage_writer=self,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+
+    def wait(self) -> None:
+        """Wait until what was begun last is on disk. Raises OSError if it could not be written, or takes too long."""
+        if self._future is None:
+            return
+        limit_s = 2 * self.config.timeout_s
+        concurrent.futures.wait([self._future], limit_s)
+        if not self._future.done():
+            raise TimeoutError(
+                f"checkpoint {self.final} is not written after {limit_s:g} s more: look at that "
+                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice; "
+                f"{dump_stacks()}"
+            )
+        future, self._future = self._future, None
+        try:
+            future.result()
+        except (CheckpointException, RuntimeError) as error:
+            if self.cluster.is_first:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise OSError(f"checkpoint {self.final} was not written: {reason_of(error)}") from error
+
+    def close(self, timeout_s: float) -> None:
+        """Let the checkpoint that is being written come to its end, if it does in time; else it may not keep the
+        process for longer than `timeout_s` of the config."""
+        if self._future is None:
+            return
+        concurrent.futures.wait([self._future], timeout_s)
+        if not self._future.done():
+            # Python waits at its exit for the threads of an executor, and this one may hang.
+            end = threading.Timer(self.config.timeout_s, os._exit, [1])
+            end.daemon = True
+            end.start()
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        """Make no folder yet: rank 0 does, when it has removed what was there."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        """Make the folder to write to, if there is room; on rank 0."""
+        make_partial(self.final, self._written)
+        (self.partial / PART).mkdir()
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.DefaultSavePlanner) -> Future:
+        """Write this rank's shards and, on leaders, what the node sampled. The result has the digests of the files, and
+        on leaders what the manifest says of the node."""
+        check_finite(planner.state_dict)
+        super().write_data(plan, planner).wait()
+        part = self.partial / PART
+        files = list(part.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
+        if self.cluster.is_leader:
+            node_file = part / f"node_{self.cluster.node}.msgpack"
+            node_file.write_bytes(encode(self._rollout))
+            files.append(node_file)
+            self.run.flush()
+        written = Future()
+        written.set_result({"files": self._flushed(files), "node": self._facts})
+        return written
+
+    def finish(self, metadata: dcp.Metadata, results: list[dict]) -> None:
+        """Write weights for people and the manifest, give the checkpoint its name, and delete the old; on rank 0."""
+        part = self.partial / PART
+        self.weights.write(read_trained(part), self.partial)
+        for version, weights in self._delayed.items():
+            save_file(dict(weights), part / f"delayed_{version}.safetensors")
+        for_people = [path for path in self.partial.rglob("*") if path.is_file() and path.parent != part]
+        files = self._flushed([*part.glob("delayed_*"), *for_people])
+        for result in results:
+            files |= result["files"]
+        nodes = [result["node"] for result in results if result["node"]]
+        write_manifest(
+            self.partial,
+            files,
+            run_id=self.run.run_id,
+            step=self._step,
+            num_nodes=len(nodes),
+            frozen_sha256=self.frozen_sha256,
+            probes=[node["probe"] for node in nodes],
+            records=[node["records"] for node in nodes],
+            delayed=list(self._delayed),
+        )
+        for folder in {self.partial, *(path.parent for path in self.partial.rglob("*"))}:
+            flush(folder)
+        self.partial.rename(self.final)
+        flush(self.folder)
+        self._prune()
+        self.longest_s = max(self.longest_s, time.monotonic() - self._started)
+
+    def _flushed(self, files: list[Path]) -> dict[str, tuple[int, str]]:
+        """Have files reach the disk. Returns the size and digest of each, by its name in the checkpoint."""
+        for file in files:
+            flush(file)
+        return {str(file.relative_to(self.partial)): measured(file) for file in files}
+
+    @functools.cached_property
+    def frozen_sha256(self) -> str:
+        """Digest of the model's files where the run still needs them: below adapters, or as a reference."""
+        return weights_sha256(self.model_path) if self.config.lora_rank or self.config.kl_coef else ""
+
+    def _prune(self) -> None:
+        """Delete checkpoints that are not to be kept, or what only --resume needs of them where all are kept (0)."""
+        keep_last = self.config.keep_last
+        for path in list(checkpoints_in(self.folder))[: -(keep_last or KEPT_TO_RESUME)]:
+            unwanted = path if keep_last else path / PART
+            doomed = self.folder / f"{path.name}.old-{os.getpid()}"
+            unwanted.rename(doomed)  # at once; what is left of it is no checkpoint
+            shutil.rmtree(doomed)

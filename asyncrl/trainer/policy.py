@@ -193,7 +193,7 @@ class Policy:
         With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
         Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
         """
-        save_for_people(self.module, self.model_path, self.named_full_parameters(), path)
+        save_for_people(self, path)
 
     def state(self) -> dict[str, Tensor]:
         """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""

@@ -296,7 +296,7 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(saved, monkeypat
     checkpoints = saved(steps=1)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e6))
     checkpoints.save_if_due(1, PUBLISHER)
-    with pytest.raises(OSError, match=r"needs 0\.03\d GB \(0\.00\d of weights and optimizer state \+ 0\.032\), 0\.001"):
+    with pytest.raises(OSError, match=r"needs 0\.03\d GB \(0\.00\d of tensors \+ 0\.032\), 0\.001"):
         checkpoints.writer.wait()
     assert names(folder_of(checkpoints)) == []
 
@@ -318,7 +318,7 @@ def test_a_disk_that_hangs_ends_the_run_with_its_stacks(saved, capfd):
         checkpoints.writer.wait()
     assert "in finish" in capfd.readouterr().err
     may_end.set()
-    checkpoints.writer.finish(60)
+    checkpoints.writer.close(60)
 
 
 def test_a_writing_thread_that_hangs_does_not_keep_the_process():
@@ -326,9 +326,9 @@ def test_a_writing_thread_that_hangs_does_not_keep_the_process():
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from asyncrl.trainer.checkpoint_writer import CheckpointWriter
+from asyncrl.trainer.checkpoint import CheckpointWriter
 future = ThreadPoolExecutor().submit(time.sleep, 600)
-CheckpointWriter.finish(SimpleNamespace(_future=future, config=SimpleNamespace(timeout_s=0.5)), 0.1)
+CheckpointWriter.close(SimpleNamespace(_future=future, config=SimpleNamespace(timeout_s=0.5)), 0.1)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 1
 

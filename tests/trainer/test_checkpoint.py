@@ -16,17 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.checkpoint import (
-    VALUES,
     WeightWriter,
     check_finite,
-    copies_on_rank_0,
     differing_names,
     file_numbers,
     make_stager,
-    read_full_weights,
+    read_trained,
     reason_of,
 )
-from asyncrl.trainer.lora import named_base_parameters
 
 BUDGET, STEPS = 60, 5
 VARIANTS = {
@@ -161,14 +158,12 @@ def train_and_save(rank: int, folder: str, configs: dict[str, Config], num_ranks
         measured = train(policy, range(2, STEPS), rank, num_ranks)  # before it is written: copies do not change
         part = os.path.join(folder, name, "resume")
         write_shards(staged, part, group)
-        model, frozen = policy.module.model, {}
-        if config.lora_rank:
-            frozen = copies_on_rank_0((n, p.detach().full_tensor()) for n, p in named_base_parameters(model))
-        weights = weights_of(policy)
+        writer, weights = WeightWriter(policy), weights_of(policy)
         if rank == 0:
             torch.save((measured, weights), os.path.join(folder, name, "unbroken.pt"))
-            people = os.path.join(folder, name, "people")
-            WeightWriter(model, config.model).write(*read_full_weights(part, frozen), people)
+            people = pathlib.Path(folder, name, "people")
+            people.mkdir()
+            writer.write(read_trained(part), people)
     dist.destroy_process_group()
 
 
@@ -261,9 +256,6 @@ def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
         assert bool(decayed.optimizer.state) == (decayed.num_updates > 0) == (name == "trained")
     plain = load(replace(config, optim=OptimOptions(warmup=8)))
     pathlib.Path(folder, "error").write_text(error_of(plain.restore, os.path.join(folder, "trained"), group))
-    of_older_code = {name: tensor for name, tensor in policy.state().items() if name != VALUES}
-    write_shards(of_older_code, os.path.join(folder, "older"), group)
-    assert "was written by older code, which" in error_of(plain.restore, os.path.join(folder, "older"), group)
     dist.destroy_process_group()
 
 

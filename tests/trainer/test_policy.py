@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -501,7 +502,7 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(tied, tmp_path):
     try:
         message = error_of(load(make_config(tied)).save, str(tmp_path / "step_1"))
         assert message.startswith("OSError: checkpoint") and "\n" not in message
-        assert f"needs 0.033 GB (0.001 of float32 weights + 0.032), 0.001 GB free in {tmp_path}" in message
+        assert f"needs 0.033 GB (0.001 of tensors + 0.032), 0.001 GB free in {tmp_path}" in message
         assert os.listdir(tmp_path) == []
     finally:
         subprocess.run(["umount", tmp_path], check=True)
@@ -510,14 +511,15 @@ def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(tied, tmp_path):
 class Interrupted:
     """What writes weights, and is stopped by a signal."""
 
-    def write(self, weights, adapters, folder):
-        os.mkdir(folder)
+    frozen = MappingProxyType({})
+
+    def write(self, trained, folder):
         raise KeyboardInterrupt
 
 
 def test_a_write_that_is_interrupted_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        write_folder(Interrupted(), {}, {}, str(tmp_path / "step_1"))
+        write_folder(Interrupted(), {}, tmp_path / "step_1")
     assert os.listdir(tmp_path) == []
 
 
