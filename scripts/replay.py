@@ -142,7 +142,8 @@ def lead(start, recording: Recording, evaluate: bool):
     if evaluate:
         node = start_rollout(start)
     else:
-        node = start.make_node(model_path, run=RunDirectory(start.config))
+        run = RunDirectory(start.config)
+        node = replace(start, config=run.config).make_node(model_path, run=run)
         start.on_end.callback(lambda: node.run.close(sys.exception()))
         print(f"run directory: {node.run.path}", flush=True)
     node.run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)

@@ -10,6 +10,7 @@ import pytest
 from own_files import ENVIRONMENT, TASK, chat_tokenizer, write_jsonl, write_own
 
 from asyncrl import user_code as own
+from asyncrl.config import Config
 from asyncrl.tasks import load_task, prepare_environment, score_of
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.problem import Problem
@@ -32,12 +33,15 @@ def test_an_object_is_loaded_once_and_its_module_is_called_as_its_file(tmp_path)
     assert own.load(f"{path}:seen") == [] and own.load("addition", "--task", {"addition": 3}) == 3
 
 
-def test_a_path_is_made_absolute_once_and_other_texts_stay(tmp_path, monkeypatch):
+def test_paths_of_user_code_are_made_absolute_or_of_a_folder_and_other_texts_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert own.resolved("mine.py:loss") == f"{tmp_path}/mine.py:loss"
-    assert own.resolved("environment:a/mine.py:Env") == f"environment:{tmp_path}/a/mine.py:Env"
-    assert own.resolved("../mine.py:score*0.5") == f"{tmp_path.parent}/mine.py:score*0.5"
-    assert own.resolved("reasoning_gym:chain_sum") == "reasoning_gym:chain_sum"
+    config = Config(algo="mine.py:loss", task="environment:a/mine.py:Env", reward=("../mine.py:score*0.5",))
+    here = own.located(config)
+    assert (here.algo, here.task) == (f"{tmp_path}/mine.py:loss", f"environment:{tmp_path}/a/mine.py:Env")
+    assert here.reward == (f"{tmp_path.parent}/mine.py:score*0.5",) and here.optimizer == config.optimizer
+    there = own.located(config, Path("code"))
+    assert (there.algo, there.task) == (f"{tmp_path}/code/mine.py:loss", f"environment:{tmp_path}/code/mine.py:Env")
+    assert there.reward == (f"{tmp_path}/code/mine.py:score*0.5",) and own.located(there) == there
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
@@ -89,14 +93,7 @@ def test_two_files_of_one_name_are_refused(tmp_path):
     other = tmp_path / "b" / one.name
     other.parent.mkdir()
     other.write_text("loss = 2\n")
-    assert own.load(f"{one}:loss") == 1
-    assert "has the name of another module" in refusal(own.load, f"{other}:loss")
     assert "would be one module; rename one of the two" in refusal(own.files, [f"{one}:loss", f"{other}:loss"])
-
-
-def test_a_name_that_is_no_word_is_refused(tmp_path):
-    (tmp_path / "my-loss.py").write_text("")
-    assert "my-loss cannot be a module's name" in refusal(own.load, f"{tmp_path}/my-loss.py:loss")
 
 
 def brought(folder: Path) -> str:
@@ -105,25 +102,26 @@ def brought(folder: Path) -> str:
     (folder / "package_of_mine" / "deep.py").write_text("x = 1\n")
     (folder / "sibling_of_mine.py").write_text("import package_of_mine.deep\n")
     (folder / "neighbour.py").write_text("")
-    (folder / "main_of_mine.py").write_text("import torch, asyncrl\nfrom sibling_of_mine import x\n")
+    (folder / "main_of_mine.py").write_text("import torch, asyncrl\ndef loss():\n    from sibling_of_mine import x\n")
     return f"{folder}/main_of_mine.py:loss*2"
 
 
-def test_the_digest_is_of_the_file_and_its_imports_beside_it_and_not_of_where_they_are(tmp_path):
-    one, other = brought(tmp_path / "one"), brought(tmp_path / "other")
-    assert list(own.files([one])) == ["main_of_mine.py", "sibling_of_mine.py", "package_of_mine/deep.py"]
-    assert own.digest([one]) == own.digest([other]) != own.digest([]) == ""
-    (tmp_path / "other" / "neighbour.py").write_text("changed = 1\n")
-    assert own.digest([one]) == own.digest([other])
-    (tmp_path / "other" / "package_of_mine" / "deep.py").write_text("x = 2\n")
-    assert own.digest([one]) != own.digest([other])
+def test_the_files_are_those_that_are_named_and_what_they_import_from_their_folder(tmp_path):
+    text = brought(tmp_path)
+    assert list(own.files([text])) == ["main_of_mine.py", "sibling_of_mine.py", "package_of_mine/deep.py"]
 
 
-def test_a_copy_has_the_digest_of_what_was_copied(tmp_path):
-    text = brought(tmp_path / "one")
-    own.copy([text], tmp_path / "code")
-    assert own.moved(text, tmp_path / "code") == f"{tmp_path}/code/main_of_mine.py:loss*2"
-    assert own.digest([own.moved(text, tmp_path / "code")]) == own.digest([text])
+def test_copies_are_imported_in_place_of_the_files(tmp_path):
+    sibling = write_own(tmp_path / "mine", "x = 1\n")
+    path = write_own(tmp_path / "mine", f"import {sibling.stem}\ndef loss():\n    return {sibling.stem}.x\n")
+    config = Config(algo=f"{path}:loss")
+    first = own.load(config.algo)
+    copies = own.copied(config, tmp_path / "code")
+    sibling.write_text("x = 2\n")
+    loss = own.load(copies.algo)
+    assert loss is not first and loss() == 1 and loss.__code__.co_filename == str(tmp_path / "code" / path.name)
+    assert sys.modules[sibling.stem].__file__ == str(tmp_path / "code" / sibling.name)
+    assert own.load(copies.algo) is loss
 
 
 def test_this_codes_own_modules_are_not_the_users(tmp_path):

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl import user_code as own
 from asyncrl.config import Config
 from asyncrl.controller.workers import Worker
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
+from asyncrl.user_code import call_within, is_own
 from data.problem import Problem
 
 IDS_PER_NODE = 10**9
@@ -30,20 +30,20 @@ class PromptSource:
     encode: Callable[[Problem], list[int]]
 
     def within_limits(self, config: Config) -> "PromptSource":
-        """The same prompts, but that of a task of the user's own a problem must come within `env_timeout_s`. What hangs
-        would keep the controller's lock, and nobody could end the run."""
-        if not own.is_own(config.task):
+        """The same prompts, but a problem of a user's task must come within `env_timeout_s`. What hangs would keep the
+        controller's lock, and nobody could end the run."""
+        if not is_own(config.task):
             return self
-        calls = own.LimitedCalls(config)
+        call = functools.partial(call_within, config, "env_timeout_s")
 
         def train_problem(index: int) -> Problem:
             draw = functools.partial(self.train_problem, index)
-            return calls.call(draw, "env_timeout_s", what=f"problem {index}")
+            return call(draw, what=f"problem {index}")
 
         def encode(problem: Problem) -> list[int]:
             is_text = problem.environment_seed is None
             what = repr(problem.prompt)[:60] if is_text else f"seed {problem.environment_seed}"
-            return calls.call(functools.partial(self.encode, problem), "env_timeout_s", what=f"the prompt of {what}")
+            return call(functools.partial(self.encode, problem), what=f"the prompt of {what}")
 
         return replace(self, train_problem=train_problem, encode=encode)
 

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,6 @@ from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
 from asyncrl.messages import Connect, Cut, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from asyncrl.records import Ticket
-from asyncrl.user_code import digest, found_again, texts_of
 from asyncrl.weights.transport import Announcement, Transport
 
 MAX_RESTARTS = 3
@@ -177,7 +176,6 @@ class Workers:
         """`main(spec, connection)` is what each process runs."""
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
-        self._brought = digest(texts_of(config))
         self.num_restarts = 0
         self.have_worked = False
         """Whether any trajectory has come back."""
@@ -227,10 +225,7 @@ class Workers:
     def _start(self, index: int, num_restarts: int = 0) -> Worker:
         log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
         of_worker = placement.workers[index], self.model_path, placement.transport
-        # One that is started again must not take up what the user has edited meanwhile.
-        code = next(filter(Path.is_dir, (folder / "code" for folder in (self.run_path, self.run_path.parent))), Path())
-        config = replace(self.config, **found_again(self.config, self._brought, code))
-        spec = WorkerSpec(config, *of_worker, log, self._temporary.name)
+        spec = WorkerSpec(self.config, *of_worker, log, self._temporary.name)
         worker = Worker(index, num_restarts=num_restarts)
         worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
         self.watch(worker.process.reading)

@@ -16,8 +16,7 @@ from pathlib import Path
 import tyro
 from tyro import _errors as parse_errors
 
-from asyncrl import extras
-from asyncrl import user_code as own
+from asyncrl import extras, user_code
 from asyncrl.config import OPTIONS, AdvantageOptions, Config, allowed_values, flag, nearest
 from asyncrl.engine.score import load_score
 from asyncrl.tasks import prepare_task
@@ -86,7 +85,8 @@ def _read(args: list[str] | None, default: Config | None) -> Command:
         from asyncrl.job.resume import check_changes, resumed_options
 
         begun = resumed_options(Path(command.resume))
-        return check_changes(_resolved(_parse(args, begun), begun), begun)
+        chosen = user_code.located(_parse(args, begun), Path(command.resume) / "code")
+        return check_changes(_resolved(chosen, begun), begun)
     if command.like:
         default = options_like(Path(command.like))
     elif default is None and command.model != Config.model:
@@ -146,7 +146,7 @@ def check(config: Config) -> None:
     from asyncrl.trainer.optimizer import try_optimizer
 
     loss = choose_loss(config)
-    with own.blamed(config.algo, "--algo"):
+    with user_code.blamed(config.algo, "--algo"):
         try_loss(loss)
     try_optimizer(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
@@ -154,7 +154,7 @@ def check(config: Config) -> None:
         load_score(config.task, config.reward)
     if config.is_baseline:
         extras.load("--scheduling")
-    own.files(own.texts_of(config))
+    user_code.files(user_code.texts_of(config))
     if config.listen is not None:
         extras.load("--listen")
 
@@ -165,18 +165,13 @@ def _resolved(command: Command, default: Config) -> Command:
     A class of gymnasium gets `environment:` before it. The default's task has it already. Raises ValueError, in one
     line, for a task that does not load.
     """
-    task = own.resolved(command.task)
-    if task != default.task and own.is_own(task) and not task.startswith("environment:"):
-        kind, gymnasium = own.load(task), sys.modules.get("gymnasium")
+    command = user_code.located(command)
+    task = command.task
+    if task != default.task and user_code.is_own(task) and not task.startswith("environment:"):
+        kind, gymnasium = user_code.load(task), sys.modules.get("gymnasium")
         if gymnasium and isinstance(kind, type) and issubclass(kind, gymnasium.Env):
-            task = f"environment:{task}"
-    return replace(
-        command,
-        task=task,
-        algo=own.resolved(command.algo),
-        optimizer=own.resolved(command.optimizer),
-        reward=tuple(map(own.resolved, command.reward)),
-    )
+            return replace(command, task=f"environment:{task}")
+    return command
 
 
 def options_like(run: Path) -> Config:
@@ -191,7 +186,7 @@ def _help_for(command: Command, args: list[str]) -> str:
     if any(re.match("--algo(=|$)", arg) for arg in args):
         from asyncrl.trainer.loss import describe
 
-        return describe(own.resolved(command.algo))
+        return describe(command.algo)
     lines = ["usage: train_async.py [options]", "", str(Config.__doc__)]
     for title, name, text in [*option_texts(), *_FIELD.findall(inspect.getsource(Command))]:
         if title:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from setproctitle import setproctitle
 
 from asyncrl import extras
-from asyncrl import user_code as own
 from asyncrl.cluster.cluster import Cluster, check_shares, join
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.node_watch import NodeWatch
@@ -39,6 +38,7 @@ from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, load_task
 from asyncrl.trainer.loss import choose_loss
+from asyncrl.user_code import call_within, is_own, texts_of
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.problem import Problem, Task
@@ -194,6 +194,7 @@ def start_rollout(start: Start) -> Node:
     tickets.check_prompts()
     restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
     run = _open_records(start, model_path)
+    start = replace(start, config=run.config)
     start.on_end.callback(lambda: run.close(sys.exception()))
     write_stacks_to(run.path / "stacks.txt")
     make = make_controller if config.listen is None else extras.load("--listen").make_controller
@@ -240,6 +241,8 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
         weights = weights_sha256(model_path) if config.record else None
         run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights, resumed=resumed)
         print(f"run directory: {run.path}", flush=True)
+        if texts := texts_of(run.config):
+            print(f"user code: {', '.join(texts)}", flush=True)
     name, run_id = cluster.gather(run and (run.path.name, run.run_id))[0]
     folder = f"{name}/node_{cluster.node}"
     return run or RunDirectory(config, cluster.num_ranks, node_folder=folder, run_id=run_id, resumed=resumed)
@@ -261,11 +264,9 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
 
 
 def _held_out(config: Config, task: Task) -> list[Problem]:
-    """The held-out problems; those of a task of the user's own must come within `timeout_s`."""
+    """The held-out problems; those of a user's task must come within `timeout_s`."""
     draw = functools.partial(task.eval_problems, config.eval_problems)
-    if not own.is_own(config.task):
-        return draw()
-    return own.LimitedCalls(config).call(draw, "timeout_s", what="eval_problems")
+    return call_within(config, "timeout_s", draw, what="eval_problems") if is_own(config.task) else draw()
 
 
 def _check_model(config: Config, model_path: str) -> None:

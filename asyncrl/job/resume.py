@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl.config import OPTIONS, Config, May, options_for
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import Checkpoint, newest_checkpoint
-from asyncrl.user_code import found_again
+from asyncrl.user_code import located
 
 if TYPE_CHECKING:
     from asyncrl.cluster.cluster import Cluster
@@ -24,15 +24,12 @@ if TYPE_CHECKING:
 
 
 def resumed_options(run: Path) -> Config:
-    """Return the options of a run that is resumed, as it began, with its place and the user code that it began with.
+    """Return the options of a run that is resumed, as it began, with its place and its copies of user code.
 
     Raises ValueError, in one line, if there is no such run.
     """
-    header = recorded(run)
-    begun = Config.from_dict(header["config"])
-    user_code = found_again(begun, header.get("own", {}).get("digest", ""), run.absolute() / "code")
-    place = {"run_name": run.resolve().name, "runs_dir": str(run.resolve().parent)}
-    return replace(begun, **place, **user_code, resume=None)
+    begun = located(Config.from_dict(recorded(run)["config"]), run / "code")
+    return replace(begun, run_name=run.resolve().name, runs_dir=str(run.resolve().parent), resume=None)
 
 
 Options = TypeVar("Options", bound=Config)

@@ -4,8 +4,8 @@ train two things as one."""
 import hashlib
 from pathlib import Path
 
-from asyncrl import user_code as own
 from asyncrl.config import OPTIONS, Config, May, options_for
+from asyncrl.user_code import files, texts_of
 
 FOLDERS = ("algos", "data", "asyncrl", "extras")
 """Where the source files of a run are, beside those at the top."""
@@ -14,13 +14,13 @@ MAX_SHOWN = 5
 
 
 def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[str, str]:
-    """All that must be equal on all nodes: each source file of a run with its hash, a user's
-    own too, and each option with its value."""
+    """All that must be equal on all nodes: each source file of a run with its hash, user code too, and each option with
+    its value."""
     inside = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
-    files = sorted(path for path in [*root.glob("*.py"), *inside] if "tests" not in path.parts)
-    code = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
-    brought = own.files(own.texts_of(config)).values()
-    code |= {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in brought}
+    sources = sorted(path for path in [*root.glob("*.py"), *inside] if "tests" not in path.parts)
+    code = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in sources}
+    user_code = files(texts_of(config)).values()
+    code |= {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in user_code}
     options = {o.flag: str(o.value_in(config)) for o in OPTIONS.values() if May.NODE not in o.may}
     return code | options
 

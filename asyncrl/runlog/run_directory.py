@@ -2,7 +2,7 @@
 
 run.json        run id, command, config, git commit and uncommitted changes, package versions, hardware; how it was
                 resumed
-code/           copies of the user's own files, of which run.json has the digest
+code/           copies of user code, which the run and its resumes load
 metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
@@ -17,11 +17,11 @@ import shutil
 import time
 from pathlib import Path
 
-from asyncrl import user_code as own
 from asyncrl.config import Config
 from asyncrl.runlog.header import new_header, write_header
 from asyncrl.runlog.manifest import id_of, run_named
 from asyncrl.runlog.record_file import RecordFile
+from asyncrl.user_code import copied, title
 
 
 class RunDirectory:
@@ -59,6 +59,8 @@ class RunDirectory:
         if not self._files["events"].lock():
             raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
         self._config = config
+        self.config = copied(config, self.path / "code") if resumed is None else config
+        """The options, with the run's copies of user code."""
         self._is_first = not node_folder
         self._resumed = resumed
         self._wandb = None
@@ -70,20 +72,10 @@ class RunDirectory:
         if weights_sha256 is not None:
             self._header["weights_sha256"] = weights_sha256
         if resumed is None:
-            self._header |= self._copy_user_code()
             self._begin()
             self.record("run_started")
         else:
             self.record("run_resumed", **resumed)
-
-    def _copy_user_code(self) -> dict:
-        """Copy user code into the run. Returns what run.json says of it, if there is any."""
-        texts = own.texts_of(self._config)
-        if not texts:
-            return {}
-        paths = [str(path) for path in own.files(texts).values()]
-        own.copy(texts, self.path / "code")
-        return {"own": {"files": paths, "digest": own.digest(texts)}}
 
     def _check(self, run_id: str | None) -> str | None:
         """Return the id of the run that is resumed.
@@ -186,7 +178,7 @@ def _ended_before_first_step(folder: Path) -> bool:
 
 
 def _default_name(config: Config) -> str:
-    task, algo = own.title(config.task), own.title(config.algo)
+    task, algo = title(config.task), title(config.algo)
     return f"{task}-{algo}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 

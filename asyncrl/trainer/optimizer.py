@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from asyncrl import user_code as own
+from asyncrl import user_code
 from asyncrl.config import Config, read_arguments
 
 
@@ -74,8 +74,8 @@ def learning_rate(config: Config, update: int, steps_made: float, sequence_ess: 
 
 def _parameters(config: Config) -> dict[str, inspect.Parameter]:
     """Parameters of the optimizer beside its parameter groups, by name."""
-    make = own.load(config.optimizer, "--optimizer", OPTIMIZERS)
-    with own.blamed(config.optimizer, "--optimizer"):
+    make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
+    with user_code.blamed(config.optimizer, "--optimizer"):
         _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
     return {parameter.name: parameter for parameter in parameters}
 
@@ -113,8 +113,8 @@ def parameter_groups(config: Config, model: nn.Module, head: nn.Module | None, h
 def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
     """Make the optimizer of --optimizer. Raises ValueError, in one line, for what it does not allow."""
     arguments = optimizer_arguments(config)
-    with own.blamed(config.optimizer, "--optimizer"):
-        optimizer = own.load(config.optimizer, "--optimizer", OPTIMIZERS)(groups, **arguments)
+    with user_code.blamed(config.optimizer, "--optimizer"):
+        optimizer = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)(groups, **arguments)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"it made a {type(optimizer).__name__}; give what makes a torch.optim.Optimizer")
     return optimizer
@@ -126,7 +126,7 @@ def try_optimizer(config: Config) -> None:
     optimizer = make_optimizer(config, [{"params": [matrix], "lr": config.lr}])
     state = OptimizerState(optimizer, {matrix: "matrix"})
     matrix.grad = torch.ones(2, 2)
-    with own.blamed(config.optimizer, "--optimizer"):
+    with user_code.blamed(config.optimizer, "--optimizer"):
         optimizer.step()
         state.tensors()
         json.dumps(state.values())

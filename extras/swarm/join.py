@@ -29,13 +29,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl import extras
-from asyncrl import user_code as own
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import WorkerSpec, available_cores, place
 from asyncrl.cluster.processes import ignore_signals
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
 from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
+from asyncrl.user_code import located, texts_of
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Staged
 from extras.swarm.puller import Puller
@@ -61,6 +61,7 @@ from extras.swarm.wire import (
     Welcome,
     code_digest,
     read_key,
+    user_code_digest,
 )
 
 MAX_HANDSHAKES = 10
@@ -231,8 +232,7 @@ class JoinedMachine:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._welcome is None:
-            if not own.are_as(texts := own.texts_of(Config.from_dict(welcome.options)), welcome.own_digest):
-                raise ValueError(f"{', '.join(texts)}: not what the run has at the same place, or imports; copy it")
+            self._check_user_code(welcome)
             self._welcome = welcome
             self._start_engines()
         elif welcome != self._welcome:
@@ -244,6 +244,14 @@ class JoinedMachine:
             if engine.is_up:
                 self._send(str(index).encode(), Ready(0.0))
 
+    def _check_user_code(self, welcome: Welcome) -> None:
+        """Raise ValueError if the files of user code here are not those of the run."""
+        texts = texts_of(located(Config.from_dict(welcome.options), Path.cwd()))
+        with contextlib.suppress(OSError):
+            if user_code_digest(texts) == welcome.user_code_digest:
+                return
+        raise ValueError(f"{', '.join(texts)}: not what the run has, or imports; copy runs/NAME/code of the run here")
+
     # Its engines
 
     def _start_engines(self) -> None:
@@ -252,7 +260,8 @@ class JoinedMachine:
             (self.folder / Path(name).name).write_bytes(content)
         options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}  # as its devices are
         options["timeout_s"] /= 2  # an engine that stands still is to end before the run does
-        config = Config.from_dict(options | ({"rollout_tp": self.rollout_tp} if self.rollout_tp else {}))
+        options |= {"rollout_tp": self.rollout_tp} if self.rollout_tp else {}
+        config = located(Config.from_dict(options), Path.cwd())
         workers = place(config, len(visible_gpus()), available_cores(), 0).workers
         planning = extras.find("planning")
         if planning is not None and config.rollout_tp > 1:

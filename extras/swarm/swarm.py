@@ -15,11 +15,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl import user_code as own
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.config import Config, May, options_for
 from asyncrl.controller.workers import Worker
@@ -27,6 +27,7 @@ from asyncrl.messages import Finished, Probed, Ready, Update, Updated
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.run_directory import RunDirectory
+from asyncrl.user_code import located, texts_of
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.controller import Disbelieved, SwarmController
 from extras.swarm.hub import Hub, make_key
@@ -53,6 +54,7 @@ from extras.swarm.wire import (
     Refused,
     Welcome,
     code_digest,
+    user_code_digest,
 )
 
 if TYPE_CHECKING:
@@ -164,8 +166,8 @@ class Swarm:
         """
         self.config, self.record, self._model_path = config, run.record, model_path
         self._device = "cuda" if visible_gpus() else "cpu"
-        self.code, own_digest = code_digest(), own.digest(own.texts_of(config))
-        self.welcome = Welcome(_shared(config), model_files(model_path), own_digest)
+        self.code = code_digest()
+        self.welcome = Welcome(_shared(config), model_files(model_path), user_code_digest(texts_of(config)))
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
@@ -432,11 +434,11 @@ def _vocab_size(model_path: str) -> int:
 
 
 def _shared(config: Config) -> dict:
-    """Return the options that a host gets. What only the trainer reads has its default.
+    """Return the options that a host gets. What only the trainer reads has its default, and user code no folder.
 
     So hosts that wait for a run need not start again when it continues with other values of these.
     """
-    return config.as_dict() | {option.name: option.default for option in options_for(May.HOST)}
+    return located(config, Path("/")).as_dict() | {option.name: option.default for option in options_for(May.HOST)}
 
 
 COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")

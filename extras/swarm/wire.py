@@ -8,6 +8,7 @@ no pickle, which would run what a stranger sends. All else is a ValueError.
 import hashlib
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zmq.utils import z85
@@ -27,6 +28,7 @@ from asyncrl.messages import (
 )
 from asyncrl.runlog import plain
 from asyncrl.runlog.fingerprint import fingerprint
+from asyncrl.user_code import files
 
 PROTOCOL = 3
 """Number of this page and of asyncrl/messages.py; a machine that has another is refused."""
@@ -62,8 +64,8 @@ class Welcome:
     options: dict
     model_files: dict[str, bytes]
     """Files of the model's folder, by name: its configuration and its tokenizer."""
-    own_digest: str = ""
-    """Of the files that the user brings (asyncrl/user_code.py), which the machine must have at the same place."""
+    user_code_digest: str = ""
+    """Of user code (asyncrl/user_code.py), which the machine must have in the folder that it is started in."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,12 @@ class Codec:
 def code_digest() -> str:
     """One digest of all source files of a run."""
     code = [item for item in fingerprint(Config()).items() if item[0].endswith(".py")]
+    return hashlib.sha256(str(code).encode()).hexdigest()
+
+
+def user_code_digest(texts: Iterable[str]) -> str:
+    """One digest of the files of user code: their places and contents. Raises OSError for one that is missing."""
+    code = sorted((place, path.read_bytes()) for place, path in files(texts).items())
     return hashlib.sha256(str(code).encode()).hexdigest()
 
 

@@ -93,17 +93,19 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
     own.write_text(OWN_OPTIMIZER)
     options = {"steps": 24, "async_ratio": 0, "advantage": "gae", "optimizer": f"{own}:SignMomentum"}
     unbroken, job = (start(folder, **options) for folder in folders)
+    for run in (unbroken, job):
+        run.wait_until(lambda run=run: "user code: " in run.output())
+    own.unlink()
     job.wait_until(lambda: has_saved(job, 1) and job.num_steps() >= 6)
     num_steps = kill(job)
     assert num_steps < 24, "it ended before it was killed"
     unbroken.wait_until(lambda: has_saved(unbroken, 1))
-    own.unlink()
     foreign = job.run_path / "checkpoints/step_23"
     shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
     job = go_on(job)
     assert job.wait() == 0 == unbroken.wait(), job.output()[-3000:]
     assert f"warning: skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and " in job.output()
-    assert f"{own}: changed or gone; the run goes on with the copies in {job.run_path}/code" in job.output()
+    assert f"user code: {job.run_path}/code/{own.name}:SignMomentum\n" in job.output()
     (resumed,) = job.events("run_resumed")
     assert 4 <= resumed["step"] <= num_steps and resumed["step"] % 4 == 0
     lines, expected = ([without_times(line) for line in run.metrics()] for run in (job, unbroken))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -282,14 +283,33 @@ def test_a_machine_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])
-def test_a_machine_that_lacks_what_the_user_brings_or_has_another_ends_before_it_starts_anything(tmp_path, spoil):
+def test_a_machine_that_lacks_user_code_or_has_another_ends_before_it_starts_anything(tmp_path, monkeypatch, spoil):
     path = write_own(tmp_path / "own", "def loss(): ...\n")
+    monkeypatch.chdir(path.parent)
     with running(tmp_path, algo=f"{path}:loss") as run:
         spoil(path)
         far = Far(run.address, run.key_path, tmp_path / "far")
         error = far.end()
     assert isinstance(error, ValueError) and str(path) in str(error) and "\n" not in str(error)
-    assert "not what the run has at the same place" in str(error) and not far.machine.engines
+    assert "not what the run has, or imports; copy runs/NAME/code" in str(error) and not far.machine.engines
+
+
+def run_worker_that_notes_its_loss(spec, connection):
+    Path(spec.log_path).with_name("loss").write_text(spec.config.algo)
+    run_fake_worker(spec, connection)
+
+
+def test_a_machine_takes_user_code_from_the_folder_that_it_is_started_in(tmp_path, monkeypatch):
+    path = write_own(tmp_path / "own", "def loss(): ...\n")
+    here = tmp_path / "here"
+    shutil.copytree(path.parent, here)
+    monkeypatch.chdir(here)
+    with running(tmp_path, algo=f"{path}:loss") as run:
+        far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_loss)
+        run.step()
+        assert (tmp_path / "far" / "loss").read_text() == f"{here / path.name}:loss"
+        run.swarm.stop()
+        assert far.end() == "the run has ended"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
