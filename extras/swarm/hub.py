@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from extras.swarm.wire import BEAT_S, read_key
+from extras.swarm import link
+from extras.swarm.wire import read_key
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT = 10_000
@@ -105,13 +106,13 @@ class Hub:
         poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._is_ending:
-                ready = dict(poller.poll(1000 * BEAT_S / 2))
+                ready = dict(poller.poll(1000 * link.BEAT_S / 2))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._socket in ready:  # first, as who cannot be sent anything any more may have said why
                     self._receive_some(receive)
                 self._do_all()
-                if time.monotonic() > beaten_at + BEAT_S:
+                if time.monotonic() > beaten_at + link.BEAT_S:
                     beaten_at = time.monotonic()
                     beat()
             self._do_all()

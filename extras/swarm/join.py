@@ -38,17 +38,14 @@ from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tick
 from asyncrl.user_code import located, texts_of
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Staged
+from extras.swarm import link
 from extras.swarm.puller import Puller
 from extras.swarm.wire import (
-    BEAT_S,
     JOIN_S,
-    MACHINE,
     PROTOCOL,
-    SILENCE_S,
     TO_ENGINE,
     TO_MACHINE,
     Beat,
-    Codec,
     Fetch,
     Fetched,
     Join,
@@ -111,14 +108,14 @@ class JoinedMachine:
         self.puller: Puller | None = None
         self.transport: ShmTransport | None = None
         self._keys = read_key(key_path)
-        self._codec, self._context = Codec((*TO_ENGINE, *TO_MACHINE)), zmq.Context()
+        self._link, self._context = link.Link((*TO_ENGINE, *TO_MACHINE), self._send_frames), zmq.Context()
         self._socket: zmq.Socket | None = None
         self._welcome: Welcome | None = None
         self._has_joined = False
         self._here: tuple[str, Staged] | None = None  # digest of what engines can load, and where it is
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
         self._wake, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
-        self._heard_at = self._joined_at = self._beaten_at = time.monotonic()
+        self._joined_at = time.monotonic()
         self._asked: int | None = None  # version of which a piece is due
         self._num_failed = 0  # handshakes
 
@@ -136,26 +133,26 @@ class JoinedMachine:
         self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
         self._socket.connect(f"tcp://{address or self.address}")
         self._has_joined, self._asked = False, None
-        self._joined_at = self._beaten_at = time.monotonic()
+        self._joined_at = time.monotonic()
         device = "cuda" if visible_gpus() else "cpu"
-        self._send(MACHINE, Join(PROTOCOL, code_digest(), device, socket.gethostname(), time.time()))
+        self._link.send(Join(PROTOCOL, code_digest(), device, socket.gethostname(), time.time()))
 
     def _leave(self) -> None:
         for engine in self.engines:
             if (fetched := engine.forget_run()) is not None:
                 self.transport.release(0, fetched)
         if self._socket is not None:
-            self._send(MACHINE, Leave())
+            self._link.send(Leave())
             self._socket.disable_monitor()
             self._socket.close()
 
     def _ask(self, pull: Pull) -> None:
         self._asked = pull.version
-        self._send(MACHINE, pull)
+        self._link.send(pull)
 
-    def _send(self, engine: bytes, message: object) -> None:
+    def _send_frames(self, frames: list[bytes]) -> None:
         with contextlib.suppress(zmq.Again):  # one that was refused by its key has no connection any more
-            self._socket.send_multipart([engine, *self._codec.encode(message)], flags=zmq.DONTWAIT)
+            self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
 
     def serve(self) -> str:
         """Sample until the run ends. Returns why it ended.
@@ -167,36 +164,33 @@ class JoinedMachine:
             poller = zmq.Poller()
             poller.register(self._socket, zmq.POLLIN)
             poller.register(self._wake, zmq.POLLIN)
-            if self._wake in dict(poller.poll(1000 * BEAT_S)):
+            if self._wake in dict(poller.poll(1000 * link.BEAT_S)):
                 os.eventfd_read(self._wake)
                 self._pass_on()
                 if self.puller is not None and self.puller.collect():
                     self._look_for_weights()
             while self._socket.poll(0):
-                self._heard_at = time.monotonic()
-                engine, *frames = self._socket.recv_multipart()
-                if (why := self._act(engine, self._codec.decode(*frames))) is not None:
+                why = self._act(*self._link.read(self._socket.recv_multipart()))
+                if why is not None:
                     return why
             if (why := self._keep_in_touch()) is not None:
                 return why
 
     def _keep_in_touch(self) -> str | None:
         """Give a sign of life, and join again if there was none from the run. Returns why to end, if it is time to."""
-        now = time.monotonic()
         if self._welcome is None:
             self._check_handshakes()
-            if now > self._heard_at + JOIN_S:
+            if self._link.silent_s > JOIN_S:
                 raise ValueError(f"--join {self.address}: no answer in {JOIN_S:.0f} s; is the run there?")
-        if self._has_joined and now > self._heard_at + SILENCE_S:
-            print(f"no word from the run for {SILENCE_S:.0f} s: trying to reach it again", flush=True)
+        if self._has_joined and self._link.is_silent:
+            print(f"no word from the run for {self._link.silent_s:.0f} s: trying to reach it again", flush=True)
             self._join()
-        elif not self._has_joined and now > self._joined_at + JOIN_S:
+        elif not self._has_joined and time.monotonic() > self._joined_at + JOIN_S:
             self._join()
-        elif now > self._beaten_at + BEAT_S:  # before a welcome that takes long, too
-            self._beaten_at = now
-            self._send(MACHINE, Beat())
-        if self._welcome is not None and now > self._heard_at + self._welcome.options["join_timeout_s"]:
-            return f"the run was out of reach for {now - self._heard_at:.0f} s (its --join-timeout-s)"
+        else:
+            self._link.beat()  # before a welcome that takes long, too
+        if self._welcome is not None and self._link.silent_s > self._welcome.options["join_timeout_s"]:
+            return f"the run was out of reach for {self._link.silent_s:.0f} s (its --join-timeout-s)"
         return None
 
     def _check_handshakes(self) -> None:
@@ -207,7 +201,7 @@ class JoinedMachine:
         if self._num_failed >= MAX_HANDSHAKES:
             raise ValueError(f"--join {self.address}: what listens there has another key, or is no run; see --key")
 
-    def _act(self, engine: bytes, message: object) -> str | None:
+    def _act(self, engine: int, message: object) -> str | None:
         """Act on what the run says. Returns why this machine is to leave, if it is."""
         match message:
             case Leave():
@@ -227,7 +221,7 @@ class JoinedMachine:
             case Beat():
                 pass
             case _:
-                self._tell(self.engines[int(engine)], message)
+                self._tell(self.engines[engine], message)
         return None
 
     def _on_welcome(self, welcome: Welcome) -> None:
@@ -242,7 +236,7 @@ class JoinedMachine:
         print(f"joined {self.address}: {engines}, logs in {self.folder}", flush=True)
         for index, engine in enumerate(self.engines):
             if engine.is_up:
-                self._send(str(index).encode(), Ready(0.0))
+                self._link.send(Ready(0.0), index)
 
     def _check_user_code(self, welcome: Welcome) -> None:
         """Raise ValueError if the files of user code here are not those of the run."""
@@ -317,7 +311,7 @@ class JoinedMachine:
                 version = engine.wants["version"]  # not that of what is here: versions may be equal to the bit
                 engine.wants, engine.fetched = None, self._here[1]
                 self.transport.acquire(index, engine.fetched)
-                self._send(str(index).encode(), Fetched(version))
+                self._link.send(Fetched(version), index)
         wanted = [engine.wants for engine in self.engines if engine.wants is not None]
         if wanted and (self._asked is None or self.puller.wanted not in wanted):
             self.puller.want(min(wanted, key=lambda info: info["version"]))
@@ -346,7 +340,7 @@ class JoinedMachine:
                     engine.tickets -= {trajectory.ticket_id for trajectory in due}
                     message = Finished(due, activity) if due else None
             if message is not None and self._has_joined:
-                self._send(str(index).encode(), message)
+                self._link.send(message, index)
 
     def close(self) -> None:
         """Leave the run and end all engines; none is left when this returns."""

@@ -31,6 +31,7 @@ from asyncrl.user_code import located, texts_of
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.controller import Disbelieved, SwarmController
 from extras.swarm.hub import Hub, make_key
+from extras.swarm.link import Link
 from extras.swarm.model_files import model_files
 from extras.swarm.pull import KEPT, PIECE_BYTES, PullTransport
 from extras.swarm.snapshots import SnapshotWriter
@@ -38,11 +39,9 @@ from extras.swarm.trust import mistake_in
 from extras.swarm.wire import (
     FROM_ENGINE,
     FROM_MACHINE,
-    MACHINE,
+    HOST,
     PROTOCOL,
-    SILENCE_S,
     Beat,
-    Codec,
     Fetch,
     Fetched,
     Join,
@@ -120,17 +119,17 @@ class Machine:
     """A machine that has joined."""
 
     identity: bytes
-    name: str
+    link: Link
+    name: str = "a stranger"
     """Its host, with a number where another has the same."""
     clock_ahead_s: float = 0.0
     engines: dict[int, Worker] = field(default_factory=dict)
     """Those that are up."""
-    heard_at: float = field(default_factory=time.monotonic)
     is_pulling: bool = False
     num_failed: int = 0
     """Trajectories that failed since one did not."""
     counts: Counter[str] = field(default_factory=Counter)
-    """What it did since the last report: bytes sent to it and received, tokens, trajectories, and their lags."""
+    """What it did since the last report: tokens, trajectories, and their lags."""
 
     def take(self, trajectory: Trajectory, worker: int, newest_version: int) -> Trajectory:
         """Count a trajectory. Returns it with its worker's number and its times as they are here.
@@ -186,7 +185,6 @@ class Swarm:
         self._answered: deque[tuple[Ticket, Trajectory]] = deque()
         self.verified: Measured = {}
         """Metrics of what was verified (verify.py)."""
-        self._codec = Codec((*FROM_ENGINE, *FROM_MACHINE))
         self._encoding = ThreadPoolExecutor(1)
 
     def make_transport(self, specs: list[ParameterSpec]) -> PullTransport:
@@ -224,8 +222,7 @@ class Swarm:
         self._reported_at = now
         for machine in machines:
             counts, machine.counts = machine.counts, Counter()
-            told = _metrics(counts, now - since)
-            self._count_bytes(counts)
+            told = _metrics(counts + self._count_bytes(machine), now - since)
             self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
             if len(machines) <= MAX_NAMED:
                 metrics |= {f"swarm/{machine.name}/{name}": Sum(value) for name, value in told.items()}
@@ -237,46 +234,53 @@ class Swarm:
         """Engines of machines that have joined this node."""
         return sum(len(machine.engines) for machine in list(self._machines.values()))
 
-    def _count_bytes(self, counts: Counter[str]) -> None:
-        self._counts.update({f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")})
+    def _count_bytes(self, machine: Machine) -> Counter[str]:
+        """Return megabytes sent and received since the last call."""
+        num_bytes, machine.link.num_bytes = machine.link.num_bytes, Counter()
+        counts = Counter({f"mb_{way}": count / 1e6 for way, count in num_bytes.items()})
+        self._counts.update(counts)
+        return counts
 
     # In the hub's thread
 
-    def _send(self, machine: Machine, engine: bytes, message: object) -> None:
-        frames = [machine.identity, engine, *self._codec.encode(message)]
-        machine.counts["sent"] += sum(map(len, frames))
-        if (why := self.hub.send(frames)) is not None:
+    def _send(self, machine: Machine, message: object, engine: int = HOST) -> None:
+        self._lose_if(machine, machine.link.send(message, engine))
+
+    def _lose_if(self, machine: Machine, why: str | None) -> None:
+        if why is not None:
             self._lose(machine, f"cannot be reached ({why})")
 
-    def _send_if_there(self, machine: Machine, engine: bytes, message: object) -> None:
+    def _send_if_there(self, machine: Machine, message: object, engine: int = HOST) -> None:
         if self._machines.get(machine.identity) is machine:
-            self._send(machine, engine, message)
+            self._send(machine, message, engine)
 
     def _receive(self, frames: list[bytes]) -> None:
-        if frames[0] in self._shut_out:
+        identity = frames[0]
+        if identity in self._shut_out:
             return
-        machine = self._machines.get(frames[0])
+        machine = self._machines.get(identity)
+        if machine is None:
+            link = Link((*FROM_ENGINE, *FROM_MACHINE), lambda frames: self.hub.send([identity, *frames]))
+            machine = Machine(identity, link)
         try:
-            if len(frames) != 4:
-                raise ValueError(f"a message of {len(frames)} frames, not 4")
-            message = self._codec.decode(*frames[2:])
+            engine, message = machine.link.read(frames[1:])
             if isinstance(message, Join):
-                self._let_in(frames[0], message)
-            elif machine is None:
-                self._on_stranger(frames[0], message)
+                self._let_in(machine, message)
+            elif identity not in self._machines:
+                self._on_stranger(machine, message)
             else:
-                machine.heard_at = time.monotonic()
-                machine.counts["received"] += sum(map(len, frames))
-                self._act(machine, frames[1], message)
+                self._act(machine, engine, message)
         except ValueError as error:
-            self._lose(machine or self._take_in(frames[0], "a stranger"), f"sent {error}", is_believed=False)
+            if identity not in self._machines:
+                self._take_in(machine)
+            self._lose(machine, f"sent {error}", is_believed=False)
 
-    def _let_in(self, identity: bytes, join: Join) -> None:
-        if identity in self._machines:
+    def _let_in(self, machine: Machine, join: Join) -> None:
+        if machine.identity in self._machines:
             raise ValueError("a Join after its Join")
         if not 0 <= join.unix_time < 1e11:
             raise ValueError(f"{join.unix_time:.4g} as its clock")
-        host, why = _shown(join.host[:64]).replace("/", "_"), None
+        machine.name, why = _shown(join.host[:64]).replace("/", "_"), None
         if join.protocol != PROTOCOL:
             why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
         elif join.code != self.code:
@@ -284,35 +288,36 @@ class Swarm:
         elif join.device != self._device:
             why = f"it computes on {_shown(join.device)}, the run on {self._device}: their log-probs differ too much"
         if why is not None:
-            print(f"swarm: {host} was refused: {why}", flush=True)
-            self._send(Machine(identity, host), MACHINE, Refused(why))
+            print(f"swarm: {machine.name} was refused: {why}", flush=True)
+            self._send(machine, Refused(why))
             return
         if self.nodes:
             node = min(range(len(self.nodes)), key=lambda node: self.nodes[node][1] + self.num_joined[node])
             self.num_joined[node] += 1
             if node > 0:
-                self._send(Machine(identity, host), MACHINE, JoinAt(self.nodes[node][0]))
+                self._send(machine, JoinAt(self.nodes[node][0]))
                 return
-        machine = self._take_in(identity, host, join.unix_time - time.time())
+        machine.clock_ahead_s = join.unix_time - time.time()
+        self._take_in(machine)
         self.record("machine_joined", machine=machine.name)
         print(f"swarm: {machine.name} has joined", flush=True)
-        self._send(machine, MACHINE, self.welcome)
+        self._send(machine, self.welcome)
 
-    def _take_in(self, identity: bytes, host: str, clock_ahead_s: float = 0.0) -> Machine:
-        taken, names = {m.name for m in self._machines.values()}, (f"{host}.{n}" for n in itertools.count(2))
-        name = next(name for name in itertools.chain([host], names) if name not in taken)
-        self._machines[identity] = Machine(identity, name, clock_ahead_s)
+    def _take_in(self, machine: Machine) -> None:
+        host, taken = machine.name, {machine.name for machine in self._machines.values()}
+        names = itertools.chain([host], (f"{host}.{number}" for number in itertools.count(2)))
+        machine.name = next(name for name in names if name not in taken)
+        self._machines[machine.identity] = machine
         self._counts["joins"] += 1
-        return self._machines[identity]
 
-    def _on_stranger(self, identity: bytes, message: object) -> None:
+    def _on_stranger(self, machine: Machine, message: object) -> None:
         """Count what a machine sends that was taken for gone, and have it join again."""
         if isinstance(message, Finished):
             self._counts["late"] += len(message.trajectories)
         if not isinstance(message, Leave):
-            self._send(Machine(identity, "?"), MACHINE, JoinAgain())
+            self._send(machine, JoinAgain())
 
-    def _act(self, machine: Machine, engine: bytes, message: object) -> None:
+    def _act(self, machine: Machine, engine: int, message: object) -> None:
         match message:
             case Beat():
                 return
@@ -326,22 +331,22 @@ class Swarm:
                 opening.add_done_callback(
                     lambda opened: self.hub.do_soon(lambda: self._answer(machine, message, opened))
                 )
-            case Ready() if engine.isdigit() and int(engine) not in machine.engines and int(engine) < MAX_ENGINES:
+            case Ready() if 0 <= engine < MAX_ENGINES and engine not in machine.engines:
                 self._start_engine(machine, engine, message)
-            case _ if engine.isdigit() and int(engine) in machine.engines:
-                self._pass_on(machine, machine.engines[int(engine)], message)
+            case _ if engine in machine.engines:
+                self._pass_on(machine, machine.engines[engine], message)
             case _:
-                raise ValueError(f"{type(message).__name__} of an engine {engine[:8]!r} that is not up")
+                raise ValueError(f"{type(message).__name__} of an engine {engine} that is not up")
 
-    def _start_engine(self, machine: Machine, engine: bytes, ready: Ready) -> None:
+    def _start_engine(self, machine: Machine, engine: int, ready: Ready) -> None:
         def post(message: object) -> None:
-            self.hub.do_soon(functools.partial(self._send_if_there, machine, engine, message))
+            self.hub.do_soon(functools.partial(self._send_if_there, machine, message, engine))
 
         if not 0 <= ready.startup_s < 1e9:
             raise ValueError(f"{ready.startup_s:.4g} s as the time to start")
-        process = RemoteProcess(post, f"engine {int(engine)} of {machine.name}")
+        process = RemoteProcess(post, f"engine {engine} of {machine.name}")
         worker = self.controller.let_in(process, machine.name, scores_probe=not machine.engines)
-        machine.engines[int(engine)] = worker
+        machine.engines[engine] = worker
         self._identity_of[worker.index] = machine.identity
         self.controller.on_message(worker, ready)
 
@@ -383,18 +388,18 @@ class Swarm:
             return
         is_delta, stream = opened.result()
         data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
-        self._send_if_there(machine, MACHINE, Piece(pull.version, is_delta, len(stream), pull.offset, data))
+        self._send_if_there(machine, Piece(pull.version, is_delta, len(stream), pull.offset, data))
 
     def _end(self) -> None:
         for machine in list(self._machines.values()):
-            self._send(machine, MACHINE, Leave())
+            self._send(machine, Leave())
 
     def _beat(self) -> None:
         for machine in list(self._machines.values()):
-            if time.monotonic() > machine.heard_at + SILENCE_S:
-                self._lose(machine, f"was silent for {SILENCE_S:.0f} s")
+            if machine.link.is_silent:
+                self._lose(machine, f"was silent for {machine.link.silent_s:.0f} s")
             else:
-                self._send(machine, MACHINE, Beat())
+                self._lose_if(machine, machine.link.beat())
         self.controller.end_leases()
 
     def _lose_liar(self, identity: bytes, why: str) -> None:
@@ -413,7 +418,7 @@ class Swarm:
             return
         del self._machines[machine.identity]
         why, self._counts["leaves"] = _shown(why[:MAX_SHOWN]), self._counts["leaves"] + 1
-        self._count_bytes(machine.counts)
+        self._count_bytes(machine)
         tickets = sum(len(worker.running) for worker in machine.engines.values())
         self.record("machine_left", machine=machine.name, why=why, tickets=tickets)
         print(f"swarm: {machine.name} {why}; its {tickets} tickets are issued again", flush=True)
@@ -421,7 +426,7 @@ class Swarm:
             self._counts["shut_out"] += 1
             self._shut_out.add(machine.identity)
             self._disbelieve(machine.identity)
-            self._send(machine, MACHINE, Refused(why))
+            self._send(machine, Refused(why))
         for worker in machine.engines.values():
             self.controller.on_message(worker, None if is_believed else Disbelieved())
 
@@ -453,7 +458,7 @@ def _shown(text: str) -> str:
 
 def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
     """What a machine did in so many seconds."""
-    metrics = {f"mb_{way}": counts[way] / 1e6 for way in ("sent", "received")}
+    metrics = {name: counts[name] for name in ("mb_sent", "mb_received")}
     metrics["tokens_per_s"] = counts["tokens"] / seconds
     return metrics | ({"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {})
 

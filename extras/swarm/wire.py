@@ -30,13 +30,13 @@ from asyncrl.runlog import plain
 from asyncrl.runlog.fingerprint import fingerprint
 from asyncrl.user_code import files
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of this page and of asyncrl/messages.py; a machine that has another is refused."""
 BEAT_S, SILENCE_S = 2.0, 15.0
 """Between two signs of life; without one for so long, the other side is taken for gone."""
 JOIN_S = 60.0
 """Time that a run has to answer a machine."""
-MACHINE = b"-"
+HOST = -1
 """In place of an engine's number: of the machine itself."""
 
 # Messages

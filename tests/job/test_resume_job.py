@@ -213,7 +213,7 @@ def test_a_run_whose_last_machine_leaves_in_an_evaluation_is_saved_and_ended_by_
         os.kill(job.process.pid, signal.SIGTERM)
         time.sleep(2)
         assert job.process.poll() is None, "it ends the step, as somebody is there"
-        host.send(b"-", Leave())
+        host.send(Leave())
         assert job.wait(10) == 128 + signal.SIGTERM
     assert "error: stopped by SIGTERM after step 6, which is saved; go on from step 6: " in job.output()
     job = go_on(job)

@@ -32,6 +32,7 @@ from asyncrl.weights.transport import Announcement, ParameterSpec, Transport
 from data.problem import Problem
 from extras.swarm.controller import SwarmController
 from extras.swarm.hub import make_key
+from extras.swarm.link import Link
 from extras.swarm.puller import Puller
 from extras.swarm.remote import SwarmWorkers
 from extras.swarm.swarm import Swarm
@@ -40,7 +41,6 @@ from extras.swarm.wire import (
     TO_ENGINE,
     TO_MACHINE,
     Beat,
-    Codec,
     Fetch,
     Fetched,
     Join,
@@ -160,7 +160,8 @@ class FakeMachine:
 
     def __init__(self, run, name="far", num_engines=1, keys=None, rcvhwm=1000, **said):
         """`said` takes the place of fields of its Join."""
-        self.codec, self.lock, self.context = Codec((*TO_ENGINE, *TO_MACHINE)), threading.Lock(), zmq.Context()
+        self.link = Link((*TO_ENGINE, *TO_MACHINE), self.send_frames)
+        self.send, self.lock, self.context = self.link.send, threading.Lock(), zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger, self.socket.rcvhwm = 500, rcvhwm
         self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = keys or read_key(
@@ -186,7 +187,7 @@ class FakeMachine:
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def join(self):
-        self.send(b"-", Join(**self.fields))
+        self.send(Join(**self.fields))
         return self
 
     def start(self):
@@ -206,9 +207,6 @@ class FakeMachine:
         if self.thread.is_alive():
             self.thread.join()
         self.context.destroy()
-
-    def send(self, engine, message):
-        self.send_frames([engine, *self.codec.encode(message)])
 
     def send_frames(self, frames):
         with self.lock:
@@ -236,7 +234,7 @@ class FakeMachine:
         return [dataclasses.replace(t, started_at=turn[0], turns=(turn,)) for t, turn in zip(made, turns, strict=True)]
 
     def _finish(self, index, ticket, reason):
-        self.send(b"%d" % index, Finished([self.changes(t) for t in self.made(index, ticket, reason)], None))
+        self.send(Finished([self.changes(t) for t in self.made(index, ticket, reason)], None), index)
 
     def _serve(self):
         while not self.is_closed:
@@ -247,25 +245,23 @@ class FakeMachine:
                 else:
                     self._act(*got)
             if self.saw(Welcome) and not self.saw(Refused) and not self.is_silent and not self.is_closed:
-                self.send(b"-", Beat())
+                self.send(Beat())
 
     def _receive(self):
         with self.lock:
             if not self.socket.poll(0):
                 return None
-            engine, *frames = self.socket.recv_multipart()
-        message = self.codec.decode(*frames)
+            engine, message = self.link.read(self.socket.recv_multipart())
         self.seen.append((engine, message))
         return engine, message
 
-    def _act(self, engine, message):
-        index = int(engine) if engine.isdigit() else None
+    def _act(self, index, message):
         match message:
             case Welcome():
                 for up in range(self.num_engines):
-                    self.send(b"%d" % up, Ready(0.0))
+                    self.send(Ready(0.0), up)
             case Connect(init_info) if self.puller is None:
-                self.puller = Puller(init_info, lambda pull: self.send(b"-", pull))
+                self.puller = Puller(init_info, self.send)
             case Fetch(_, infos):
                 self.wants[index] = infos[0]
                 self._look_for_weights()
@@ -274,9 +270,9 @@ class FakeMachine:
                     self._look_for_weights()
             case Update(version, _, probe):
                 self.versions[index] = version
-                self.send(engine, Updated(version, 0.001, SampledTokens(), None))
+                self.send(Updated(version, 0.001, SampledTokens(), None), index)
                 if probe:
-                    self.send(engine, Probed(version, tuple(np.full(len(t) - 1, -1, np.float32) for t in probe)))
+                    self.send(Probed(version, tuple(np.full(len(t) - 1, -1, np.float32) for t in probe)), index)
             case Tickets(tickets):
                 self.had += tickets
                 for ticket in tickets:
@@ -294,7 +290,7 @@ class FakeMachine:
         for index, info in list(self.wants.items()):
             if here is not None and here.digest == info["digest"] and self.answers_fetch:
                 del self.wants[index]
-                self.send(b"%d" % index, Fetched(info["version"]))
+                self.send(Fetched(info["version"]), index)
         for info in self.wants.values():
             if self.puller.wanted is None and (here is None or here.digest != info["digest"]):
                 self.puller.want(info)

@@ -5,20 +5,20 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import extras.swarm.join
 import rollout
 from asyncrl.messages import Finished
+from extras.swarm.link import Link
 
-send_honestly = extras.swarm.join.JoinedMachine._send
+send_honestly = Link.send
 
 
-def send(host, name, message):
+def send(link, message, *engine):
     if isinstance(message, Finished):
         lies = [dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs * 0.5) for t in message.trajectories]
         message = dataclasses.replace(message, trajectories=lies)
-    send_honestly(host, name, message)
+    send_honestly(link, message, *engine)
 
 
 if __name__ == "__main__":
-    extras.swarm.join.JoinedMachine._send = send
+    Link.send = send
     rollout.main()

@@ -114,8 +114,7 @@ def lasting(tmp_path_factory):
     """A run, and a machine that has joined it through a relay; the tests that share them do things to the relay."""
     tmp_path = tmp_path_factory.mktemp("lasting")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("extras.swarm.hub.BEAT_S", 0.2)
-        patch.setattr("extras.swarm.join.BEAT_S", 0.2)
+        patch.setattr("extras.swarm.link.BEAT_S", 0.2)
         patch.setattr("extras.swarm.join.JOIN_S", 4.0)
         answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731
         with running(tmp_path, answers=answers, swarm=SwarmOptions(lease_s=3)) as run:
@@ -173,8 +172,7 @@ def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch
     elif way == "the run's side gave it up":
         run.swarm.hub.do_soon(lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._machines.values())])
     else:
-        monkeypatch.setattr("extras.swarm.swarm.SILENCE_S", 1.0)
-        monkeypatch.setattr("extras.swarm.join.SILENCE_S", 1.0)
+        monkeypatch.setattr("extras.swarm.link.SILENCE_S", 1.0)
         run.relay.is_stalled = True
         wait_until(lambda: len(run.left()) == num_joins)
         run.relay.is_stalled = False
@@ -212,7 +210,7 @@ def test_a_probe_that_an_engine_scores_for_an_old_session_is_not_sent_into_the_n
 
 
 def test_a_machine_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
-    monkeypatch.setattr("extras.swarm.join.BEAT_S", 0.1)
+    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     far, tmp = None, tmp_path
     with running(tmp) as run:
         port = run.swarm.hub.port
@@ -256,7 +254,7 @@ def test_a_machine_with_another_key_says_so_at_once(tmp_path, is_same_run):
 
 def test_a_machine_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.JOIN_S", 1.0)
-    monkeypatch.setattr("extras.swarm.join.BEAT_S", 0.1)
+    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     make_key(tmp_path / "swarm.key")
     error = Far("127.0.0.1:1", tmp_path / "swarm.key", tmp_path / "far").end()
     assert isinstance(error, ValueError) and "no answer in 1 s; is the run there?" in str(error)
@@ -378,6 +376,6 @@ def test_a_machine_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_p
             assert isinstance(error, OSError) and "No space left on device" in str(error)
             with FakeMachine(run) as other:
                 run.step()
-                other.send(b"-", Leave())
+                other.send(Leave())
     finally:
         subprocess.run(["umount", str(folder)], check=True)

@@ -55,7 +55,7 @@ def test_the_tickets_of_a_machine_that_leaves_are_issued_again_and_what_it_says_
     with running(tmp_path) as run, FakeMachine(run, "first") as first:
         first.holds = lambda ticket: True
         wait_until(lambda: len(first.held) == 8)
-        first.send(b"-", Leave())
+        first.send(Leave())
         wait_until(run.left)
         assert run.left() == [("first", "has left")]
         first.finish()
@@ -72,19 +72,19 @@ def test_the_tickets_of_a_machine_that_leaves_are_issued_again_and_what_it_says_
 
 @pytest.mark.parametrize("way", ["silence", "disconnect"])
 def test_the_tickets_of_a_machine_that_is_gone_are_issued_again(tmp_path, monkeypatch, way):
-    monkeypatch.setattr("extras.swarm.hub.BEAT_S", 0.1)
+    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     with running(tmp_path) as run, FakeMachine(run, "first") as first:
         first.holds = lambda ticket: True
         wait_until(lambda: len(first.held) == 8)
         if way == "silence":
-            monkeypatch.setattr("extras.swarm.swarm.SILENCE_S", 1.0)
+            monkeypatch.setattr("extras.swarm.link.SILENCE_S", 1.0)
             first.is_silent = True
         else:
             first.close()  # as when it is killed: it says nothing
         wait_until(run.left)
         (name, why), *others = run.left()
         assert name == "first" and not others and why.startswith("was silent" if way == "silence" else "cannot be")
-        monkeypatch.setattr("extras.swarm.swarm.SILENCE_S", 15.0)
+        monkeypatch.setattr("extras.swarm.link.SILENCE_S", 15.0)
         with FakeMachine(run, "second"):
             run.step()
         if way == "silence":  # it comes to, and does not know that it was given up
@@ -133,7 +133,7 @@ def test_a_machine_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(
         ahead.holds = lambda ticket: True
         with ahead:
             wait_until(lambda: [ticket.group_id for _, ticket in ahead.held] == [3, 3] and ahead.versions == {0: 1})
-            ahead.send(b"-", Leave())
+            ahead.send(Leave())
             wait_until(run.left)
         assert behind.versions == {0: 0}
         behind.holds = lambda ticket: False
@@ -157,7 +157,7 @@ def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_machine
 
 
 def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):
-    monkeypatch.setattr("extras.swarm.hub.BEAT_S", 0.1)
+    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     with running(tmp_path, swarm=SwarmOptions(lease_s=1)) as run, FakeMachine(run, "slow") as slow:
         slow.holds = lambda ticket: True
         wait_until(lambda: len(slow.held) == 8)
@@ -178,7 +178,7 @@ def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_pa
 
 
 def test_a_machine_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
-    monkeypatch.setattr("extras.swarm.hub.BEAT_S", 0.1)
+    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     with running(tmp_path, async_ratio=0.0, swarm=SwarmOptions(lease_s=1000)) as run, FakeMachine(run, "fast"):
         run.step()  # now it is known how long a trajectory takes
         slow = FakeMachine(run, "slow")
@@ -213,7 +213,7 @@ def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_pat
             for _ in range(2):
                 run.step()
             assert run.controller.announcements.deferred is not None
-            far.send(b"-", Leave())
+            far.send(Leave())
             wait_until(run.left)
         run.controller.is_asked_to_stop = True
         began = time.monotonic()
@@ -248,7 +248,7 @@ def test_machines_of_one_name_are_told_apart_and_a_name_is_used_again(tmp_path):
         wait_until(lambda: run.workers_of("twin"))
         with FakeMachine(run, "twin") as other:
             wait_until(lambda: run.workers_of("twin.2"))
-            other.send(b"-", Leave())
+            other.send(Leave())
             wait_until(run.left)
         with FakeMachine(run, "twin"):
             wait_until(lambda: len(run.workers_of("twin.2")) == 2)
@@ -265,7 +265,7 @@ def test_a_machine_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monk
             return sum(sent) > megabytes or run.left()
 
         for num_sent in range(100):
-            deaf.send(b"-", Pull(0, None, 0))
+            deaf.send(Pull(0, None, 0))
             wait_until(functools.partial(has_sent, 1 + num_sent))
             if run.left():
                 break
@@ -280,7 +280,7 @@ def test_a_run_with_workers_of_its_own_goes_on_when_the_machines_have_gone(tmp_p
         with FakeMachine(run) as far:
             while not far.had:
                 run.step()
-            far.send(b"-", Leave())
+            far.send(Leave())
             wait_until(run.left)
         for _ in range(2):
             assert {t.worker for group in run.step() for t in group.trajectories} <= {0, 1}
