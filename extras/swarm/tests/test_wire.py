@@ -7,9 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.messages import ActivityReport, Finished, Probed, Tickets, Update
+from asyncrl.messages import ActivityReport, Finished, Probed, SampledTokens, Tickets, Update, Updated
 from asyncrl.records import Ticket, Trajectory
 from extras.swarm.wire import FROM_ENGINE, FROM_MACHINE, TO_ENGINE, TO_MACHINE, Codec, Join, Piece, read_key
+
+pack = msgspec.msgpack.encode
+CODEC = Codec(FROM_ENGINE)
 
 
 def trajectory(**changed):
@@ -61,21 +64,24 @@ def test_a_numpy_scalar_of_a_reward_is_sent_as_a_number():
     ("kind", "fields", "why"),
     [
         (b"Tickets", b"\x80", "a message of kind b'Tickets', not one of"),
-        (b"os.system", b"\x80", "not one of"),
-        (b"Finished", b"", "a broken Finished"),
-        (b"Finished", b"\xc1" * 50, "a broken Finished"),
-        (b"Probed", msgspec.msgpack.encode({"version": 1, "logprobs": [["<f4", [1 << 40], b"1234"]]}), "as many bytes"),
-        (b"Probed", msgspec.msgpack.encode({"version": 1, "logprobs": [["O", [1], b"12345678"]]}), "as many bytes"),
-        (b"Probed", msgspec.msgpack.encode({"version": "x", "logprobs": []}), "a broken Probed"),
+        *((b"Finished", fields, "a broken Finished") for fields in (b"", b"\xc0", b"\xc1" * 50)),
+        (b"Updated", CODEC.encode(Updated(0, 0.1, SampledTokens(), None))[1][:-3], "truncated"),
+        *(
+            (b"Probed", pack({"version": 1, "logprobs": [array]}), "as many bytes")
+            for array in (["<f4", [1 << 40], b"1234"], ["O", [1], b"12345678"])
+        ),
+        (b"Probed", pack({"version": 1, "logprobs": [["<f4", [0, 2**63], b""]]}), "a broken Probed"),
+        (b"Probed", pack({"version": 1, "logprobs": [["|b1", [1], b"\x07"]]}), "a broken Probed"),
+        (b"Probed", pack({"version": "x", "logprobs": []}), "a broken Probed"),
     ],
 )
 def test_what_may_not_come_or_is_broken_is_refused_in_a_line(kind, fields, why):
     with pytest.raises(ValueError, match=why):
-        Codec(FROM_ENGINE).decode(kind, fields)
+        CODEC.decode(kind, fields)
 
 
 def test_random_bytes_are_refused_and_nothing_worse():
-    rng, codec = np.random.default_rng(0), Codec(FROM_ENGINE)
+    rng, codec = np.random.default_rng(0), CODEC
     good = codec.encode(Probed(1, (np.zeros(3, np.float32),)))[1]
     for _ in range(2000):
         garbled = bytearray(good)
