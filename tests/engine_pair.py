@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch._dynamo
 from tiny_policy import load
 
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
@@ -28,7 +29,9 @@ class Pair:
         self.loop = asyncio.new_event_loop()
         spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, transport, "")
         gc.freeze()  # the engine is forked, and dies if it collects a gloo group that another test's thread still holds
-        self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
+        # If an earlier test has compiled anything, the fork would wait for compiler threads that it does not have.
+        with torch._dynamo.config.patch(disable=True):
+            self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
         gc.unfreeze()
         self.run(self.proxy.connect(self.transport.init_info()))
         self.sync(0)

@@ -34,11 +34,22 @@ ALLOWED = 1e-5
 """Largest mean difference, nats per token, in float32."""
 
 
-def compare(family: str) -> tuple[list[float], list[str], list[str]]:
-    """Body of a process. Returns mean differences of a tiny random model, and names of tensors read and saved."""
+def begin() -> None:
+    """Make a process ready to compare."""
     os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture(scope="module")
+def comparer():
+    """A process that compares one family after the other: vLLM takes seconds to import."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=begin) as pool:
+        yield pool
+
+
+def compare(family: str) -> tuple[list[float], list[str], list[str]]:
+    """Return mean differences of a tiny random model, and names of tensors read and saved; in the other process."""
     tokens = tuple(np.random.default_rng(0).integers(3, VOCAB, 60).tolist())
     with tempfile.TemporaryDirectory() as folder:
         pair = Pair(Config(model=save_tiny_family(family, f"{folder}/model"), max_prompt_tokens=100))
@@ -66,8 +77,7 @@ def names_in(folder: str) -> list[str]:
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in ALWAYS else pytest.mark.study) for family in COMPARED]
 )
-def test_engine_and_trainer_agree_and_what_is_saved_has_the_names_of_what_was_read(family):
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        differences, read, saved = pool.submit(compare, family).result(timeout=180)
+def test_engine_and_trainer_agree_and_what_is_saved_has_the_names_of_what_was_read(comparer, family):
+    differences, read, saved = comparer.submit(compare, family).result(timeout=180)
     assert max(differences) < ALLOWED
     assert saved == read
