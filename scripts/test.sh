@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install, then lint, format check and tests: bash scripts/test.sh [--slow | --all | --study] [options of pytest]
-# Without a word all tests but those marked slow, with --slow these alone, with --all both, as CI does; with --study those
-# alone that take minutes each, and mostly make a table of results/.
+# Without a word all tests but those marked slow, with --slow these alone, with --all both; with --study those
+# alone that take minutes each, and mostly make a table of results/. CI runs it without a word.
 # All parts run, and one that fails is the status, as is a choice of no test at all. What needs a GPU runs alone where there
 # is one; all else three files at a time, then three whole jobs, as each waits now and then; at the end stand once more the
 # closing lines of the parts that ran any test.

@@ -32,9 +32,9 @@ def run(folder, arguments):
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_the_default_job_trains(copy):
+def test_the_default_job_trains_without_any_of_them(tmp_path):
     """A whole job, with sampling that follows from seeds in place of an engine."""
-    _, folder = copy
+    folder = copy_without(tmp_path, *OPTIONS_OF)
     status, output = run(folder, ["tests/fake_job.py", "--steps=2", "--runs-dir=runs", "--run-name=run"])
     assert status == 0, output[-3000:]
     lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()

@@ -205,6 +205,7 @@ class Host(FakeMachine):
 SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_machine_leaves_in_an_evaluation_is_saved_and_ended_by_a_signal(tmp_path):
     job = start(tmp_path, steps=12, async_ratio=1, **SWARM)
     with Host(job) as host:

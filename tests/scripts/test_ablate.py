@@ -244,6 +244,8 @@ def test_the_script_goes_on_with_a_grid_that_is_finished_without_running_anythin
     assert (tmp_path / "curves.png").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_study_is_cells_that_runs_accept_each_once_with_whole_seeds_first():
     parts = ablate.study([])
     assert list(parts) == ["lag", "others", "smollm2", "rates", "time"] and [*ablate.study(["rates"])] == ["rates"]
@@ -314,6 +316,7 @@ def test_a_replay_does_not_take_over_the_options_that_the_recorded_run_gave_its_
     assert options(own) == ["--algo=grpo", "--algo-args", "clip_high=0.3"]
 
 
+@pytest.mark.slow
 def test_a_replay_is_not_given_another_loss_than_its_row_says(tmp_path):
     run = str(write_recorded(tmp_path / "run", 0, 0.5))
     with pytest.raises(ValueError, match="cell tis-replay-run: --algo is the grid's; give it before --"):

@@ -43,6 +43,7 @@ def write(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_a_page_of_a_study_that_has_not_run_says_so_and_nothing_else(write):
     for part in (
         staleness.cost("lag", "level"), staleness.order(), staleness.same_order(), staleness.rates(),

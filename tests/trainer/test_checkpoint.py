@@ -181,7 +181,15 @@ def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("saved_by", "variants"), [(1, ["whole", "lora", *OPTIMIZERS]), (2, list(VARIANTS))])
+@pytest.mark.parametrize(
+    ("saved_by", "variants"),
+    [
+        (1, ["whole", *OPTIMIZERS]),
+        (2, ["lora"]),
+        pytest.param(1, ["lora"], marks=pytest.mark.slow),
+        pytest.param(2, list(VARIANTS), marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(tmp_path, model, saved_by, variants):
     configs = {name: make_config(model, **VARIANTS[name]) for name in variants}
     assert run_ranks(train_and_save, saved_by, str(tmp_path), configs, saved_by) == [0] * saved_by

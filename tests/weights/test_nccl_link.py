@@ -71,7 +71,7 @@ def transport(on_gloo):
         assert not senders[0].is_alive()
 
 
-@pytest.mark.parametrize("told", ["3", None])
+@pytest.mark.parametrize("told", ["3", pytest.param(None, marks=pytest.mark.slow)])
 def test_vllms_import_takes_no_threads_from_the_trainers_compiler(told):
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
     environment |= {} if told is None else {"TORCHINDUCTOR_COMPILE_THREADS": told}

@@ -146,6 +146,7 @@ def random_case(seed):
     return job(rng.choice([SMALL, SMALL, LARGE]), **options), c
 
 
+@pytest.mark.slow
 def check_against_brute_force(seed):
     j, c = random_case(seed)
     every = [*outcomes(j, c), *shared_outcomes(j, c)]

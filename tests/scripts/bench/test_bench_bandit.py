@@ -119,6 +119,7 @@ def test_the_drift_is_the_divergence_per_token(problem):
     assert bandit.token_drift(last, first) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_script_writes_records_with_their_command_a_table_and_a_figure(tmp_path):
     options = ["--tokens", "1", "2", "--choices", "2", "--max-lag", "2", "--starts", "2", "--out", str(tmp_path)]
     command = [sys.executable, "scripts/bench/bandit.py", *options]

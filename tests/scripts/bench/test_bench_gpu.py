@@ -135,6 +135,7 @@ def test_what_was_measured_on_the_cpu_stays_out_of_the_results(tmp_path, monkeyp
     assert status == 2 and "keep it out of results/ with --out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_trainer_part_runs_where_what_only_rollout_needs_is_not_installed(tmp_path):
     """Nor what vLLM brings."""
     code = (

@@ -51,6 +51,7 @@ def share_of_a_tree(step):
     return 1 - len(beginnings) / sum(map(len, tokens))
 
 
+@pytest.mark.slow
 def test_the_bench_measures_each_way_to_share_in_turn_and_its_table_says_what_a_tree_would_save(
     recordings, tmp_path, monkeypatch
 ):
