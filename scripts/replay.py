@@ -56,7 +56,7 @@ class Recording:
         if "weights_sha256" not in header:
             raise ValueError(f"{path} was not recorded; only a run of train_async.py --record can be replayed")
         first = header.get("first_step", 1)
-        num_steps = first - 1 + len(list((path / "batches").glob("step_*.safetensors")))
+        num_steps = first - 1 + len(list((path / "batches").glob("step_*.msgpack")))
         for batch in (batch_path(path, step) for step in range(first, max(first, num_steps) + 1)):
             if not batch.exists():
                 raise ValueError(f"{batch} is missing: a replay needs every batch from the first on")

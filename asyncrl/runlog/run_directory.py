@@ -7,7 +7,7 @@ metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
 checkpoints/    step_N/, Hugging Face safetensors, and below resume/ what --resume needs
-batches/        step_00000N.safetensors, what each step was trained on; with --record only
+batches/        step_00000N.msgpack, what each step was trained on; with --record only
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.runlog.header import new_header, write_header
-from asyncrl.runlog.manifest import id_of, run_named
+from asyncrl.runlog.manifest import id_of
 from asyncrl.runlog.record_file import RecordFile
 from asyncrl.user_code import copied, title
 
@@ -67,7 +67,7 @@ class RunDirectory:
         if resumed is None and self._is_first:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check(run_id)
-        """Also in each of its checkpoints, which are no other run's; None in a run that older code has begun."""
+        """Also in each of its checkpoints, which are no other run's."""
         self._header = {"run_id": self.run_id} | new_header(config, num_ranks)
         if weights_sha256 is not None:
             self._header["weights_sha256"] = weights_sha256
@@ -84,8 +84,7 @@ class RunDirectory:
         """
         recorded_id = id_of(self.path) if (self.path / "run.json").exists() else run_id
         if not self._is_first and recorded_id != run_id:
-            owners = f"{run_named(recorded_id)}, and the checkpoint of {run_named(run_id)}"
-            raise ValueError(f"{self.path} is of {owners}; move it away")
+            raise ValueError(f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away")
         for name, file in self._files.items():
             file.check_cut(self._resumed["records"].get(name, 0))
         return recorded_id

@@ -3,7 +3,6 @@ import re
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from trajectories import make_trajectory
 
 from asyncrl.records import Group
@@ -58,7 +57,7 @@ def test_what_is_read_is_what_was_written_bit_by_bit_and_in_order(tmp_path):
     path = batch_path(tmp_path, 12)
     write_batch(path, 12, groups)
     assert fields_of(read_batch(path, 12)) == fields_of(groups)
-    assert [file.name for file in path.parent.iterdir()] == ["step_000012.safetensors"]
+    assert [file.name for file in path.parent.iterdir()] == ["step_000012.msgpack"]
 
 
 def test_a_batch_that_cannot_be_written_whole_is_not_there(tmp_path):
@@ -80,11 +79,11 @@ def test_a_file_that_is_no_batch_or_another_steps_or_another_versions_is_refused
     with pytest.raises(ValueError, match=r"^[^\n]*is no recorded batch[^\n]*$"):
         read_batch(path, 3)
     path.write_bytes(whole)
-    save_file(load_file(path), path)  # without our header
+    path.write_bytes(b"\x80")  # an empty record
     with pytest.raises(ValueError, match=r"^[^\n]*is no recorded batch[^\n]*$"):
         read_batch(path, 3)
     path.write_bytes(re.sub(b"num_turns", b"num_tunes", whole))
-    with pytest.raises(ValueError, match=r"another version of this code: it differs in num_tunes, num_turns$"):
+    with pytest.raises(ValueError, match=r"^[^\n]*another version of this code[^\n]*`num_turns`[^\n]*$"):
         read_batch(path, 3)
 
 

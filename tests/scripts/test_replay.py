@@ -211,11 +211,11 @@ def test_a_directory_that_cannot_be_replayed_is_one_line(model, tmp_path):
     with pytest.raises(ValueError, match=r"was not recorded; only a run of train_async\.py --record"):
         Recording.open(path)
     change_header(path, weights_sha256="0" * 64)
-    with pytest.raises(ValueError, match=r"step_000001\.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"step_000001\.msgpack is missing"):
         Recording.open(path)
     for step in (1, 3):
         write_batch(batch_path(path, step), step, make_groups(step))
-    with pytest.raises(ValueError, match=r"step_000002\.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"step_000002\.msgpack is missing"):
         Recording.open(path)
     change_header(path, config=config.as_dict() | {"reward_timeout_s": 10.0})
     with pytest.raises(ValueError, match="made by other code, which had reward_timeout_s; use that code, commit "):
