@@ -43,7 +43,6 @@ def train_on(node: "Node", log: "StepLog") -> None:
     from asyncrl.job.checkpoints import Checkpoints
     from asyncrl.job.publisher import Publisher
     from asyncrl.trainer import batch
-    from asyncrl.trainer.guards import keep_what_fails
     from asyncrl.trainer.policy import load_policy
 
     config = node.config
@@ -56,7 +55,7 @@ def train_on(node: "Node", log: "StepLog") -> None:
         for step in range(node.first_version + 1, config.steps + 1):
             groups = node.take_batch(step, publisher)
             updates = batch.deal(groups, step, policy, node.cluster)
-            with keep_what_fails(policy, node.cluster, node.run and node.run.path, step, groups):
+            with checkpoints.keep_what_fails(step, groups):
                 stats = policy.train_step(updates, policy_version=step - 1)
             publisher.publish(step, groups)
             log.write(step, groups, stats)

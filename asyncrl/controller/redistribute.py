@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 
-from asyncrl.controller.buffer import Resident
 from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import IDS_PER_NODE, TicketState
 
@@ -32,8 +31,8 @@ def _merge(states: list[ControllerState]) -> ControllerState:
     """Return the state of a run of one node, which has what all nodes have."""
     frontier = max(state.tickets.next_problem for state in states)
     put_back = []
-    problems: dict[int, int] = {}
-    residents: dict[int, Resident] = {}
+    problems = {}
+    residents = {}
     ledger = Counter()
     for state in states:
         put_back += [*state.tickets.put_back, *range(state.tickets.next_problem, frontier, len(states))]

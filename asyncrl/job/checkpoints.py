@@ -1,13 +1,16 @@
-"""When a run is saved, what is saved, and how a signal or a limit of time ends it.
+"""When a run is saved, what is saved, how a signal or a limit of time ends it, and what is kept of a step that fails.
 
 The cut is at the end of a step, when its weights are published, or while the next batch is waited for. There every rank
 copies its part of the trainer's state to host memory, and every leader what its controller knows.
 asyncrl/trainer/checkpoint.py writes it while training goes on, and asyncrl/job/resume.py goes on from it.
 """
 
+import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,9 +20,11 @@ import torch.distributed as dist
 from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
 from asyncrl.job.node import NobodySamples, Node, is_due
 from asyncrl.job.publisher import Publisher
+from asyncrl.records import Group
+from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
 from asyncrl.runlog.manifest import set_aside
 from asyncrl.trainer.checkpoint import CheckpointWriter
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.policy import NotFinite, Policy
 
 GRACE_S = 20.0
 """Longest wait for a checkpoint that is being written when the run ends by an error, seconds."""
@@ -44,7 +49,8 @@ class Checkpoints:
         self.writer.stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
-        self._unsaved: tuple[int, Publisher] | None = None  # the last step, if it was not saved
+        self._last: tuple[int, Publisher] | None = None  # the last step that this start of the run has made
+        self._is_saved = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
     def _find_folder(self) -> tuple[Path, bool]:
@@ -71,7 +77,7 @@ class Checkpoints:
     def __exit__(self, kind, error, traceback) -> None:
         try:
             if isinstance(error, NobodySamples):
-                self._stop_between_steps()
+                self._stop(*self.node.cluster.max_over_ranks([self._asked_by]))
             elif error is None:
                 self.writer.wait()  # however long the last takes; a first signal does not end it
         finally:
@@ -90,6 +96,28 @@ class Checkpoints:
             name = signal.Signals(number).name
             print(f"{name}: saves and ends after this step; a second signal ends the run at once", flush=True)
 
+    @contextmanager
+    def keep_what_fails(self, step: int, groups: list[Group] | None) -> Iterator[None]:
+        """Train a step inside. If a loss or gradient is not finite, its batch, of which leaders have `groups`, and the
+        weights before that update are kept for scripts/replay.py, and the error says where.
+
+        Collective if it fails, as all ranks do then: raises RuntimeError.
+        """
+        node = self.node
+        try:
+            yield
+        except NotFinite as error:
+            path = node.run.path / f"failed_step_{step}" if node.cluster.is_first else None
+            try:
+                self.policy.save(str(path / "weights") if path else "")
+                groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
+                if path:
+                    write_recording(path, step, [group for of_node in groups_of_nodes for group in of_node])
+            except OSError as failure:
+                raise RuntimeError(f"{error}; its batch could not be kept: {failure}") from error
+            where = f"; train on its batch again: python scripts/replay.py {path}" if path else ""
+            raise RuntimeError(f"{error}{where}") from error
+
     def save_if_due(self, step: int, publisher: Publisher) -> None:
         """Save every `save_every`-th step and the last, or neither, and the one after which the run stops; collective.
 
@@ -98,31 +126,31 @@ class Checkpoints:
         config, now = self.node.config, time.monotonic()
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
         wanted = config.save_every is not None and is_due(step, config.save_every, config.steps)
-        mine = [wanted, self._asked_by, self._is_out_of_time()]
-        due, number, is_late = self.node.cluster.max_over_ranks([int(wish) for wish in mine])
-        self._unsaved = (step, publisher)
+        mine = [int(wanted), self._asked_by, int(self._is_out_of_time())]
+        due, number, is_late = self.node.cluster.max_over_ranks(mine)
+        self._last = step, publisher
+        self._is_saved = False
         if due or number or is_late:
             self._save(step, publisher)
-            if step < config.steps and (number or is_late):
-                limit = f"--stop-after-s {config.stop_after_s:g}, which is nearly over,"
-                reason, status = (signal.Signals(number).name, 128 + number) if number else (limit, OUT_OF_TIME)
-                self._stop(f"stopped by {reason} after step {step}, which is saved", status)
+        if step < config.steps and (number or is_late):
+            self._stop(number)
         self._step_ended = time.monotonic()
 
-    def _stop_between_steps(self) -> NoReturn:
-        """Save the last step, if it was not saved, and stop; collective. Raises as `save_if_due`."""
-        (number,) = self.node.cluster.max_over_ranks([self._asked_by])
-        reason = f"stopped by {signal.Signals(number).name}"
-        if self._unsaved is not None:
-            reason = f"{reason} after step {self._unsaved[0]}, which is saved"
-            self._save(*self._unsaved)
-        self._stop(reason, 128 + number)
-
-    def _stop(self, reason: str, status: int) -> NoReturn:
-        """Wait for the checkpoint, and raise Interrupted."""
+    def _stop(self, number: int) -> NoReturn:
+        """Save the last step, if it was not saved, and raise Interrupted by a signal's number, or by 0 for the limit of
+        time; collective. Raises OSError as `save_if_due`."""
+        reason = f"--stop-after-s {self.node.config.stop_after_s:g}, which is nearly over,"
+        status = OUT_OF_TIME
+        if number:
+            reason = signal.Signals(number).name
+            status = 128 + number
+        if self._last is not None:
+            reason = f"{reason} after step {self._last[0]}, which is saved"
+            if not self._is_saved:
+                self._save(*self._last)
         self.writer.wait()
         self.node.watch.finish()  # all nodes stop here: none is another's cause
-        raise Interrupted(reason, status)
+        raise Interrupted(f"stopped by {reason}", status)
 
     def _is_out_of_time(self) -> bool:
         """Whether one more step and its checkpoint may end after `stop_after_s`, if each takes as long as ever."""
@@ -135,14 +163,24 @@ class Checkpoints:
     def _save(self, step: int, publisher: Publisher) -> None:
         """Copy what is saved, and have it written in the background."""
         node = self.node
-        self._unsaved = None
+        self._is_saved = True
         node.clock.enter("save")
         if not self._is_shared:
             self.policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")
             return
         self.writer.wait()
-        rollout = node.controller.cut(node.run.sizes) if node.cluster.is_leader else None
-        delayed, facts = publisher.delayed, None
+        delayed, rollout, facts = publisher.delayed, None, None
         if node.cluster.is_leader:
+            rollout = node.controller.cut(node.run.sizes)
             facts = {"records": rollout.records, "probe": node.probe.state(delayed)}
         self.writer.start(self.policy.state(), step, delayed, rollout, facts)
+
+
+def write_recording(path: Path, step: int, groups: list[Group]) -> None:
+    """Make a recording, as of a run with --record, of one step whose weights are in `path`/weights, below the run."""
+    write_batch(batch_path(path, step), step, groups)
+    weights = str(path / "weights")
+    header = json.loads((path.parent / "run.json").read_text(encoding="utf-8"))
+    header["config"] |= {"model": weights, "steps": step}
+    header |= {"weights_sha256": weights_sha256(weights), "first_step": step}
+    (path / "run.json").write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")

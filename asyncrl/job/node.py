@@ -29,11 +29,11 @@ from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.probe import Probe
-from asyncrl.job.resume import controller_of, find_checkpoint
+from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
 from asyncrl.records import Group
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
 from asyncrl.runlog.fingerprint import check_same, fingerprint
-from asyncrl.runlog.manifest import Checkpoint, how_to_go_on
+from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, load_task

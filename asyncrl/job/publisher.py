@@ -109,7 +109,7 @@ class Publisher:
         node, names = self.node, [spec.name for spec in self.policy.sent_specs()]
         for version in node.resumed.delayed if node.resumed and node.controller else ():
             if version >= node.restored.announced:
-                weights = load_file(node.resumed.delayed_path(version))
+                weights = load_file(node.resumed.part / f"delayed_{version}.safetensors")
                 yield version, [(name, weights[name]) for name in names]
 
     def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:

@@ -6,19 +6,24 @@ manifest.json with the digest of every file. It appears by one rename; a file th
 """
 
 import json
+import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import torch.distributed as dist
+
+from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OPTIONS, Config, May, options_for
+from asyncrl.controller.cut import ControllerState
+from asyncrl.controller.redistribute import redistribute
+from asyncrl.runlog.batches import weights_sha256
 from asyncrl.runlog.header import read_header
-from asyncrl.runlog.manifest import Checkpoint, newest_checkpoint
+from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, newest_checkpoint, step_of
+from asyncrl.runlog.plain import decode
 from asyncrl.user_code import located
-
-if TYPE_CHECKING:
-    from asyncrl.cluster.cluster import Cluster
-    from asyncrl.controller.cut import ControllerState
 
 # Options
 
@@ -68,49 +73,54 @@ def recorded(run: Path, option: str = "--resume") -> dict:
 # Checkpoints
 
 
-def find_checkpoint(config: Config, cluster: "Cluster") -> Checkpoint | None:
+def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     """The checkpoint that --resume goes on from, which rank 0 looks for; None for a new run. Collective.
 
     Raises ValueError on all ranks if there is none. If no step is left to make, says so and ends the process well.
     """
     if config.resume is None:
         return None
-    import torch.distributed as dist
-
-    found: list[Checkpoint | str] = [""]
+    run, found = Path(config.resume), [None]
     if cluster.is_first:
         try:
-            found = [newest_checkpoint(Path(config.resume))]
+            found = [newest_checkpoint(run)]
         except ValueError as error:
-            found = [str(error)]
+            found = [error]
     dist.broadcast_object_list(found, src=0, device="cpu")
-    if isinstance(found[0], str):
-        raise ValueError(found[0])
-    path = Path(config.resume) / "checkpoints" / found[0].path.name  # as this node names it
-    checkpoint = replace(found[0], path=path)
+    if isinstance(found[0], ValueError):
+        raise found[0]
+    checkpoint = replace(found[0], path=run / "checkpoints" / found[0].path.name)  # as this node names it
     if cluster.is_first:
         for reason in checkpoint.skipped:
             print(f"warning: skipped checkpoint {reason}", flush=True)
     if checkpoint.step >= config.steps:
         if cluster.is_first:
-            made = f"{config.resume} has made {checkpoint.step} steps of {config.steps}"
+            made = f"{run} has made {checkpoint.step} steps of {config.steps}"
             print(f"finished already: {made}; to go on, raise --steps", flush=True)
         sys.exit(0)
     return checkpoint
 
 
-def controller_of(checkpoint: Checkpoint, model_path: str, cluster: "Cluster", config: Config) -> "ControllerState":
+def controller_of(checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config) -> ControllerState:
     """What a leader's controller goes on from, whatever the number of nodes was.
 
     Raises ValueError if the weights of the model that are not in the checkpoint have changed.
     """
-    from asyncrl.controller.cut import ControllerState
-    from asyncrl.controller.redistribute import redistribute
-    from asyncrl.runlog.batches import weights_sha256
-    from asyncrl.runlog.plain import decode
-
     if checkpoint.frozen_sha256 and checkpoint.frozen_sha256 != weights_sha256(model_path):
         raise ValueError(f"--resume {config.resume}: the weights in {model_path} are not those that it began with")
-    parts = [(checkpoint.part / f"node_{node}.msgpack").read_bytes() for node in range(checkpoint.num_nodes)]
+    parts = [(checkpoint.part / f"node_{node}.msgpack").read_bytes() for node in range(len(checkpoint.nodes))]
     states = [decode(ControllerState, part) for part in parts]
     return redistribute(states, cluster.num_nodes)[cluster.node]
+
+
+def how_to_go_on(run: Path | None) -> str:
+    """What to type to go on with a run that was stopped, or why it cannot; None is one that had not started yet."""
+    saved = checkpoints_in(run / "checkpoints") if run else []
+    if saved:
+        launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
+        how = f"{shlex.quote(str(Path(sys.executable).with_name(launcher)))} train_async.py"
+        return f"go on from step {step_of(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
+    metrics = run and run / "metrics.jsonl"
+    if not (metrics and metrics.exists() and metrics.stat().st_size):
+        return "nothing is saved, as no step had ended"
+    return "nothing is saved, as the running step was not waited for; --save-every N saves on the way"

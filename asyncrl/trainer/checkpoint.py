@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -66,18 +65,17 @@ class WeightWriter:
 
     def __init__(self, policy: "Policy"):
         """Read what goes with each checkpoint of a policy; collective."""
-        model, self._base_path = policy.module.model, policy.model_path
+        model = policy.module.model
+        self._base_path = policy.model_path
         with torch.device("meta"):  # its own, as FSDP exchanges the parameters of the trained one while it computes
             self._skeleton = AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
-        frozen = ((name, p) for name, p in lora.named_base_parameters(model) if not p.requires_grad)
+        frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather(frozen, policy.device)
         """Full weights below adapters, by Hugging Face name, on rank 0."""
         self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)}
-        with tempfile.TemporaryDirectory() as folder:
-            AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False).save_pretrained(folder)
-            self._tokenizer = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
 
     def write(self, trained: dict[str, Tensor], folder: Path) -> None:
         """Write full trained weights by name to `folder`; adapters merged into the base, and also to `folder`/adapter.
@@ -87,8 +85,7 @@ class WeightWriter:
         of_model = {name: weight for name, weight in trained.items() if name != VALUE_HEAD}
         merged = {name: lora.merge(name, weight, of_model) for name, weight in self.frozen.items()}
         self._skeleton.save_pretrained(folder, state_dict=(merged or of_model) | self._buffers)
-        for name, content in self._tokenizer.items():
-            (folder / name).write_bytes(content)
+        self._tokenizer.save_pretrained(folder)
         if merged:
             lora.write_adapter(str(folder / "adapter"), of_model, self._base_path)
         if VALUE_HEAD in trained:
@@ -96,10 +93,10 @@ class WeightWriter:
             save_file({VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors")
 
 
-def gather(parameters: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Copy full parameters to host memory, by name, on rank 0; the other ranks only help to gather them; collective."""
+def gather(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
+    """Full copies of parameters in host memory, by name, on rank 0; the others only help to gather them; collective."""
     copies = {}
-    for name, parameter in parameters:
+    for parameter, name in names.items():
         full = parameter.detach().to(device).full_tensor()
         if dist.get_rank() == 0:
             copies[name] = full.to("cpu", copy=True)
@@ -118,16 +115,16 @@ def save_for_people(policy: "Policy", path: str) -> None:
     Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
     """
     writer = WeightWriter(policy)
-    trained = gather(((name, p) for p, name in trained_names(policy.module).items()), policy.device)
+    trained = gather(trained_names(policy.module), policy.device)
     failure = [None]
     if dist.get_rank() == 0:
         try:
             write_folder(writer, trained, Path(path))
         except OSError as error:
-            failure = [str(error)]
+            failure = [error]
     dist.broadcast_object_list(failure, src=0, device="cpu")
-    if failure[0]:
-        raise OSError(failure[0])
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -> None:
@@ -297,8 +294,11 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     def __init__(self, policy: "Policy", cluster: Cluster, run: RunDirectory | None, folder: Path):
         """Make what writing needs, for checkpoints in a folder that all nodes share; collective."""
         super().__init__(str(folder), save_distributed=True)
-        self.config, self.model_path = policy.config, policy.model_path
-        self.cluster, self.run, self.folder = cluster, run, folder
+        self.config = policy.config
+        self.model_path = policy.model_path
+        self.cluster = cluster
+        self.run = run
+        self.folder = folder
         self.group = dist.new_group(timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo")
         self.weights = WeightWriter(policy)
         self.stager = make_stager(policy.device)
@@ -314,8 +314,11 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         `delayed` are full weights of versions that publish_delay holds back, `rollout` is what the node sampled and was
         sampling, in plain data, and `facts` are what the manifest says of the node: all on leaders.
         """
-        self._started, self._step = time.monotonic(), step
-        self._delayed, self._rollout, self._facts = delayed, rollout, facts
+        self._started = time.monotonic()
+        self._step = step
+        self._delayed = delayed
+        self._rollout = rollout
+        self._facts = facts
         self.final = self.folder / f"step_{step}"
         self.partial = self.final.with_name(f"{self.final.name}.tmp")
         self.fqn_to_index_mapping = file_numbers(state, dist.get_world_size(self.group))
@@ -398,16 +401,13 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         files = self._flushed([*part.glob("delayed_*"), *for_people])
         for result in results:
             files |= result["files"]
-        nodes = [result["node"] for result in results if result["node"]]
         write_manifest(
             self.partial,
             files,
             run_id=self.run.run_id,
             step=self._step,
-            num_nodes=len(nodes),
             frozen_sha256=self.frozen_sha256,
-            probes=[node["probe"] for node in nodes],
-            records=[node["records"] for node in nodes],
+            nodes=[result["node"] for result in results if result["node"]],
             delayed=list(self._delayed),
         )
         for folder in {self.partial, *(path.parent for path in self.partial.rglob("*"))}:
@@ -431,8 +431,7 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     def _prune(self) -> None:
         """Delete checkpoints that are not to be kept, or what only --resume needs of them where all are kept (0)."""
         keep_last = self.config.keep_last
-        for path in list(checkpoints_in(self.folder))[: -(keep_last or KEPT_TO_RESUME)]:
-            unwanted = path if keep_last else path / PART
-            doomed = self.folder / f"{path.name}.old-{os.getpid()}"
-            unwanted.rename(doomed)  # at once; what is left of it is no checkpoint
+        for path in checkpoints_in(self.folder)[: -(keep_last or KEPT_TO_RESUME)]:
+            doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
+            (path if keep_last else path / PART).rename(doomed)  # at once; what is left of it is no checkpoint
             shutil.rmtree(doomed)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from asyncrl.config import Config, OptimOptions
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
+from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Start
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
@@ -24,7 +26,6 @@ from asyncrl.runlog.progress import Progress
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer import batch
-from asyncrl.trainer.guards import keep_what_fails
 from asyncrl.trainer.policy import NotFinite
 from data.problem import Problem
 from scripts import runs
@@ -134,7 +135,7 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
     updates = batch.deal(groups, 4, policy, Cluster())
     with (
         pytest.raises(RuntimeError, match="must be finite") as failed,
-        keep_what_fails(policy, Cluster(), node.run.path, 4, groups),
+        keep_what_fails(node, policy, 4, groups),
     ):
         policy.train_step(updates, 3)
     node.run.close()
@@ -146,12 +147,16 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
     assert str(again.value).replace("update 0", "update 3") == own_message
 
 
+def keep_what_fails(node, policy, step, groups):
+    return Checkpoints.keep_what_fails(SimpleNamespace(node=node, policy=policy), step, groups)
+
+
 def test_a_batch_that_cannot_be_kept_hides_no_reason(model, tmp_path):
     config = Config(model=model, steps=9, runs_dir=str(tmp_path), run_name="run")
     node = make_node(config, TrainerClock(), run=RunDirectory(config))
     (node.run.path / "failed_step_1").write_text("in the way")
     failed = pytest.raises(RuntimeError, match=r"loss nan .* could not be kept: .*failed_step_1")
-    with failed, keep_what_fails(load(config), Cluster(), node.run.path, 1, make_groups(1)):
+    with failed, keep_what_fails(node, load(config), 1, make_groups(1)):
         raise NotFinite("loss nan must be finite")
 
 
