@@ -32,30 +32,24 @@ def make_ticket(config, **fields):
     return replace(Ticket(70, 3, 1, 1, 0, prompt, "", seed, 123, 5), **fields)
 
 
-def sampling(*turns, versions=(5,)):
-    """A policy that says these (words, finish reason); its tokens are of these versions, about as many of each."""
-    left = list(turns)
-
-    async def generate(request_id, prompt_tokens, seed, max_tokens):
-        text, reason = left.pop(0)
-        words = [token for word in text.split() for token in TOKENIZER.encode(word)]
-        tokens = (words + [EOS] * (reason == "stop"))[:max_tokens]
-        stamps = np.sort(np.resize(np.array(versions, np.int32), len(tokens)))
-        return Completion(tokens, np.full(len(tokens), -0.5, np.float32), stamps, reason)
-
-    return generate
-
-
 PREFIX = Partial(70, np.array([7, 8]), np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), None)
 
 
-def going_on(*turn, versions=(6, 7)):
-    """A policy that goes on from what it is given."""
+def sampling(turns, versions):
+    """A policy that says these (words, finish reason), after what it is given.
 
-    async def generate(request_id, prompt_tokens, seed, max_tokens, prefix):
-        rest = await sampling(turn, versions=versions)(request_id, prompt_tokens, seed, max_tokens - len(prefix.tokens))
-        joined = [(prefix.logprobs, rest.logprobs), (prefix.versions, rest.versions)]
-        return Completion(prefix.tokens + rest.tokens, *map(np.concatenate, joined), rest.finish_reason)
+    Its tokens are of these versions, about as many of each.
+    """
+    left = list(turns)
+
+    async def generate(request_id, prompt_tokens, seed, max_tokens, prefix=None):
+        text, reason = left.pop(0)
+        prefix = prefix or Completion([], np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+        words = [token for word in text.split() for token in TOKENIZER.encode(word)]
+        tokens = (words + [EOS] * (reason == "stop"))[: max_tokens - len(prefix.tokens)]
+        stamps = np.sort(np.resize(np.array(versions, np.int32), len(tokens)))
+        logprobs = np.concatenate((prefix.logprobs, np.full(len(tokens), -0.5, np.float32)))
+        return Completion([*prefix.tokens, *tokens], logprobs, np.concatenate((prefix.versions, stamps)), reason)
 
     return generate
 
@@ -80,40 +74,40 @@ class Failing:
         raise Failed("OSError: no server")
 
 
-def run(config, generate, *, member=1, environment=None, abort=False, **fields):
-    """The trajectory of an episode, and its ticket."""
+def run(config, *turns, versions=(5,), member=1, environment=None, abort=False, **fields):
+    """The trajectory of an episode in which the policy says these turns, its ticket, and the options."""
     ticket = make_ticket(config, **fields)
     if environment is None and config.is_multi_turn:
         pool = EnvironmentPool(lambda: ENVIRONMENTS["guess_number"](), TOKENIZER, 5.0)
         environment = MultiTurn(pool, ticket.environment_seed)
     environment = environment or SingleTurn(ticket, TOKENIZER, Rewards())
-    episode = Episode(config, ticket, member, environment=environment, generate=generate)
+    episode = Episode(config, ticket, member, environment=environment, generate=sampling(turns, versions))
     if abort:
         episode.abort()
-    return asyncio.run(episode.run(0)), ticket
+    return asyncio.run(episode.run(0)), ticket, config
 
 
 HONEST = {
-    "stop": lambda: (*run(SINGLE, sampling(("1 2", "stop"))), SINGLE),
-    "length": lambda: (*run(SINGLE, sampling(("1 " * 20, "length"))), SINGLE),
-    "failed": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="fail"), SINGLE),
-    "failed at length": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="fail at length"), SINGLE),
-    "stop with the largest reward": lambda: (*run(SINGLE, sampling(("1 2", "stop")), answer="large"), SINGLE),
-    "aborted before it began": lambda: (*run(SINGLE, sampling(), abort=True), SINGLE),
-    "aborted without a token": lambda: (*run(SINGLE, sampling(("", "aborted"))), SINGLE),
-    "aborted in its turn": lambda: (*run(SINGLE, sampling(("1 2", "aborted"))), SINGLE),
-    "through an update": lambda: (*run(SINGLE, sampling(("1 2 3 4", "stop"), versions=(5, 6, 7))), SINGLE),
-    "stop of one that goes on": lambda: (*run(SINGLE, going_on("1 2", "stop"), prefix=PREFIX, min_version=6), SINGLE),
-    "length of one that goes on": lambda: (*run(SINGLE, going_on("1 " * 20, "length"), prefix=PREFIX), SINGLE),
-    "aborted as it went on": lambda: (*run(SINGLE, going_on("", "aborted"), prefix=PREFIX, min_version=6), SINGLE),
-    "aborted before it went on": lambda: (*run(SINGLE, going_on(), abort=True, prefix=PREFIX), SINGLE),
-    "of a ticket for all": lambda: (*run(SINGLE, sampling(("1", "stop")), member=3, num_members=8), SINGLE),
-    "stop after turns": lambda: (*run(SEVERAL, sampling(*[(str(n), "stop") for n in range(1, 21)])), SEVERAL),
-    "cut turns": lambda: (*run(SEVERAL, sampling(*[("1", "length")] * 30, versions=(6,))), SEVERAL),
-    "cut in a turn": lambda: (*run(SEVERAL, sampling(("1 " * 200, "length"))), SEVERAL),
-    "failed reset": lambda: (*run(SEVERAL, sampling(), environment=Failing()), SEVERAL),
-    "aborted turns": lambda: (*run(SEVERAL, sampling(("1", "stop"), ("", "aborted"))), SEVERAL),
-    "aborted before a turn": lambda: (*run(SEVERAL, sampling(), abort=True), SEVERAL),
+    "stop": lambda: run(SINGLE, ("1 2", "stop")),
+    "length": lambda: run(SINGLE, ("1 " * 20, "length")),
+    "failed": lambda: run(SINGLE, ("1 2", "stop"), answer="fail"),
+    "failed at length": lambda: run(SINGLE, ("1 2", "stop"), answer="fail at length"),
+    "stop with the largest reward": lambda: run(SINGLE, ("1 2", "stop"), answer="large"),
+    "aborted before it began": lambda: run(SINGLE, abort=True),
+    "aborted without a token": lambda: run(SINGLE, ("", "aborted")),
+    "aborted in its turn": lambda: run(SINGLE, ("1 2", "aborted")),
+    "through an update": lambda: run(SINGLE, ("1 2 3 4", "stop"), versions=(5, 6, 7)),
+    "stop of one that goes on": lambda: run(SINGLE, ("1 2", "stop"), versions=(6, 7), prefix=PREFIX, min_version=6),
+    "length of one that goes on": lambda: run(SINGLE, ("1 " * 20, "length"), versions=(6, 7), prefix=PREFIX),
+    "aborted as it went on": lambda: run(SINGLE, ("", "aborted"), versions=(6, 7), prefix=PREFIX, min_version=6),
+    "aborted before it went on": lambda: run(SINGLE, abort=True, prefix=PREFIX),
+    "of a ticket for all": lambda: run(SINGLE, ("1", "stop"), member=3, num_members=8),
+    "stop after turns": lambda: run(SEVERAL, *[(str(n), "stop") for n in range(1, 21)]),
+    "cut turns": lambda: run(SEVERAL, *[("1", "length")] * 30, versions=(6,)),
+    "cut in a turn": lambda: run(SEVERAL, ("1 " * 200, "length")),
+    "failed reset": lambda: run(SEVERAL, environment=Failing()),
+    "aborted turns": lambda: run(SEVERAL, ("1", "stop"), ("", "aborted")),
+    "aborted before a turn": lambda: run(SEVERAL, abort=True),
 }
 
 
@@ -173,79 +167,90 @@ def times(*turn):
     return lambda t: {"turns": (tuple(t.started_at + moment for moment in turn),)}
 
 
-LIES = [
-    ("stop", {"ticket_id": 71}, "ticket 71 of group 3, asked were 70 and 3"),
-    ("stop", {"group_id": 4}, "ticket 70 of group 4"),
-    ("stop", {"member": 0}, "member 0, asked were 1 from 1 on"),
-    ("of a ticket for all", {"member": 9}, "member 9, asked were 8 from 1 on"),
-    ("stop", cast("tokens", np.int32), "tokens of int32"),
-    ("stop", cast("loss_mask", np.int32), "loss_mask of int32"),
-    ("stop", cast("behavior_logprobs", np.float64), "behavior_logprobs of float64"),
-    ("stop", cast("policy_versions", np.int64), "policy_versions of int64"),
-    ("stop", shaped("policy_versions", lambda a: a[:-1]), "policy_versions of int32 (5,) for 6 tokens"),
-    ("stop", shaped("loss_mask", lambda a: a[None]), "loss_mask of bool (1, 6)"),
-    ("stop", shaped("tokens", lambda a: a.reshape(2, 3)), "tokens of int64 (2, 3)"),
-    ("stop", shaped("tokens", lambda a: a.sum()[()].reshape(())), "tokens of int64 ()"),
-    ("stop", changed("tokens", 4, VOCAB), f"tokens from 1 to {VOCAB}, not in 0 … {VOCAB - 1}"),
-    ("stop", changed("tokens", 4, -1), "tokens from -1"),
-    ("stop", changed("tokens", 1, 9), "another prompt"),
-    ("stop", changed("loss_mask", 2, True), "another prompt"),
-    ("stop", changed("loss_mask", 3, False), "another prompt"),
-    ("stop", changed("loss_mask", slice(None), False), "another prompt"),
-    ("aborted before it began", longer(2, False), "another prompt"),
-    ("stop", changed("loss_mask", 4, False), "not generated"),
-    ("stop after turns", changed("loss_mask", 0, True), "0 tokens of prompt"),
-    ("aborted before a turn", longer(101, False), "101 tokens of prompt and 0 after it"),
-    ("length", longer(1, True), "3 tokens of prompt and 9 after it"),
-    ("stop", {"num_turns": 2}, "2 turns, 1 of them with times, not 1 to 1"),
-    ("stop", {"num_turns": 0, "turns": ()}, "0 turns"),
-    ("stop after turns", {"num_turns": 1}, "1 turns"),
-    ("stop after turns", {"num_turns": 10**9}, "1000000000 turns"),
-    ("stop after turns", lambda t: {"turns": t.turns * 2}, "turns, "),
-    ("stop", changed("behavior_logprobs", 4, np.nan), "log-probs that are nan"),
-    ("stop", changed("behavior_logprobs", 4, np.inf), "log-probs that are inf"),
-    ("stop", changed("behavior_logprobs", 4, -np.inf), "log-probs that are -inf"),
-    ("stop", changed("behavior_logprobs", 4, 0.01), "at most 0.01"),
-    ("stop", changed("behavior_logprobs", 4, -80.0), "log-probs that are -81 nats"),
-    ("stop", changed("behavior_logprobs", 0, -0.5), "a log-prob of a token that is not generated"),
-    ("stop", changed("behavior_logprobs", 0, np.nan), "a log-prob of a token that is not generated"),
-    ("stop", changed("policy_versions", 0, 5), "a version of a token that is not generated"),
-    ("stop", changed("policy_versions", 3, -1), "versions -1 … 5"),
-    ("stop", changed("policy_versions", 3, 4), "versions 4 … 5, not ascending from 5"),
-    ("stop", changed("policy_versions", 5, 8), "to 7 at most"),
-    ("stop", changed("policy_versions", 4, 6), "versions 5 … 5, not ascending"),
-    ("stop", {"finish_reason": "length"}, "cut at 3 tokens, not at 8"),
-    ("stop after turns", longer(2, False), "an end that is not after a turn"),
-    ("cut turns", lambda t: {"turns": t.turns[:-1]}, "an end that is not after a turn"),
-    ("aborted in its turn", {"finish_reason": "stop", "reward": 1.0}, "an end that is not after a turn"),
-    ("aborted before a turn", {"finish_reason": "stop", "reward": 1.0}, "an end that is not after a turn"),
-    ("aborted before it began", {"finish_reason": "failed", "failure": "no"}, "another prompt"),
-    ("stop", {"reward": float("nan")}, "a reward of nan, stop"),
-    ("stop", {"reward": float("inf")}, "a reward of inf"),
-    ("stop", {"reward": -1e300}, "a reward of -1e+300"),
-    ("stop", {"reward_parts": {"right": 1e300}}, "1 parts of a reward, stop"),
-    ("failed", {"reward": 1.0}, "a reward of 1, failed"),
-    ("aborted in its turn", {"reward": 1.0}, "a reward of 1, aborted"),
-    ("failed", {"reward_parts": {"right": 1.0}}, "1 parts of a reward, failed"),
-    ("stop after turns", {"reward_parts": {"right": 1.0}}, "1 parts of a reward, stop"),
-    ("stop", {"reward_parts": {"right": float("nan")}}, "1 parts of a reward, stop"),
-    ("stop", {"reward_parts": {"mean": 1.0}}, "1 parts of a reward, stop"),
-    ("stop", {"reward_parts": {"x" * 10**6: 1.0}}, "1 parts of a reward, stop"),
-    ("stop", {"reward_parts": dict.fromkeys(map(str, range(100)), 1.0)}, "100 parts of a reward, stop"),
-    ("failed", {"failure": ""}, "0 characters of failure, failed"),
-    ("stop", {"failure": "no"}, "2 characters of failure, stop"),
-    ("failed", {"failure": "x" * 10**6}, "1000000 characters of failure"),
-    ("stop", {"started_at": float("nan")}, "a time of"),
-    ("stop", {"started_at": -1e9}, "a time of"),
-    ("stop", {"ended_at": float("inf")}, "a time of inf"),
-    ("stop", {"ended_at": 0.0}, "a time of 0 after"),
-    ("stop", times(0.0, -60.0, 0.0), "a time of"),
-    ("stop", times(0.0, 60.0, 60.0), "a time of"),
-    ("stop", times(0.0, float("nan"), 0.0), "a time of nan"),
-]
+LIES = {
+    "stop": [
+        ({"ticket_id": 71}, "ticket 71 of group 3, asked were 70 and 3"),
+        ({"group_id": 4}, "ticket 70 of group 4"),
+        ({"member": 0}, "member 0, asked were 1 from 1 on"),
+        (cast("tokens", np.int32), "tokens of int32"),
+        (cast("loss_mask", np.int32), "loss_mask of int32"),
+        (cast("behavior_logprobs", np.float64), "behavior_logprobs of float64"),
+        (cast("policy_versions", np.int64), "policy_versions of int64"),
+        (shaped("policy_versions", lambda a: a[:-1]), "policy_versions of int32 (5,) for 6 tokens"),
+        (shaped("tokens", lambda a: a.sum()[()].reshape(())), "tokens of int64 ()"),
+        (changed("tokens", 4, VOCAB), f"tokens from 1 to {VOCAB}, not in 0 … {VOCAB - 1}"),
+        (changed("tokens", 4, -1), "tokens from -1"),
+        (changed("tokens", 1, 9), "another prompt"),
+        (changed("loss_mask", 2, True), "another prompt"),
+        (changed("loss_mask", 3, False), "another prompt"),
+        (changed("loss_mask", slice(None), False), "another prompt"),
+        (changed("loss_mask", 4, False), "not generated"),
+        ({"num_turns": 2}, "2 turns, 1 of them with times, not 1 to 1"),
+        ({"num_turns": 0, "turns": ()}, "0 turns"),
+        (changed("behavior_logprobs", 4, np.nan), "log-probs that are nan"),
+        (changed("behavior_logprobs", 4, np.inf), "log-probs that are inf"),
+        (changed("behavior_logprobs", 4, -np.inf), "log-probs that are -inf"),
+        (changed("behavior_logprobs", 4, 0.01), "at most 0.01"),
+        (changed("behavior_logprobs", 4, -80.0), "log-probs that are -81 nats"),
+        (changed("behavior_logprobs", 0, -0.5), "a log-prob of a token that is not generated"),
+        (changed("behavior_logprobs", 0, np.nan), "a log-prob of a token that is not generated"),
+        (changed("policy_versions", 0, 5), "a version of a token that is not generated"),
+        (changed("policy_versions", 3, -1), "versions -1 … 5"),
+        (changed("policy_versions", 3, 4), "versions 4 … 5, not ascending from 5"),
+        (changed("policy_versions", 5, 8), "to 7 at most"),
+        (changed("policy_versions", 4, 6), "versions 5 … 5, not ascending"),
+        ({"finish_reason": "length"}, "cut at 3 tokens, not at 8"),
+        ({"reward": float("nan")}, "a reward of nan, stop"),
+        ({"reward": float("inf")}, "a reward of inf"),
+        ({"reward": -1e300}, "a reward of -1e+300"),
+        ({"reward_parts": {"right": 1e300}}, "1 parts of a reward, stop"),
+        ({"reward_parts": {"right": float("nan")}}, "1 parts of a reward, stop"),
+        ({"reward_parts": {"mean": 1.0}}, "1 parts of a reward, stop"),
+        ({"reward_parts": {"x" * 10**6: 1.0}}, "1 parts of a reward, stop"),
+        ({"reward_parts": dict.fromkeys(map(str, range(100)), 1.0)}, "100 parts of a reward, stop"),
+        ({"failure": "no"}, "2 characters of failure, stop"),
+        ({"started_at": float("nan")}, "a time of"),
+        ({"started_at": -1e9}, "a time of"),
+        ({"ended_at": float("inf")}, "a time of inf"),
+        ({"ended_at": 0.0}, "a time of 0 after"),
+        (times(0.0, -60.0, 0.0), "a time of"),
+        (times(0.0, 60.0, 60.0), "a time of"),
+        (times(0.0, float("nan"), 0.0), "a time of nan"),
+    ],
+    "of a ticket for all": [({"member": 9}, "member 9, asked were 8 from 1 on")],
+    "aborted before it began": [
+        (longer(2, False), "another prompt"),
+        ({"finish_reason": "failed", "failure": "no"}, "another prompt"),
+    ],
+    "stop after turns": [
+        (changed("loss_mask", 0, True), "0 tokens of prompt"),
+        ({"num_turns": 1}, "1 turns"),
+        ({"num_turns": 10**9}, "1000000000 turns"),
+        (lambda t: {"turns": t.turns * 2}, "turns, "),
+        (longer(2, False), "an end that is not after a turn"),
+        ({"reward_parts": {"right": 1.0}}, "1 parts of a reward, stop"),
+    ],
+    "aborted before a turn": [
+        (longer(101, False), "101 tokens of prompt and 0 after it"),
+        ({"finish_reason": "stop", "reward": 1.0}, "an end that is not after a turn"),
+    ],
+    "length": [(longer(1, True), "3 tokens of prompt and 9 after it")],
+    "cut turns": [(lambda t: {"turns": t.turns[:-1]}, "an end that is not after a turn")],
+    "aborted in its turn": [
+        ({"finish_reason": "stop", "reward": 1.0}, "an end that is not after a turn"),
+        ({"reward": 1.0}, "a reward of 1, aborted"),
+    ],
+    "failed": [
+        ({"reward": 1.0}, "a reward of 1, failed"),
+        ({"reward_parts": {"right": 1.0}}, "1 parts of a reward, failed"),
+        ({"failure": ""}, "0 characters of failure, failed"),
+        ({"failure": "x" * 10**6}, "1000000 characters of failure"),
+    ],
+}
+"""Of each kind, lies about it and words of what is found."""
 
 
-@pytest.mark.parametrize(("kind", "lie", "words"), LIES)
+@pytest.mark.parametrize(("kind", "lie", "words"), [(kind, *row) for kind, rows in LIES.items() for row in rows])
 def test_every_single_lie_is_named(kind, lie, words):
     trajectory, ticket, config = HONEST[kind]()
     lying = replace(trajectory, **(lie(trajectory) if callable(lie) else lie))
@@ -279,7 +284,7 @@ def test_a_mask_that_is_longer_than_the_rest_is_named_where_there_was_something_
 
 
 def test_what_comes_after_what_there_was_has_the_versions_that_were_asked_for():
-    trajectory, ticket = run(SINGLE, going_on("1 2", "stop", versions=(5, 7)), prefix=PREFIX, min_version=6)
+    trajectory, ticket, _ = run(SINGLE, ("1 2", "stop"), versions=(5, 7), prefix=PREFIX, min_version=6)
     assert look(trajectory, ticket, SINGLE) == "versions 5 … 7, not ascending from 6 at least to 7 at most"
 
 
@@ -287,5 +292,5 @@ def test_under_restart_one_may_begin_anew_with_the_versions_that_were_asked_for(
     restart = replace(SINGLE, on_update="restart")
     ticket = make_ticket(restart, prefix=PREFIX, min_version=6)
     for version, is_honest in ((6, True), (5, False)):
-        trajectory, _ = run(restart, sampling(("1 2", "stop"), versions=(version,)))
+        trajectory, *_ = run(restart, ("1 2", "stop"), versions=(version,))
         assert (look(trajectory, ticket, restart) is None) == is_honest
