@@ -38,10 +38,8 @@ def make_config(model, **options):
 
 def sample(config, num, seed=0):
     """(ticket, trajectory) of `num` honest responses, by transformers' own forward pass one token at a time."""
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(config.model).eval(),
-        AutoTokenizer.from_pretrained(config.model),
-    )
+    model = AutoModelForCausalLM.from_pretrained(config.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
     rng, pairs = np.random.default_rng(seed), []
     for i in range(num):
         tokens, logprobs = list(PROMPT), []
@@ -70,29 +68,29 @@ def make_pair(i, tokens, logprobs, tokenizer):
     return ticket, Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
 
 
-def make_verifier(config, share=1.0, **options):
+def make_verifier(config, share=1.0, cluster=None, **options):
     config = replace(config, swarm=SwarmOptions(verify_share=share))
-    return Verifier(config, Cluster(), AutoTokenizer.from_pretrained(config.model), **options)
+    return Verifier(config, cluster or Cluster(), AutoTokenizer.from_pretrained(config.model), **options)
 
 
-def wait_for_rewards(verifier, policy, num):
-    """What is found by and by, once so many responses were scored again."""
-    found, deadline = [], time.monotonic() + 60
-    while verifier.counts["rewards_verified"] + verifier.counts["rewards_unverified"] < num:
+def verify(config, pairs):
+    """What is found at once, what is found when all rewards were scored again, and the verifier, which is closed."""
+    policy, verifier = load(config), make_verifier(config)
+    at_once, later = verifier.verify(pairs, policy, VERSION), []
+    deadline = time.monotonic() + 60
+    while verifier.counts["rewards_verified"] + verifier.counts["rewards_unverified"] < len(pairs):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-        found += verifier.verify([], policy, VERSION)
-    return found
+        later += verifier.verify([], policy, VERSION)
+    verifier.close()
+    return at_once, later, verifier
 
 
 @pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}])
 def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, cuts):
     config = make_config(model, **cuts, max_tokens_per_microbatch=40)
-    policy, verifier = load(config), make_verifier(config)
-    pairs = sample(config, 20)
-    assert verifier.verify(pairs, policy, VERSION) == []
-    assert wait_for_rewards(verifier, policy, 20) == []
-    verifier.close()
+    *found, verifier = verify(config, sample(config, 20))
+    assert found == [[], []]
     metrics = over_nodes([verifier.metrics()])
     assert 0 < metrics.pop("swarm/verify_diff_max") < 1e-5 < allowed_distance(config, torch.float32)
     counts = {"verified": 20, "too_late": 0, "verify_failed": 0, "rewards_verified": 20, "rewards_unverified": 0}
@@ -120,23 +118,22 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_about_a_response_is_found_and_the_honest_ones_beside_it_pass(model, lie):
     config = make_config(model)
-    policy, verifier = load(config), make_verifier(config)
     pairs = sample(config, 6)
     liar = next(i for i, (_, t) in enumerate(pairs) if t.num_generated > 6)
     ticket, t = pairs[liar]
     pairs[liar] = ticket, replace(t, worker=9, **LIES[lie](t))
-    ((worker, what),) = verifier.verify(pairs, policy, VERSION)
+    verifier = make_verifier(config)
+    ((worker, what),) = verifier.verify(pairs, load(config), VERSION)
     assert worker == 9 and f"trainer's at version {VERSION}" in what and f"ticket {ticket.ticket_id} are" in what
     assert "0.001 are allowed" in what and verifier.metrics()["swarm/verify_failed"].value == 1
 
 
 def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
     config = make_config(model, algo="reinforce")
-    policy, verifier = load(config), make_verifier(config)
+    policy = load(config)
     for _ in range(10):
         policy.train_step(distribute([random_sequences(4)], 1, 10_000)[0], policy_version=12)
-    pairs = sample(config, 8)
-    assert [worker for worker, _ in verifier.verify(pairs, policy, VERSION)] == [5] * 8
+    assert [worker for worker, _ in make_verifier(config).verify(sample(config, 8), policy, VERSION)] == [5] * 8
 
 
 def test_responses_of_another_model_are_found(model, tmp_path):
@@ -146,23 +143,21 @@ def test_responses_of_another_model_are_found(model, tmp_path):
 
 def test_what_has_a_token_of_another_version_is_counted_as_too_late_and_not_scored(model):
     config = make_config(model)
-    policy, verifier = load(config), make_verifier(config)
     (_, first), (_, second), *_ = pairs = sample(config, 4)
     first.policy_versions[first.loss_mask] = VERSION - 1
     second.policy_versions[-1] = VERSION + 1
     second.behavior_logprobs[-1] = -20.0
-    assert verifier.verify(pairs, policy, VERSION) == []
+    verifier = make_verifier(config)
+    assert verifier.verify(pairs, load(config), VERSION) == []
     assert (verifier.counts["verified"], verifier.counts["too_late"]) == (2, 2)
 
 
 def test_a_false_reward_is_found_later_and_one_that_cannot_be_scored_here_is_counted(model):
     config = make_config(model)
-    policy, verifier = load(config), make_verifier(config)
     (one, first), (two, second), three = sample(config, 3)
     pairs = [(replace(one, answer="t1 t2"), replace(first, worker=9)), (replace(two, answer=""), second), three]
-    assert verifier.verify(pairs, policy, VERSION) == []
-    assert wait_for_rewards(verifier, policy, 3) == [(9, "the reward of ticket 0 is 0, not 1")]
-    verifier.close()
+    *found, verifier = verify(config, pairs)
+    assert found == [[], [(9, "the reward of ticket 0 is 0, not 1")]]
     assert (verifier.counts["rewards_verified"], verifier.counts["rewards_unverified"]) == (2, 1)
 
 
@@ -172,24 +167,21 @@ def large(response, answer):
 
 def test_a_large_reward_is_compared_to_within_its_rounding(model):
     config = make_config(model, reward=(f"{__file__}:large",))
-    policy, verifier = load(config), make_verifier(config)
     (one, first), (two, second) = sample(config, 2)
     rounded, false = replace(first, reward=1e11 + 1e-4), replace(second, reward=1e11 + 1e6, worker=9)
-    assert verifier.verify([(one, rounded), (two, false)], policy, VERSION) == []
-    found = wait_for_rewards(verifier, policy, 2)
-    verifier.close()
-    assert [worker for worker, _ in found] == [9]
+    at_once, later, _ = verify(config, [(one, rounded), (two, false)])
+    assert not at_once and [worker for worker, _ in later] == [9]
 
 
 async def judge(response, answer):
     return 0.0
 
 
-def test_rewards_of_async_functions_are_counted_as_not_checked(model):
-    config = make_config(model, reward=(f"{__file__}:judge",))
-    policy, verifier = load(config), make_verifier(config)
-    assert verifier.verify(sample(config, 3), policy, VERSION) == []
-    assert (verifier.counts["rewards_unverified"], verifier.counts["verified"]) == (3, 3)
+@pytest.mark.parametrize("options", [{"reward": (f"{__file__}:judge",)}, {"task": "guess_number"}], ids=str)
+def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_and_log_probs_are(model, options):
+    config = make_config(model, **options)
+    found, _, verifier = verify(config, sample(config, 3))
+    assert (found, verifier.counts["rewards_unverified"], verifier.counts["verified"]) == ([], 3, 3)
 
 
 def wordy(response, answer):
@@ -198,21 +190,10 @@ def wordy(response, answer):
 
 def test_rewards_of_a_function_of_ones_own_are_checked_by_it(model):
     config = make_config(model, reward=(f"{__file__}:wordy",))
-    policy, verifier = load(config), make_verifier(config)
     pairs = [(ticket, replace(t, reward=1.0 + len(ticket.answer.split()))) for ticket, t in sample(config, 3)]
     (ticket, honest), *_ = pairs
     pairs[0] = ticket, replace(honest, worker=9, reward=99.0)
-    assert verifier.verify(pairs, policy, VERSION) == []
-    ((worker, what),) = wait_for_rewards(verifier, policy, 3)
-    verifier.close()
-    assert worker == 9 and what == f"the reward of ticket 0 is {honest.reward:g}, not 99"
-
-
-def test_rewards_of_environments_are_counted_as_not_checked_and_their_log_probs_are(model):
-    config = make_config(model, task="guess_number")
-    policy, verifier = load(config), make_verifier(config)
-    assert verifier.verify(sample(config, 3), policy, VERSION) == []
-    assert (verifier.counts["rewards_unverified"], verifier.counts["verified"]) == (3, 3)
+    assert verify(config, pairs)[:2] == ([], [(9, f"the reward of ticket 0 is {honest.reward:g}, not 99")])
 
 
 def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_machine_has(model):
@@ -259,8 +240,7 @@ def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     peers, store = [Peer(node, "ab"[node]) for node in NODE_OF_RANK], dist.FileStore(f"{folder}/store", 4)
     cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     policy = load(config)
-    config = replace(config, swarm=SwarmOptions(verify_share=1))
-    verifier = Verifier(config, cluster, AutoTokenizer.from_pretrained(config.model))
+    verifier = make_verifier(config, cluster=cluster)
     pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
     found = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]
     verifier.close()
@@ -274,7 +254,6 @@ def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and
     results = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(4)]
     workers = [[[worker for worker, _ in found] for found in calls] for calls, _ in results]
     assert workers == [[[], []], [[], []], [[9], []], [[], []]]
-    alone = make_verifier(config)
-    alone.verify(seven_with_a_lie(config), load(config), VERSION)
+    *_, alone = verify(config, seven_with_a_lie(config))
     assert results[2][1] == pytest.approx(alone.largest, rel=1e-4)
     assert 0 < results[0][1] < 1e-5 and results[1][1] == results[3][1] == 0
