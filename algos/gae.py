@@ -33,15 +33,16 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
     """
     if not len(values):
         return values.double()
-    counts = torch.bincount(sequence_ids)
-    places = torch.arange(len(values), device=values.device) - (counts.cumsum(0) - counts)[sequence_ids]
-    is_last = places == counts[sequence_ids] - 1
-    gained = torch.where(is_last, rewards.double(), gamma * values.double().roll(-1))
-    by_place = gained.new_zeros(int(counts.max()), len(counts))  # so that every sequence takes a step back at once
-    by_place[places, sequence_ids] = gained - values.double()
-    for place in range(len(by_place) - 2, -1, -1):
-        by_place[place] += gamma * lam * by_place[place + 1]
-    return by_place[places, sequence_ids]
+    lengths = torch.bincount(sequence_ids)
+    places = torch.arange(len(values), device=values.device) - (lengths.cumsum(0) - lengths)[sequence_ids]
+    is_last = places == lengths[sequence_ids] - 1
+    targets = torch.where(is_last, rewards.double(), gamma * values.double().roll(-1))
+    # [place, sequence]: every sequence takes a step back at once.
+    advantages = targets.new_zeros(int(lengths.max()), len(lengths))
+    advantages[places, sequence_ids] = targets - values.double()
+    for place in range(len(advantages) - 2, -1, -1):
+        advantages[place] += gamma * lam * advantages[place + 1]
+    return advantages[places, sequence_ids]
 
 
 class Tokens(Protocol):
@@ -53,10 +54,10 @@ class Tokens(Protocol):
     returns: Tensor | None
 
 
-def of_step(
+def estimate_step(
     updates: list[list[T]],
     values: list[list[Tensor]],
-    total: Callable[[Tensor], Tensor],
+    sum_over_ranks: Callable[[Tensor], Tensor],
     *,
     gamma: float,
     lam: float,
@@ -65,28 +66,40 @@ def of_step(
 ) -> tuple[list[list[T]], dict[str, float]]:
     """Give the tokens of all micro-batches of a step, [update][micro-batch], their own advantages and returns.
 
-    `values` are [N] for each of them, and `total` sums a tensor over all ranks. Also returns the share of the returns'
-    variance that the values explain: 1 if they are right, 0 if they are as good as any constant; absent where all
-    returns are equal.
+    `values` are [N] for each micro-batch. Also returns the share of the returns' variance that the values explain: 1 if
+    the values are right, 0 if they are as good as any constant. It is absent where all returns are equal.
     """
-    batches, found = [batch for update in updates for batch in update], []
-    for batch, of in zip(batches, itertools.chain(*values), strict=True):
-        tokens = batch.advantages.cpu(), of.cpu(), batch.sequence_ids.cpu()
-        advantages, errors = (gae(*tokens, gamma, decay) for decay in (lam, value_lam))
-        found.append(torch.stack([advantages, tokens[1] + errors, errors]))
-    columns = torch.cat(found, dim=1)
-    sums = total(torch.cat([columns.sum(1), (columns**2).sum(1), columns.new_tensor([columns.shape[1]])])).cpu()
-    mean = sums[:3] / sums[-1]
-    variance = (sums[3:6] - sums[-1] * mean**2).clamp(min=0) / (sums[-1] - 1).clamp(min=1)
+    batches = list(itertools.chain(*updates))
+    estimates = []
+    for batch, values_of_batch in zip(batches, itertools.chain(*values), strict=True):
+        rewards, token_values = batch.advantages.cpu(), values_of_batch.cpu()
+        sequence_ids = batch.sequence_ids.cpu()
+        advantages = gae(rewards, token_values, sequence_ids, gamma, lam)
+        errors = gae(rewards, token_values, sequence_ids, gamma, value_lam)
+        estimates.append(torch.stack([advantages, token_values + errors, errors]))
+    mean, variance = _moments(torch.cat(estimates, dim=1), sum_over_ranks)
     if whiten:
-        for of in found:
-            of[0] = (of[0] - mean[0]) / (variance[0].sqrt() + EPS)
-    made = iter([_with(batch, *of[:2]) for batch, of in zip(batches, found, strict=True)])
-    explained = {"value/explained_variance": float(1 - variance[2] / variance[1])} if variance[1] > EPS**2 else {}
-    return [[next(made) for _ in update] for update in updates], explained
+        for estimate in estimates:
+            estimate[0] = (estimate[0] - mean[0]) / (variance[0].sqrt() + EPS)
+    batches = [_with_estimate(batch, estimate) for batch, estimate in zip(batches, estimates, strict=True)]
+    metrics = {}
+    if variance[1] > EPS**2:
+        metrics["value/explained_variance"] = float(1 - variance[2] / variance[1])
+    remaining = iter(batches)
+    return [[next(remaining) for _ in update] for update in updates], metrics
 
 
-def _with(batch: T, advantages: Tensor, returns: Tensor) -> T:
-    """The micro-batch with these columns, [N] float32, where its other ones are."""
-    columns = {"advantages": advantages, "returns": returns}
-    return replace(batch, **{name: of.to(batch.advantages) for name, of in columns.items()})
+def _moments(columns: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased variance, [3] each, of the rows [3, N] over the tokens of all ranks."""
+    sums = torch.cat([columns.sum(1), (columns**2).sum(1), columns.new_tensor([columns.shape[1]])])
+    sums = sum_over_ranks(sums).cpu()
+    num_tokens = sums[-1]
+    mean = sums[:3] / num_tokens
+    squares = (sums[3:6] - num_tokens * mean**2).clamp(min=0)
+    return mean, squares / (num_tokens - 1).clamp(min=1)
+
+
+def _with_estimate(batch: T, estimate: Tensor) -> T:
+    """Return the micro-batch with advantages and returns, the first two rows of [3, N], as float32 on its device."""
+    advantages, returns = (row.to(batch.advantages) for row in estimate[:2])
+    return replace(batch, advantages=advantages, returns=returns)

@@ -87,7 +87,7 @@ class Policy:
         first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
         changes in bfloat16), means over the updates; `lr` of the last; what `tokens_read` counts; with a value head
-        what gae.of_step says of it; and the means of TokenStats over all trained tokens.
+        what gae.estimate_step says of it; and the means of TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
@@ -140,7 +140,7 @@ class Policy:
         if self.module.value_head is None:
             return updates, {}
         values = [[score.values for score in scores_of_update] for scores_of_update in scores]
-        return gae.of_step(
+        return gae.estimate_step(
             updates,
             values,
             self._sum_over_ranks,

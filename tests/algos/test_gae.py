@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from algos.advantages import EPS
-from algos.gae import gae, of_step
+from algos.gae import gae, estimate_step
 from asyncrl.config import AdvantageOptions, Config
 
 
@@ -48,11 +48,11 @@ DEFAULTS = {"gamma": 1.0, "lam": 1.0, "value_lam": 1.0, "whiten": True}
 
 
 def made(sequences, split, **options):
-    """What `of_step` makes of sequences in micro-batches [:split] and [split:]: advantages, returns, what it says."""
+    """What `estimate_step` makes of sequences in micro-batches [:split] and [split:]: advantages, returns, what it says."""
     parts = [columns(part) for part in (sequences[:split], sequences[split:])]
     batches = [[Batch(rewards, ids) for rewards, _, ids in parts]]
     values = [[values for _, values, _ in parts]]
-    found, said = of_step(batches, values, lambda tensor: tensor, **(DEFAULTS | options))
+    found, said = estimate_step(batches, values, lambda tensor: tensor, **(DEFAULTS | options))
     assert [len(update) for update in found] == [2]
     return *(torch.cat([getattr(batch, name) for batch in found[0]]) for name in ("advantages", "returns")), said
 
