@@ -145,7 +145,7 @@ def _launch(arguments: list[str], run_path: Path, output_path: Path, root: Path)
     return Job(process, run_path, output_path)
 
 
-def join_machine(job: Job, program: str = "rollout.py") -> Job:
+def join_host(job: Job, program: str = "rollout.py") -> Job:
     """Have a remote host join a job that listens, by the line that it prints."""
     job.wait_until(lambda: "--join " in job.output())
     address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()

@@ -43,13 +43,13 @@ class SwarmController(Controller):
             self.swarm.start(self)
         super().connect(transport)
 
-    def let_in(self, process, machine: str, scores_probe: bool) -> RemoteWorker:
+    def let_in(self, process, host: str, scores_probe: bool) -> RemoteWorker:
         """Make a worker of an engine of a host; its messages come by `on_message`."""
         with self._changed:
             lag = self.config.swarm.refresh_lag
             worker = RemoteWorker(-1, process, self.pulled, refresh_lag=lag, scores_probe=scores_probe)
             self.workers.join(worker)
-            self.journal.record("worker_started", worker=worker.index, attempt=0, machine=machine)
+            self.journal.record("worker_started", worker=worker.index, attempt=0, machine=host)
             return worker
 
     def on_message(self, worker: Worker, message) -> None:

@@ -21,14 +21,14 @@ from extras.swarm.wire import read_key
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT = 10_000
-"""Messages that wait for one machine; a slower reader is cut off."""
+"""Messages that wait for one host; a slower reader is cut off."""
 READ_S = 0.1
 """Time for reading messages before what is to be sent has its turn, seconds."""
 
 
 def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
     """Write the key file of a run, readable by its owner alone, and beside it the run's own secret; a run that goes on
-    keeps both. Returns the run's two keys and the machines' public."""
+    keeps both. Returns the run's two keys and the hosts' public."""
     own = path.with_suffix(".secret")
     if own.exists():  # it is written last
         public, client_public, _ = read_key(str(path))
@@ -53,8 +53,8 @@ class Hub:
         public, secret, client_public = keys
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        machines = SimpleNamespace(callback=lambda domain, key: key == client_public)
-        self._authenticator.configure_curve_callback(credentials_provider=machines)
+        hosts = SimpleNamespace(callback=lambda domain, key: key == client_public)
+        self._authenticator.configure_curve_callback(credentials_provider=hosts)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_publickey, self._socket.curve_secretkey, self._socket.curve_server = public, secret, True
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -83,7 +83,7 @@ class Hub:
         os.eventfd_write(self._wake, 1)
 
     def send(self, frames: list[bytes]) -> str | None:
-        """Send a message to the machine that its first frame names; in the thread. Returns why that cannot be done."""
+        """Send a message to the host that its first frame names; in the thread. Returns why that cannot be done."""
         try:
             self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
         except zmq.ZMQError as error:

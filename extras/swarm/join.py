@@ -3,9 +3,9 @@
     python rollout.py --join HOST:PORT --key runs/NAME/swarm.key [--rollout-tp GPUS]
 
 Messages pass between the run's socket and the engines' pipes as they are, but for weights: those that an engine is to
-fetch this machine pulls, once for all its engines and while they sample on, and puts where they load them from.
+fetch this host pulls, once for all its engines and while they sample on, and puts where they load them from.
 
-When the run is out of reach, or has given this machine up, the machine joins again, with its engines and the weights
+When the run is out of reach, or has given this host up, the host joins again, with its engines and the weights
 that it has; what it had of the run's tickets is void.
 """
 
@@ -44,7 +44,7 @@ from extras.swarm.wire import (
     JOIN_S,
     PROTOCOL,
     TO_ENGINE,
-    TO_MACHINE,
+    TO_HOST,
     Beat,
     Fetch,
     Fetched,
@@ -71,7 +71,7 @@ FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_F
 
 
 class Engine:
-    """One engine of this machine."""
+    """One engine of this host."""
 
     def __init__(self, process: WorkerProcess):
         self.process = process
@@ -97,8 +97,8 @@ class Engine:
         return fetched
 
 
-class JoinedMachine:
-    """This machine, while it samples for a run elsewhere."""
+class JoinedHost:
+    """This host, while it samples for a run elsewhere."""
 
     def __init__(self, address: str, key_path: str, main: Callable, folder: Path, rollout_tp: int | None = None):
         """`main(spec, connection)` is what the engines' processes run; logs and the model's files go to `folder`; an
@@ -108,7 +108,7 @@ class JoinedMachine:
         self.puller: Puller | None = None
         self.transport: ShmTransport | None = None
         self._keys = read_key(key_path)
-        self._link, self._context = link.Link((*TO_ENGINE, *TO_MACHINE), self._send_frames), zmq.Context()
+        self._link, self._context = link.Link((*TO_ENGINE, *TO_HOST), self._send_frames), zmq.Context()
         self._socket: zmq.Socket | None = None
         self._welcome: Welcome | None = None
         self._has_joined = False
@@ -157,7 +157,7 @@ class JoinedMachine:
     def serve(self) -> str:
         """Sample until the run ends. Returns why it ended.
 
-        Raises ValueError if the run refuses this machine, or was never reached, and RuntimeError if an engine died.
+        Raises ValueError if the run refuses this host, or was never reached, and RuntimeError if an engine died.
         """
         self._join()
         while True:
@@ -202,12 +202,12 @@ class JoinedMachine:
             raise ValueError(f"--join {self.address}: what listens there has another key, or is no run; see --key")
 
     def _act(self, engine: int, message: object) -> str | None:
-        """Act on what the run says. Returns why this machine is to leave, if it is."""
+        """Act on what the run says. Returns why this host is to leave, if it is."""
         match message:
             case Leave():
                 return "the run has ended"
             case Refused(reason):
-                raise ValueError(f"the run at {self.address} refuses this machine: {reason}")
+                raise ValueError(f"the run at {self.address} refuses this host: {reason}")
             case JoinAgain():
                 self._join()
             case JoinAt(address):
@@ -369,12 +369,12 @@ def main(worker_main: Callable) -> None:
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
-            machine = JoinedMachine(given.join, given.key, worker_main, Path(folder), given.rollout_tp)
+            host = JoinedHost(given.join, given.key, worker_main, Path(folder), given.rollout_tp)
             try:
-                print(f"left: {machine.serve()}")
+                print(f"left: {host.serve()}")
             finally:
                 ignore_signals()
-                machine.close()
+                host.close()
         except KeyboardInterrupt:
             print("left: stopped here")
         except (ValueError, RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The files of a model that a run sends to machines that join, beside the weights."""
+"""The files of a model that a run sends to hosts that join, beside the weights."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ MAX_MODEL_FILES_BYTES = 60 << 20
 def model_files(folder: str) -> dict[str, bytes]:
     """The files of a model's folder that an engine needs beside its weights, by name: configuration and tokenizer.
 
-    Raises ValueError if they are too large to be sent to a machine that joins.
+    Raises ValueError if they are too large to be sent to a host that joins.
     """
     paths = [path for path in sorted(Path(folder).iterdir()) if path.suffix in SUFFIXES]
     files = {path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")}
@@ -18,6 +18,6 @@ def model_files(folder: str) -> dict[str, bytes]:
     if num_bytes > MAX_MODEL_FILES_BYTES:
         raise ValueError(
             f"configuration and tokenizer in {folder} have {num_bytes} bytes, at most {MAX_MODEL_FILES_BYTES} go to "
-            "machines that join; take away what is neither"
+            "hosts that join; take away what is neither"
         )
     return files

@@ -1,6 +1,6 @@
-"""Weights that a distant machine pulls: versioned snapshots, whole, or as what has changed since one that it has.
+"""Weights that a distant host pulls: versioned snapshots, whole, or as what has changed since one that it has.
 
-This is the trainer's end; puller.py is the machine's, delta.py says what passes between them. Host memory here is at
+This is the trainer's end; puller.py is the host's, delta.py says what passes between them. Host memory here is at
 most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being made), and of the deltas between them.
 """
 
@@ -18,13 +18,13 @@ from extras.swarm.snapshots import SnapshotWriter
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""
 KEPT = 3
-"""Snapshots that stay to be the base of a delta, the newest included, where machines fetch each version."""
+"""Snapshots that stay to be the base of a delta, the newest included, where hosts fetch each version."""
 MAX_READ = 3
-"""Older snapshots that stay while machines read them, the oldest first; who reads another begins anew."""
+"""Older snapshots that stay while hosts read them, the oldest first; who reads another begins anew."""
 
 
 class PullTransport(Transport):
-    """The trainer's end: keeps the newest snapshots, and makes of them what a machine asks for."""
+    """The trainer's end: keeps the newest snapshots, and makes of them what a host asks for."""
 
     def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
         """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
@@ -77,9 +77,9 @@ class PullTransport(Transport):
         return Staged(version, [info])
 
     def open(self, version: int, base: int | None) -> tuple[bool, np.ndarray | bytes]:
-        """What brings a machine that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
+        """What brings a host that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
 
-        It may take seconds of a core, and is called by one thread beside the trainer's: many machines ask for the same.
+        It may take seconds of a core, and is called by one thread beside the trainer's: many hosts ask for the same.
         What it returns stays readable when the snapshot goes.
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """

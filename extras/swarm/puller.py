@@ -1,7 +1,7 @@
 """The far end of weights that are pulled: takes in the newest version while engines sample with the one before.
 
 It comes from the run's file system where the run has one (snapshots.py), else by the socket in pieces: whole, or as
-what has changed since the version that is here. The machine holds one payload, and one more while the next comes in.
+what has changed since the version that is here. The host holds one payload, and one more while the next comes in.
 """
 
 import queue

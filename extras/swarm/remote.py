@@ -111,7 +111,7 @@ class SwarmWorkers(Workers):
         self.alone_since = self.alone_since or time.monotonic()
         if not any(self) and time.monotonic() > self.alone_since + self.config.join_timeout_s:
             raise WorkerDied(
-                f"no machine has sampled for this run for {self.config.join_timeout_s:.0f} s, and it has no rollout "
+                f"no host has sampled for this run for {self.config.join_timeout_s:.0f} s, and it has no rollout "
                 "worker of its own; join one sooner, or raise --join-timeout-s"
             )
 

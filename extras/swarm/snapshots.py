@@ -1,4 +1,4 @@
-"""Snapshots as files, on any file system that fsspec knows, so that machines spare the trainer's uplink.
+"""Snapshots as files, on any file system that fsspec knows, so that hosts spare the trainer's uplink.
 
     VERSION-DIGEST.snapshot                   a whole one: zstd of its payload
     VERSION-DIGEST_VERSION-DIGEST.snapshot    the delta from one to another
@@ -23,7 +23,7 @@ ANCHOR_EVERY = 20
 """Versions from one whole file, or anchor, to the next."""
 KEPT_ANCHORS = 2
 WAIT_S, POLL_S = 30.0, 0.5
-"""Time that a machine gives the trainer to write an announced version; how often it looks."""
+"""Time that a host gives the trainer to write an announced version; how often it looks."""
 CLOSE_S = 10.0
 """Time that the trainer gives the file system to remove all files at the end."""
 NAME = re.compile(r"(?:(\d+-[0-9a-f]{16})_)?(\d+-[0-9a-f]{16})\.snapshot")
@@ -81,14 +81,14 @@ class SnapshotWriter:
         """
         self.url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         self.is_failing = False
-        """Whether writing the last one failed: machines are not sent here then."""
+        """Whether writing the last one failed: hosts are not sent here then."""
         self._generations: list[list[str]] = []  # of files: each is an anchor, and the deltas since
         self._written: Snapshot | None = None
         self._next: queue.Queue = queue.Queue(maxsize=1)
         try:
             self._folder = self._open()
         except Exception as error:  # each file system has errors of its own
-            why = f"is no folder to write to ({one_line(error)}); give one that the machines reach, too"
+            why = f"is no folder to write to ({one_line(error)}); give one that the hosts reach, too"
             raise ValueError(f"--swarm.snapshots {url}: {why}") from None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -124,7 +124,7 @@ class SnapshotWriter:
             except Exception as error:  # each file system has errors of its own; the socket is there for all
                 if not self.is_failing:  # one line for all that fail in a row
                     why = f"cannot be written to {self.url} ({one_line(error)})"
-                    print(f"snapshots: version {snapshot.version} {why}; machines pull by the socket", flush=True)
+                    print(f"snapshots: version {snapshot.version} {why}; hosts pull by the socket", flush=True)
                 self.is_failing = True
         with contextlib.suppress(Exception):
             self._keep(0)

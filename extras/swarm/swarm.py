@@ -1,10 +1,10 @@
-"""The swarm: machines that join a run while it goes, sample for it, and leave (Echo, arXiv 2508.05387).
+"""The swarm: hosts that join a run while it goes, sample for it, and leave (Echo, arXiv 2508.05387).
 
-A machine that joins is one or more `Worker`s whose pipe is a socket and whose weights are pulled; dispatcher, buffer
-and ledger do not know the difference. A machine that leaves, dies or falls silent is the death of its workers, whose
+A host that joins is one or more `Worker`s whose pipe is a socket and whose weights are pulled; dispatcher, buffer
+and ledger do not know the difference. A host that leaves, dies or falls silent is the death of its workers, whose
 tickets are issued again; what it says afterwards is late, and only counted.
 
-What comes is checked before anybody acts on it: a machine that says what no honest one can say is shut out.
+What comes is checked before anybody acts on it: a host that says what no honest one can say is shut out.
 """
 
 import functools
@@ -38,7 +38,7 @@ from extras.swarm.snapshots import SnapshotWriter
 from extras.swarm.trust import mistake_in
 from extras.swarm.wire import (
     FROM_ENGINE,
-    FROM_MACHINE,
+    FROM_HOST,
     HOST,
     PROTOCOL,
     Beat,
@@ -60,17 +60,17 @@ if TYPE_CHECKING:
     from asyncrl.job.node import Start
 
 MAX_ENGINES = 256
-"""Of one machine."""
+"""Of one host."""
 MAX_FAILED = 16
-"""Trajectories that may fail one after the other on one machine."""
+"""Trajectories that may fail one after the other on one host."""
 MAX_SHOWN = 300
-"""Characters of what a machine that is not believed has sent."""
+"""Characters of what a host that is not believed has sent."""
 MAX_NAMED = 16
-"""Machines of which metrics tell one by one; events tell of all."""
+"""Hosts of which metrics tell one by one; events tell of all."""
 
 
 class RemoteProcess:
-    """An engine of a machine that has joined, with the calls of WorkerProcess; knows what answers it owes."""
+    """An engine of a host that has joined, with the calls of WorkerProcess; knows what answers it owes."""
 
     exit_code = None
 
@@ -107,7 +107,7 @@ class RemoteProcess:
                 raise ValueError("log-probs of a probe that are not finite float32")
 
     def stop(self, timeout_s: float) -> None:
-        """Nothing: it was told, and nobody waits for another machine."""
+        """Nothing: it was told, and nobody waits for a remote host."""
 
     def death_report(self) -> str:
         """Who it is."""
@@ -115,13 +115,13 @@ class RemoteProcess:
 
 
 @dataclass
-class Machine:
-    """A machine that has joined."""
+class Host:
+    """A host that has joined."""
 
     identity: bytes
     link: Link
     name: str = "a stranger"
-    """Its host, with a number where another has the same."""
+    """Its host name, with a number where another has the same."""
     clock_ahead_s: float = 0.0
     engines: dict[int, Worker] = field(default_factory=dict)
     """Those that are up."""
@@ -154,7 +154,7 @@ class Machine:
 
 
 class Swarm:
-    """Listens for machines, and carries messages between them and the controller."""
+    """Listens for hosts, and carries messages between them and the controller."""
 
     def __init__(
         self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], run: RunDirectory
@@ -172,16 +172,16 @@ class Swarm:
         self.hub = Hub(address, keys)
         self.nodes: list[tuple[str, int]] = []
         """Where each node of the run listens, and how many rollout workers it has itself; for the first node, whom all
-        machines ask, and empty on the others."""
+        hosts ask, and empty on the others."""
         self.num_joined: Counter[int] = Counter()
-        """Workers of machines that have joined each of them, as far as this node knows."""
+        """Workers of hosts that have joined each of them, as far as this node knows."""
         self._counts: Counter[str] = Counter()
         self._reported_at = time.monotonic()
-        self._machines: dict[bytes, Machine] = {}
+        self._hosts: dict[bytes, Host] = {}
         self._shut_out: set[bytes] = set()
         self._identity_of: dict[int, bytes] = {}  # of all workers that there were
         self.disbelieved: set[int] = set()
-        """Workers of the machines that were shut out, also of those that had left before."""
+        """Workers of the hosts that were shut out, also of those that had left before."""
         self._answered: deque[tuple[Ticket, Trajectory]] = deque()
         self.verified: Measured = {}
         """Metrics of what was verified (verify.py)."""
@@ -192,18 +192,18 @@ class Swarm:
         return PullTransport(specs, self._writer, max(KEPT, self.config.swarm.refresh_lag + 2))
 
     def start(self, controller: SwarmController) -> None:
-        """Let machines in."""
+        """Let hosts in."""
         self.controller = controller
         self._vocab_size = _vocab_size(self._model_path)
         controller.workers.watch(self.hub.start(self._receive, self._beat, self._end))
 
     def stop(self) -> None:
-        """Tell all machines that the run has ended, and listen no more."""
+        """Tell all hosts that the run has ended, and listen no more."""
         self.hub.stop()
         self._encoding.shutdown()
 
     def shut_out(self, worker: int, why: str) -> None:
-        """Believe nothing any more that the machine of a worker has sampled, and let it in no more."""
+        """Believe nothing any more that the host of a worker has sampled, and let it in no more."""
         identity = self._identity_of[worker]
         self._disbelieve(identity)
         self.hub.do_soon(functools.partial(self._lose_liar, identity, why))
@@ -212,75 +212,75 @@ class Swarm:
         self.disbelieved.update([worker for worker, its in list(self._identity_of.items()) if its == identity])
 
     def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
-        """Take what machines have sampled since the last call, each with its ticket."""
+        """Take what hosts have sampled since the last call, each with its ticket."""
         return [self._answered.popleft() for _ in range(len(self._answered))]
 
     def take_report(self) -> Measured:
-        """Take the metrics `swarm/*` of what machines did since the last call."""
-        machines, metrics = list(self._machines.values()), {}
+        """Take the metrics `swarm/*` of what hosts did since the last call."""
+        hosts, metrics = list(self._hosts.values()), {}
         now, since = time.monotonic(), self._reported_at
         self._reported_at = now
-        for machine in machines:
-            counts, machine.counts = machine.counts, Counter()
-            told = _metrics(counts + self._count_bytes(machine), now - since)
-            self.record("machine", machine=machine.name, workers=[w.index for w in machine.engines.values()], **told)
-            if len(machines) <= MAX_NAMED:
-                metrics |= {f"swarm/{machine.name}/{name}": Sum(value) for name, value in told.items()}
+        for host in hosts:
+            counts, host.counts = host.counts, Counter()
+            told = _metrics(counts + self._count_bytes(host), now - since)
+            self.record("machine", machine=host.name, workers=[w.index for w in host.engines.values()], **told)
+            if len(hosts) <= MAX_NAMED:
+                metrics |= {f"swarm/{host.name}/{name}": Sum(value) for name, value in told.items()}
         metrics |= self.verified | {f"swarm/{name}": Sum(self._counts[name]) for name in COUNTS}
-        return metrics | {"swarm/machines": Sum(len(machines)), "swarm/workers": Sum(self.num_workers)}
+        return metrics | {"swarm/machines": Sum(len(hosts)), "swarm/workers": Sum(self.num_workers)}
 
     @property
     def num_workers(self) -> int:
-        """Engines of machines that have joined this node."""
-        return sum(len(machine.engines) for machine in list(self._machines.values()))
+        """Engines of hosts that have joined this node."""
+        return sum(len(host.engines) for host in list(self._hosts.values()))
 
-    def _count_bytes(self, machine: Machine) -> Counter[str]:
+    def _count_bytes(self, host: Host) -> Counter[str]:
         """Return megabytes sent and received since the last call."""
-        num_bytes, machine.link.num_bytes = machine.link.num_bytes, Counter()
+        num_bytes, host.link.num_bytes = host.link.num_bytes, Counter()
         counts = Counter({f"mb_{way}": count / 1e6 for way, count in num_bytes.items()})
         self._counts.update(counts)
         return counts
 
     # In the hub's thread
 
-    def _send(self, machine: Machine, message: object, engine: int = HOST) -> None:
-        self._lose_if(machine, machine.link.send(message, engine))
+    def _send(self, host: Host, message: object, engine: int = HOST) -> None:
+        self._lose_if(host, host.link.send(message, engine))
 
-    def _lose_if(self, machine: Machine, why: str | None) -> None:
+    def _lose_if(self, host: Host, why: str | None) -> None:
         if why is not None:
-            self._lose(machine, f"cannot be reached ({why})")
+            self._lose(host, f"cannot be reached ({why})")
 
-    def _send_if_there(self, machine: Machine, message: object, engine: int = HOST) -> None:
-        if self._machines.get(machine.identity) is machine:
-            self._send(machine, message, engine)
+    def _send_if_there(self, host: Host, message: object, engine: int = HOST) -> None:
+        if self._hosts.get(host.identity) is host:
+            self._send(host, message, engine)
 
     def _receive(self, frames: list[bytes]) -> None:
         identity = frames[0]
         if identity in self._shut_out:
             return
-        machine = self._machines.get(identity)
-        if machine is None:
-            link = Link((*FROM_ENGINE, *FROM_MACHINE), lambda frames: self.hub.send([identity, *frames]))
-            machine = Machine(identity, link)
+        host = self._hosts.get(identity)
+        if host is None:
+            link = Link((*FROM_ENGINE, *FROM_HOST), lambda frames: self.hub.send([identity, *frames]))
+            host = Host(identity, link)
         try:
-            engine, message = machine.link.read(frames[1:])
+            engine, message = host.link.read(frames[1:])
             if isinstance(message, Join):
-                self._let_in(machine, message)
-            elif identity not in self._machines:
-                self._on_stranger(machine, message)
+                self._let_in(host, message)
+            elif identity not in self._hosts:
+                self._on_stranger(host, message)
             else:
-                self._act(machine, engine, message)
+                self._act(host, engine, message)
         except ValueError as error:
-            if identity not in self._machines:
-                self._take_in(machine)
-            self._lose(machine, f"sent {error}", is_believed=False)
+            if identity not in self._hosts:
+                self._take_in(host)
+            self._lose(host, f"sent {error}", is_believed=False)
 
-    def _let_in(self, machine: Machine, join: Join) -> None:
-        if machine.identity in self._machines:
+    def _let_in(self, host: Host, join: Join) -> None:
+        if host.identity in self._hosts:
             raise ValueError("a Join after its Join")
         if not 0 <= join.unix_time < 1e11:
             raise ValueError(f"{join.unix_time:.4g} as its clock")
-        machine.name, why = _shown(join.host[:64]).replace("/", "_"), None
+        host.name, why = _shown(join.host[:64]).replace("/", "_"), None
         if join.protocol != PROTOCOL:
             why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
         elif join.code != self.code:
@@ -288,70 +288,68 @@ class Swarm:
         elif join.device != self._device:
             why = f"it computes on {_shown(join.device)}, the run on {self._device}: their log-probs differ too much"
         if why is not None:
-            print(f"swarm: {machine.name} was refused: {why}", flush=True)
-            self._send(machine, Refused(why))
+            print(f"swarm: {host.name} was refused: {why}", flush=True)
+            self._send(host, Refused(why))
             return
         if self.nodes:
             node = min(range(len(self.nodes)), key=lambda node: self.nodes[node][1] + self.num_joined[node])
             self.num_joined[node] += 1
             if node > 0:
-                self._send(machine, JoinAt(self.nodes[node][0]))
+                self._send(host, JoinAt(self.nodes[node][0]))
                 return
-        machine.clock_ahead_s = join.unix_time - time.time()
-        self._take_in(machine)
-        self.record("machine_joined", machine=machine.name)
-        print(f"swarm: {machine.name} has joined", flush=True)
-        self._send(machine, self.welcome)
+        host.clock_ahead_s = join.unix_time - time.time()
+        self._take_in(host)
+        self.record("machine_joined", machine=host.name)
+        print(f"swarm: {host.name} has joined", flush=True)
+        self._send(host, self.welcome)
 
-    def _take_in(self, machine: Machine) -> None:
-        host, taken = machine.name, {machine.name for machine in self._machines.values()}
-        names = itertools.chain([host], (f"{host}.{number}" for number in itertools.count(2)))
-        machine.name = next(name for name in names if name not in taken)
-        self._machines[machine.identity] = machine
+    def _take_in(self, host: Host) -> None:
+        asked, taken = host.name, {other.name for other in self._hosts.values()}
+        names = itertools.chain([asked], (f"{asked}.{number}" for number in itertools.count(2)))
+        host.name = next(name for name in names if name not in taken)
+        self._hosts[host.identity] = host
         self._counts["joins"] += 1
 
-    def _on_stranger(self, machine: Machine, message: object) -> None:
-        """Count what a machine sends that was taken for gone, and have it join again."""
+    def _on_stranger(self, host: Host, message: object) -> None:
+        """Count what a host sends that was taken for gone, and have it join again."""
         if isinstance(message, Finished):
             self._counts["late"] += len(message.trajectories)
         if not isinstance(message, Leave):
-            self._send(machine, JoinAgain())
+            self._send(host, JoinAgain())
 
-    def _act(self, machine: Machine, engine: int, message: object) -> None:
+    def _act(self, host: Host, engine: int, message: object) -> None:
         match message:
             case Beat():
                 return
             case Leave():
-                self._lose(machine, "has left")
+                self._lose(host, "has left")
             case Pull(version, base, offset):
-                if machine.is_pulling or offset < 0:
-                    raise ValueError(f"a Pull from byte {offset}" + " while it pulls" * machine.is_pulling)
-                machine.is_pulling = True
+                if host.is_pulling or offset < 0:
+                    raise ValueError(f"a Pull from byte {offset}" + " while it pulls" * host.is_pulling)
+                host.is_pulling = True
                 opening = self._encoding.submit(self.controller.pulled.open, version, base)
-                opening.add_done_callback(
-                    lambda opened: self.hub.do_soon(lambda: self._answer(machine, message, opened))
-                )
-            case Ready() if 0 <= engine < MAX_ENGINES and engine not in machine.engines:
-                self._start_engine(machine, engine, message)
-            case _ if engine in machine.engines:
-                self._pass_on(machine, machine.engines[engine], message)
+                opening.add_done_callback(lambda opened: self.hub.do_soon(lambda: self._answer(host, message, opened)))
+            case Ready() if 0 <= engine < MAX_ENGINES and engine not in host.engines:
+                self._start_engine(host, engine, message)
+            case _ if engine in host.engines:
+                self._pass_on(host, host.engines[engine], message)
             case _:
                 raise ValueError(f"{type(message).__name__} of an engine {engine} that is not up")
 
-    def _start_engine(self, machine: Machine, engine: int, ready: Ready) -> None:
+    def _start_engine(self, host: Host, engine: int, ready: Ready) -> None:
         def post(message: object) -> None:
-            self.hub.do_soon(functools.partial(self._send_if_there, machine, message, engine))
+            self.hub.do_soon(functools.partial(self._send_if_there, host, message, engine))
 
         if not 0 <= ready.startup_s < 1e9:
             raise ValueError(f"{ready.startup_s:.4g} s as the time to start")
-        process = RemoteProcess(post, f"engine {engine} of {machine.name}")
-        worker = self.controller.let_in(process, machine.name, scores_probe=not machine.engines)
-        machine.engines[engine] = worker
-        self._identity_of[worker.index] = machine.identity
+        process = RemoteProcess(post, f"engine {engine} of {host.name}")
+        worker = self.controller.let_in(process, host.name, scores_probe=not host.engines)
+        host.engines[engine] = worker
+        self._identity_of[worker.index] = host.identity
         self.controller.on_message(worker, ready)
 
-    def _pass_on(self, machine: Machine, worker: Worker, message: object) -> None:
-        """Give the controller a message of an engine. Raises ValueError if no honest machine sends it."""
+    def _pass_on(self, host: Host, worker: Worker, message: object) -> None:
+        """Give the controller a message of an engine. Raises ValueError if no honest host sends it."""
         match message:
             case Ready():
                 raise ValueError("Ready of an engine that is up")
@@ -360,7 +358,7 @@ class Swarm:
             case Finished(trajectories):
                 self._check(worker, trajectories)
                 newest = self.controller.announcements.newest.version
-                message = Finished([machine.take(t, worker.index, newest) for t in trajectories], None)
+                message = Finished([host.take(t, worker.index, newest) for t in trajectories], None)
                 if self.config.swarm.verify_share:
                     self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
         # Its clock is not this machine's, so it keeps no time ledger here.
@@ -380,54 +378,54 @@ class Swarm:
             if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")
 
-    def _answer(self, machine: Machine, pull: Pull, opened: Future) -> None:
-        machine.is_pulling = False
-        if opened.exception() is not None:  # there are newer ones, and too many machines that read older ones
-            for worker in machine.engines.values():
+    def _answer(self, host: Host, pull: Pull, opened: Future) -> None:
+        host.is_pulling = False
+        if opened.exception() is not None:  # there are newer ones, and too many hosts that read older ones
+            for worker in host.engines.values():
                 self.controller.fetch_anew(worker, pull.version)
             return
         is_delta, stream = opened.result()
         data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
-        self._send_if_there(machine, Piece(pull.version, is_delta, len(stream), pull.offset, data))
+        self._send_if_there(host, Piece(pull.version, is_delta, len(stream), pull.offset, data))
 
     def _end(self) -> None:
-        for machine in list(self._machines.values()):
-            self._send(machine, Leave())
+        for host in list(self._hosts.values()):
+            self._send(host, Leave())
 
     def _beat(self) -> None:
-        for machine in list(self._machines.values()):
-            if machine.link.is_silent:
-                self._lose(machine, f"was silent for {machine.link.silent_s:.0f} s")
+        for host in list(self._hosts.values()):
+            if host.link.is_silent:
+                self._lose(host, f"was silent for {host.link.silent_s:.0f} s")
             else:
-                self._lose_if(machine, machine.link.beat())
+                self._lose_if(host, host.link.beat())
         self.controller.end_leases()
 
     def _lose_liar(self, identity: bytes, why: str) -> None:
-        """Shut a machine out for what it sent earlier; it may have left since, and not have joined again."""
-        machine = self._machines.get(identity)
-        if machine is not None:
-            self._lose(machine, why, is_believed=False)
+        """Shut a host out for what it sent earlier; it may have left since, and not have joined again."""
+        host = self._hosts.get(identity)
+        if host is not None:
+            self._lose(host, why, is_believed=False)
         elif identity not in self._shut_out:
             self._shut_out.add(identity)
             self._counts["shut_out"] += 1
-            print(f"swarm: a machine that has left {why}; it is let in no more", flush=True)
+            print(f"swarm: a host that has left {why}; it is let in no more", flush=True)
 
-    def _lose(self, machine: Machine, why: str, is_believed: bool = True) -> None:
-        """Take a machine for gone: its workers have died. One that is not believed is also shut out."""
-        if self._machines.get(machine.identity) is not machine:
+    def _lose(self, host: Host, why: str, is_believed: bool = True) -> None:
+        """Take a host for gone: its workers have died. One that is not believed is also shut out."""
+        if self._hosts.get(host.identity) is not host:
             return
-        del self._machines[machine.identity]
+        del self._hosts[host.identity]
         why, self._counts["leaves"] = _shown(why[:MAX_SHOWN]), self._counts["leaves"] + 1
-        self._count_bytes(machine)
-        tickets = sum(len(worker.running) for worker in machine.engines.values())
-        self.record("machine_left", machine=machine.name, why=why, tickets=tickets)
-        print(f"swarm: {machine.name} {why}; its {tickets} tickets are issued again", flush=True)
+        self._count_bytes(host)
+        tickets = sum(len(worker.running) for worker in host.engines.values())
+        self.record("machine_left", machine=host.name, why=why, tickets=tickets)
+        print(f"swarm: {host.name} {why}; its {tickets} tickets are issued again", flush=True)
         if not is_believed:
             self._counts["shut_out"] += 1
-            self._shut_out.add(machine.identity)
-            self._disbelieve(machine.identity)
-            self._send(machine, Refused(why))
-        for worker in machine.engines.values():
+            self._shut_out.add(host.identity)
+            self._disbelieve(host.identity)
+            self._send(host, Refused(why))
+        for worker in host.engines.values():
             self.controller.on_message(worker, None if is_believed else Disbelieved())
 
 
@@ -447,7 +445,7 @@ def _shared(config: Config) -> dict:
 
 
 COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")
-"""Since the start of the run: machines that joined, left and were shut out, trajectories that came after their machine
+"""Since the start of the run: hosts that joined, left and were shut out, trajectories that came after their host
 was taken for gone, and 10⁶ bytes sent and received."""
 
 
@@ -457,14 +455,14 @@ def _shown(text: str) -> str:
 
 
 def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
-    """What a machine did in so many seconds."""
+    """What a host did in so many seconds."""
     metrics = {name: counts[name] for name in ("mb_sent", "mb_received")}
     metrics["tokens_per_s"] = counts["tokens"] / seconds
     return metrics | ({"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {})
 
 
 def listen(start: "Start", model_path: str, run: RunDirectory) -> Swarm:
-    """Have machines join that sample for this node from elsewhere."""
+    """Have hosts join that sample for this node from elsewhere."""
     config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
     keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
     host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))

@@ -1,4 +1,4 @@
-"""What an honest machine cannot have sent: looked for in every trajectory of a machine that joined, before it is used.
+"""What an honest host cannot have sent: looked for in every trajectory of a host that joined, before it is used.
 
 Found are contradictions: with the ticket, with the run's options, or within the trajectory; about 20 µs for one of 50
 tokens. Whether log-probs and rewards are true is another question: extras/swarm/verify.py asks it of a share of them.
@@ -27,7 +27,7 @@ _DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, "behavior_logprobs": np.fl
 def mistake_in(
     trajectory: Trajectory, ticket: Ticket, config: Config, newest_version: int, vocab_size: int
 ) -> str | None:
-    """What an honest machine cannot have sent for this ticket, in a few words, or None if there is no such thing.
+    """What an honest host cannot have sent for this ticket, in a few words, or None if there is no such thing.
 
     The types of the fields are taken as declared: extras/swarm/wire.py decodes nothing else. `ticket.min_version` is to
     be what was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.

@@ -1,19 +1,19 @@
-"""Whether machines that joined say the truth: of a share of their responses the trainer checks log-probs and rewards.
+"""Whether hosts that joined say the truth: of a share of their responses the trainer checks log-probs and rewards.
 
 Log-probs are checked by a forward pass without gradient while the trainer has the version that all tokens of a response
 claim. Others come too late and are counted: none with async_ratio 0; 82% of the default job's, 97% if a response were
-looked at when its batch is taken and not when it arrives; and all of a machine that lags. Rewards are scored again of
+looked at when its batch is taken and not when it arrives; and all of a host that lags. Rewards are scored again of
 any version, while the trainer trains; those of environments, which cannot be played again, are counted as not checked.
-extras/swarm/trust.py looks at every response for what no honest machine sends. What all this does not stop:
+extras/swarm/trust.py looks at every response for what no honest host sends. What all this does not stop:
 
-- A machine that samples truly but chooses: the best of several responses, say. Seeds are assigned, but that a response
+- A host that samples truly but chooses: the best of several responses, say. Seeds are assigned, but that a response
   is the seed's own is not checked.
-- A machine that always claims an older version than the trainer's, as far as tickets allow: all of it is too late.
+- A host that always claims an older version than the trainer's, as far as tickets allow: all of it is too late.
 - Lies below `allowed_distance`: in bfloat16 engines differ by that much, and so may weights that are some steps older.
 - Few lies: n of them are all missed with probability (1 − verify_share)^n.
 - Lies found after the update that trained on them. What is found before an update never enters it.
 - False rewards of environments and async functions, and where scoring fails or takes too long here; false parts of any.
-- Machines that take work and give it back, fail or are slow, which costs time alone.
+- Hosts that take work and give it back, fail or are slow, which costs time alone.
 """
 
 import asyncio
@@ -67,10 +67,10 @@ def allowed_distance(config: Config, dtype: torch.dtype) -> float:
 
 
 class Verifier:
-    """Checks a share of the responses of joined machines. Every trainer rank has one; a leader's has the responses."""
+    """Checks a share of the responses of joined hosts. Every trainer rank has one; a leader's has the responses."""
 
     def __init__(self, config: Config, cluster: Cluster, tokenizer=None, *, key: bytes = b""):
-        """`key` decides which responses are checked; a random one by default, as machines know the run's seed."""
+        """`key` decides which responses are checked; a random one by default, as hosts know the run's seed."""
         self.config, self.cluster, self.tokenizer = config, cluster, tokenizer
         self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
         self.largest, self._key = 0.0, key or secrets.token_bytes(16)
@@ -81,7 +81,7 @@ class Verifier:
         self._scoring: list[tuple[Trajectory, Future]] = []
 
     def verify(self, answered: list[tuple[Ticket, Trajectory]], policy: Policy, version: int) -> list[tuple[int, str]]:
-        """Check a share of what came from joined machines since the last call; collective.
+        """Check a share of what came from joined hosts since the last call; collective.
 
         `answered` is of leaders, and passed `mistake_in`; `version` is that of the weights now. Returns, on leaders,
         the worker of each lie and what it is; false rewards by a later call than the one that they came with.

@@ -1,6 +1,6 @@
-"""What a machine of the swarm and the run that it samples for say to each other, and all messages as bytes.
+"""What a host of the swarm and the run that it samples for say to each other, and all messages as bytes.
 
-Engines of a machine say and hear what asyncrl/messages.py has; here is what the machine itself does. As bytes a message
+Engines of a host say and hear what asyncrl/messages.py has; here is what the host itself does. As bytes a message
 is its kind, the name of a class that may come from that side, and its fields, as asyncrl/runlog/plain.py writes them:
 no pickle, which would run what a stranger sends. All else is a ValueError.
 """
@@ -31,20 +31,20 @@ from asyncrl.runlog.fingerprint import fingerprint
 from asyncrl.user_code import files
 
 PROTOCOL = 4
-"""Number of this page and of asyncrl/messages.py; a machine that has another is refused."""
+"""Number of this page and of asyncrl/messages.py; a host that has another is refused."""
 BEAT_S, SILENCE_S = 2.0, 15.0
 """Between two signs of life; without one for so long, the other side is taken for gone."""
 JOIN_S = 60.0
-"""Time that a run has to answer a machine."""
+"""Time that a run has to answer a host."""
 HOST = -1
-"""In place of an engine's number: of the machine itself."""
+"""In place of an engine's number: of the host itself."""
 
 # Messages
 
 
 @dataclass(frozen=True)
 class Join:
-    """Machine: I would sample for this run."""
+    """Host: I would sample for this run."""
 
     protocol: int
     code: str
@@ -52,7 +52,7 @@ class Join:
     device: str
     """`cpu` or `cuda`."""
     host: str
-    """Name of the machine, for people."""
+    """Name of the host, for people."""
     unix_time: float
     """Its clock, seconds: times that it says are moved by as much as that is off."""
 
@@ -65,12 +65,12 @@ class Welcome:
     model_files: dict[str, bytes]
     """Files of the model's folder, by name: its configuration and its tokenizer."""
     user_code_digest: str = ""
-    """Of user code (asyncrl/user_code.py), which the machine must have in the folder that it is started in."""
+    """Of user code (asyncrl/user_code.py), which the host must have in the folder that it is started in."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Run: you cannot sample here; the machine ends."""
+    """Run: you cannot sample here; the host ends."""
 
     reason: str
 
@@ -84,7 +84,7 @@ class JoinAt:
 
 @dataclass(frozen=True)
 class JoinAgain:
-    """Run: this connection has not joined, or was given up; what the machine has of the run's tickets is void."""
+    """Run: this connection has not joined, or was given up; what the host has of the run's tickets is void."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Beat:
 
 @dataclass(frozen=True)
 class Leave:
-    """Machine: I leave. Run: it has ended."""
+    """Host: I leave. Run: it has ended."""
 
 
 @dataclass(frozen=True)
 class Pull:
-    """Machine: send a piece of the way from `base`, or from nothing, to `version`."""
+    """Host: send a piece of the way from `base`, or from nothing, to `version`."""
 
     version: int
     base: int | None
@@ -130,15 +130,15 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Machine: the weights that were to come for an engine are there, and can be loaded at once."""
+    """Host: the weights that were to come for an engine are there, and can be loaded at once."""
 
     version: int
 
 
 TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
 FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
-TO_MACHINE = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
-FROM_MACHINE = (Join, Beat, Leave, Pull)
+TO_HOST = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
+FROM_HOST = (Join, Beat, Leave, Pull)
 
 
 # As bytes
@@ -175,7 +175,7 @@ def user_code_digest(texts: Iterable[str]) -> str:
 
 
 def read_key(path: str) -> tuple[bytes, bytes, bytes]:
-    """The run's public key and the machines' public and secret, from a key file. Raises ValueError if it is none."""
+    """The run's public key and the hosts' public and secret, from a key file. Raises ValueError if it is none."""
     try:
         with open(path, encoding="utf-8") as file:
             keys = json.load(file)

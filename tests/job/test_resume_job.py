@@ -20,7 +20,7 @@ from real_job import ROOT, Job, assert_ledger_balances, without_times
 from asyncrl.messages import Update
 from asyncrl.runlog.batches import weights_sha256
 from asyncrl.runlog.manifest import id_of, newest_checkpoint
-from extras.swarm.tests.fake_machine import FakeMachine
+from extras.swarm.tests.fake_host import FakeHost
 from extras.swarm.wire import Leave
 from scripts.lines import read_events
 
@@ -190,7 +190,7 @@ def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path, task_args, status,
     assert (job.num_steps() > 0) == job.run_path.exists() == (status == 1)
 
 
-class Host(FakeMachine):
+class Host(FakeHost):
     """Samples for a job, and scores no probe, as it has no model."""
 
     def __init__(self, job: Job):
@@ -206,7 +206,7 @@ SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share"
 
 
 @pytest.mark.slow
-def test_a_run_whose_last_machine_leaves_in_an_evaluation_is_saved_and_ended_by_a_signal(tmp_path):
+def test_a_run_whose_last_host_leaves_in_an_evaluation_is_saved_and_ended_by_a_signal(tmp_path):
     job = start(tmp_path, steps=12, async_ratio=1, **SWARM)
     with Host(job) as host:
         host.holds = lambda ticket: ticket.is_evaluation and ticket.min_version == 4
@@ -225,7 +225,7 @@ def test_a_run_whose_last_machine_leaves_in_an_evaluation_is_saved_and_ended_by_
 
 
 @pytest.mark.slow
-def test_two_ranks_that_wait_for_a_first_machine_are_ended_together_by_a_signal(tmp_path):
+def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp_path):
     ranks = [{"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_RANK": i, "LOCAL_WORLD_SIZE": 2} for i in (0, 1)]
     jobs = start_ranks(tmp_path, ranks, steps=12, async_ratio=1, **SWARM)
     jobs[0].wait_until(lambda: "attention of the trainer" in jobs[0].output())

@@ -1,4 +1,4 @@
-"""Whole jobs on machines that join, sample and leave: real engines, real sockets, on one host.
+"""Whole jobs on hosts that join, sample and leave: real engines, real sockets, on one host.
 
 Slow, as job/test_swarm.py and engine/test_join.py have the same without engines.
 """
@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from real_job import assert_ledger_balances, assert_nothing_is_left, join_machine, start_job
+from real_job import assert_ledger_balances, assert_nothing_is_left, join_host, start_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.study]
 
@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.study]
 def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
     options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 1, "eval_every": 0}
     job = start_job(tmp_path, steps=4, async_ratio=0, **options)
-    liar = join_machine(job, "extras/swarm/tests/lying_host.py")
+    liar = join_host(job, "extras/swarm/tests/lying_host.py")
     job.wait_until(lambda: "is let in no more" in job.output() or "sent what is not true" in job.output())
-    honest = join_machine(job)
+    honest = join_host(job)
     assert job.wait() == 0, job.output()[-3000:]
     assert liar.wait(timeout_s=30) != 0 and honest.wait(timeout_s=30) == 0
     metrics = job.metrics()
@@ -31,14 +31,14 @@ def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
 def test_a_run_outlives_a_host_whose_engine_is_stopped_while_it_samples(tmp_path):
     options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "async_ratio": 0, "timeout_s": 40}
     job = start_job(tmp_path, steps=40, **options)
-    first = join_machine(job)
+    first = join_host(job)
     job.wait_until(lambda: job.num_steps() >= 2)
     stop_while_it_samples(first.engine(), job)
     assert first.wait(timeout_s=40) == 1
     assert "an answer of the engine took more than 20 s" in first.output()
     job.wait_until(lambda: job.events("machine_left"), timeout_s=5)
     assert job.num_steps() < 40
-    join_machine(job)
+    join_host(job)
     assert job.wait() == 0, job.output()[-3000:]
     assert len(job.metrics()) == 40
     assert_ledger_balances(job.metrics())
@@ -56,19 +56,19 @@ def stop_while_it_samples(engine, job):
     raise AssertionError("the engine never sampled when it was stopped")
 
 
-def test_a_run_without_workers_of_its_own_trains_on_machines_that_come_are_killed_and_leave(tmp_path):
+def test_a_run_without_workers_of_its_own_trains_on_hosts_that_come_are_killed_and_leave(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
     options = {"eval_every": 12, "listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0.5}
     job = start_job(tmp_path, steps=24, async_ratio=1, **options)
-    first = join_machine(job)
+    first = join_host(job)
     job.wait_until(lambda: job.num_steps() >= 3)
     killed = first.descendants()
     first.process.kill()
-    second, steps = join_machine(job), job.num_steps()
+    second, steps = join_host(job), job.num_steps()
     job.wait_until(lambda: job.num_steps() >= steps + 3)
     second.process.send_signal(signal.SIGTERM)
     assert second.wait(timeout_s=30) == 0 and "left: stopped here" in second.output()
-    third = join_machine(job)
+    third = join_host(job)
     job.wait_until(lambda: any(event["worker"] == 2 for event in job.events("worker_started")))
     processes = [*killed, *job.descendants(), *third.descendants()]
     assert job.wait() == 0, job.output()[-3000:]

@@ -1,4 +1,4 @@
-"""A machine that joins a run: its real far end with a fake engine, a real swarm, and a network that fails."""
+"""A host that joins a run: its real far end with a fake engine, a real swarm, and a network that fails."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from fake_machine import FakeMachine, running, wait_until
+from fake_host import FakeHost, running, wait_until
 from fake_worker import run_fake_worker
 from own_files import write_own
 
 from asyncrl.config import SwarmOptions
 from asyncrl.messages import Probed
 from extras.swarm.hub import make_key
-from extras.swarm.join import JoinedMachine
+from extras.swarm.join import JoinedHost
 from extras.swarm.wire import Leave
 
 PROGRAM = """
@@ -32,7 +32,7 @@ rollout.main()
 
 
 class Relay:
-    """A network between a machine and its run, that stalls and breaks."""
+    """A network between a host and its run, that stalls and breaks."""
 
     def __init__(self, address):
         self.upstream = address.split(":")
@@ -77,17 +77,17 @@ class Relay:
 
 
 class Far:
-    """A joined machine that serves in a thread."""
+    """A joined host that serves in a thread."""
 
     def __init__(self, address, key_path, folder, main=run_fake_worker, rollout_tp=None):
         folder.mkdir(exist_ok=True)
-        self.machine, self.ended = JoinedMachine(address, str(key_path), main, folder, rollout_tp), []
+        self.host, self.ended = JoinedHost(address, str(key_path), main, folder, rollout_tp), []
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
     def _serve(self):
         try:
-            self.ended.append(self.machine.serve())
+            self.ended.append(self.host.serve())
         except Exception as error:  # whatever it is, the test looks at it
             self.ended.append(error)
 
@@ -95,15 +95,15 @@ class Far:
         """Wait for its end, leave in order. Returns why it ended."""
         self.thread.join(30)
         if not self.ended:
-            self.machine._hear(10**6, None)  # no such engine: an error ends it
+            self.host._hear(10**6, None)  # no such engine: an error ends it
             self.thread.join()
-        self.machine.close()
+        self.host.close()
         return self.ended[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _others_children():
-    """A controller that stops ends all children of its process, and here those of the machine are, too."""
+    """A controller that stops ends all children of its process, and here those of the host are, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("asyncrl.controller.workers.kill_session", lambda pid: None)
         yield
@@ -111,7 +111,7 @@ def _others_children():
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory):
-    """A run, and a machine that has joined it through a relay; the tests that share them do things to the relay."""
+    """A run, and a host that has joined it through a relay; the tests that share them do things to the relay."""
     tmp_path = tmp_path_factory.mktemp("lasting")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.swarm.link.BEAT_S", 0.2)
@@ -122,10 +122,10 @@ def lasting(tmp_path_factory):
             open_way = run.controller.pulled.open
             run.controller.pulled.open = lambda version, base: run.pulls.append(base) or open_way(version, base)
             run.far = Far(run.relay.address, run.key_path, tmp_path / "far")
-            run.machine = run.far.machine
-            wait_until(lambda: run.machine.engines and run.machine.engines[0].is_up)
+            run.host = run.far.host
+            wait_until(lambda: run.host.engines and run.host.engines[0].is_up)
             run.step()
-            run.process = run.machine.engines[0].process.process.pid
+            run.process = run.host.engines[0].process.process.pid
             yield run
             run.swarm.stop()
             assert run.far.end() == "the run has ended"
@@ -140,10 +140,10 @@ def joins(run):
     return sum(event["event"] == "machine_joined" for event in run.events)
 
 
-def test_a_machine_that_joined_samples(lasting):
+def test_a_host_that_joined_samples(lasting):
     for _ in range(3):
         lasting.step()
-    assert joins(lasting) == 1 and lasting.machine.puller.here.version >= 2
+    assert joins(lasting) == 1 and lasting.host.puller.here.version >= 2
 
 
 def test_a_short_stall_of_the_network_loses_nothing(lasting):
@@ -164,13 +164,13 @@ def test_versions_that_are_equal_to_the_bit_are_told_apart(lasting, monkeypatch)
 
 
 @pytest.mark.parametrize("way", ["the run's side gave it up", "the connection broke", "neither side heard the other"])
-def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch, capsys, way):
+def test_a_host_joins_again_with_its_engines_and_weights(lasting, monkeypatch, capsys, way):
     run, num_joins = lasting, joins(lasting)
     lasting.pulls.clear()
     if way == "the connection broke":
         run.relay.drop()
     elif way == "the run's side gave it up":
-        run.swarm.hub.do_soon(lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._machines.values())])
+        run.swarm.hub.do_soon(lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._hosts.values())])
     else:
         monkeypatch.setattr("extras.swarm.link.SILENCE_S", 1.0)
         run.relay.is_stalled = True
@@ -180,21 +180,21 @@ def test_a_machine_joins_again_with_its_engines_and_weights(lasting, monkeypatch
     monkeypatch.undo()
     for _ in range(3):
         run.step()
-    assert run.machine.engines[0].process.process.pid == run.process and len(run.machine.engines) == 1
+    assert run.host.engines[0].process.process.pid == run.process and len(run.host.engines) == 1
     assert None not in run.pulls, "what it pulls is what has changed since"
     assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"].value == 0
 
 
-def test_what_a_machine_had_of_an_old_session_is_issued_again_and_not_trained_on(lasting):
+def test_what_a_host_had_of_an_old_session_is_issued_again_and_not_trained_on(lasting):
     run, num_joins = lasting, joins(lasting)
     HANGING.update(range(10_000))
-    wait_until(lambda: run.step_if_ready() or run.machine.engines[0].tickets)
-    old = set(run.machine.engines[0].tickets)
+    wait_until(lambda: run.step_if_ready() or run.host.engines[0].tickets)
+    old = set(run.host.engines[0].tickets)
     HANGING.clear()
     run.relay.drop()
     wait_until(lambda: joins(run) == num_joins + 1)
-    assert not old & run.machine.engines[0].tickets, "they were issued again, by other numbers"
-    with FakeMachine(run, "near"):  # where these tickets end, when their leases have
+    assert not old & run.host.engines[0].tickets, "they were issued again, by other numbers"
+    with FakeHost(run, "near"):  # where these tickets end, when their leases have
         for _ in range(3):
             run.step()
 
@@ -203,26 +203,26 @@ def test_a_probe_that_an_engine_scores_for_an_old_session_is_not_sent_into_the_n
     run, num_joins = lasting, joins(lasting)
     run.relay.drop()
     wait_until(lambda: joins(run) == num_joins + 1)
-    run.machine._hear(0, Probed(1, (np.zeros(3, np.float32),)))
+    run.host._hear(0, Probed(1, (np.zeros(3, np.float32),)))
     for _ in range(3):
         run.step()
     assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"].value == 0
 
 
-def test_a_machine_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
+def test_a_host_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     far, tmp = None, tmp_path
     with running(tmp) as run:
         port = run.swarm.hub.port
         far = Far(run.address, run.key_path, tmp / "far")
         run.step()
-        process = far.machine.engines[0].process.process.pid
-        run.swarm._machines.clear()  # it is killed: nobody is told
+        process = far.host.engines[0].process.process.pid
+        run.swarm._hosts.clear()  # it is killed: nobody is told
     # As --resume does, with options that may change.
     with running(tmp, listen=f"127.0.0.1:{port}", steps=9, lr=0.1, resume=str(tmp), run_name="again") as run:
         for _ in range(2):
             run.step()
-        assert far.machine.engines[0].process.process.pid == process
+        assert far.host.engines[0].process.process.pid == process
         run.swarm.stop()
         assert far.end() == "the run has ended"
 
@@ -231,14 +231,14 @@ def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
     first = make_key(tmp_path / "swarm.key")
     assert make_key(tmp_path / "swarm.key") == first != make_key(tmp_path / "other.key")
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
-    assert first[1].decode() not in (tmp_path / "swarm.key").read_text(), "machines do not get the run's secret"
+    assert first[1].decode() not in (tmp_path / "swarm.key").read_text(), "hosts do not get the run's secret"
 
 
 @pytest.mark.parametrize("is_same_run", [True, False])
-def test_a_machine_with_another_key_says_so_at_once(tmp_path, is_same_run):
+def test_a_host_with_another_key_says_so_at_once(tmp_path, is_same_run):
     with running(tmp_path) as run:
         make_key(tmp_path / "other.key")
-        if is_same_run:  # but not the machines' key
+        if is_same_run:  # but not the hosts' key
             import json
 
             keys = json.loads((tmp_path / "other.key").read_text())
@@ -248,11 +248,11 @@ def test_a_machine_with_another_key_says_so_at_once(tmp_path, is_same_run):
         error = Far(run.address, tmp_path / "other.key", tmp_path / "far").end()
         assert time.monotonic() - start < 20 and isinstance(error, ValueError)
         assert "has another key" in str(error) and "\n" not in str(error)
-        with FakeMachine(run):
+        with FakeHost(run):
             run.step()
 
 
-def test_a_machine_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
+def test_a_host_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.JOIN_S", 1.0)
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     make_key(tmp_path / "swarm.key")
@@ -260,28 +260,28 @@ def test_a_machine_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
     assert isinstance(error, ValueError) and "no answer in 1 s; is the run there?" in str(error)
 
 
-def test_a_machine_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
+def test_a_host_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.code_digest", lambda: "f" * 64)
     with running(tmp_path) as run:
         error = Far(run.address, run.key_path, tmp_path / "far").end()
     assert isinstance(error, ValueError) and "its code is ffffffffffff" in str(error)
 
 
-def test_a_machine_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
+def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
     with running(tmp_path, rollout_tp=2) as run:
         far = Far(run.address, run.key_path, tmp_path / "as_the_run")
         error = far.end()
         assert isinstance(error, ValueError) and "--rollout-tp 2 splits an engine over GPUs" in str(error)
-        assert not far.machine.engines
+        assert not far.host.engines
         far = Far(run.address, run.key_path, tmp_path / "as_told", rollout_tp=1)
         run.step()
-        assert len(far.machine.engines) == 1 and not far.ended
+        assert len(far.host.engines) == 1 and not far.ended
         run.swarm.stop()
         assert far.end() == "the run has ended"
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])
-def test_a_machine_that_lacks_user_code_or_has_another_ends_before_it_starts_anything(tmp_path, monkeypatch, spoil):
+def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anything(tmp_path, monkeypatch, spoil):
     path = write_own(tmp_path / "own", "def loss(): ...\n")
     monkeypatch.chdir(path.parent)
     with running(tmp_path, algo=f"{path}:loss") as run:
@@ -289,7 +289,7 @@ def test_a_machine_that_lacks_user_code_or_has_another_ends_before_it_starts_any
         far = Far(run.address, run.key_path, tmp_path / "far")
         error = far.end()
     assert isinstance(error, ValueError) and str(path) in str(error) and "\n" not in str(error)
-    assert "not what the run has, or imports; copy runs/NAME/code" in str(error) and not far.machine.engines
+    assert "not what the run has, or imports; copy runs/NAME/code" in str(error) and not far.host.engines
 
 
 def run_worker_that_notes_its_loss(spec, connection):
@@ -297,7 +297,7 @@ def run_worker_that_notes_its_loss(spec, connection):
     run_fake_worker(spec, connection)
 
 
-def test_a_machine_takes_user_code_from_the_folder_that_it_is_started_in(tmp_path, monkeypatch):
+def test_a_host_takes_user_code_from_the_folder_that_it_is_started_in(tmp_path, monkeypatch):
     path = write_own(tmp_path / "own", "def loss(): ...\n")
     here = tmp_path / "here"
     shutil.copytree(path.parent, here)
@@ -311,7 +311,7 @@ def test_a_machine_takes_user_code_from_the_folder_that_it_is_started_in(tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_machine_that_is_stopped_leaves_in_order(tmp_path, number):
+def test_a_host_that_is_stopped_leaves_in_order(tmp_path, number):
     environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{Path.cwd() / 'tests'}", "TMPDIR": str(tmp_path)}
     with running(tmp_path) as run, open(tmp_path / "out", "w") as out:
         command = [sys.executable, "-c", PROGRAM, "--join", run.address, "--key", run.key_path]
@@ -334,7 +334,7 @@ def run_worker_that_notes_its_limit(spec, connection):
     run_fake_worker(spec, connection)
 
 
-def test_engines_of_a_machine_have_half_of_the_runs_timeout_so_that_they_end_before_the_run_does(tmp_path):
+def test_engines_of_a_host_have_half_of_the_runs_timeout_so_that_they_end_before_the_run_does(tmp_path):
     with running(tmp_path, timeout_s=50.0) as run:
         far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_limit)
         run.step()
@@ -343,7 +343,7 @@ def test_engines_of_a_machine_have_half_of_the_runs_timeout_so_that_they_end_bef
         assert far.end() == "the run has ended"
 
 
-def test_a_machine_joins_the_node_that_it_is_sent_to(tmp_path):
+def test_a_host_joins_the_node_that_it_is_sent_to(tmp_path):
     with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
         first.swarm.nodes = [(first.address, 1), (second.address, 0)]
         far = Far(first.address, first.key_path, tmp_path / "far")
@@ -353,18 +353,18 @@ def test_a_machine_joins_the_node_that_it_is_sent_to(tmp_path):
         assert far.end() == "the run has ended"
 
 
-def test_a_machine_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
+def test_a_host_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
     with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
         far = Far(run.address, run.key_path, tmp_path / "far")
         wait_until(lambda: run.step_if_ready() or far.ended)
         error = far.end()
         assert isinstance(error, RuntimeError) and "exited with code 3" in str(error)
-        with FakeMachine(run, "other"):
+        with FakeHost(run, "other"):
             for _ in range(2):
                 run.step()
 
 
-def test_a_machine_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_path):
+def test_a_host_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_path):
     (folder := tmp_path / "far").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
@@ -374,7 +374,7 @@ def test_a_machine_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_p
         with running(tmp_path) as run:
             error = Far(run.address, run.key_path, folder).end()
             assert isinstance(error, OSError) and "No space left on device" in str(error)
-            with FakeMachine(run) as other:
+            with FakeHost(run) as other:
                 run.step()
                 other.send(Leave())
     finally:

@@ -8,7 +8,7 @@ import pytest
 import rollout
 
 
-class StoppedMachine:
+class StoppedHost:
     """Is told to stop while it samples, and twice again while it ends its engines."""
 
     def __init__(self, *_):
@@ -38,8 +38,8 @@ def join(monkeypatch):
         signal.signal(number, handler)
 
 
-def test_a_machine_that_is_told_to_stop_again_while_it_stops_ends_its_engines_all_the_same(join, monkeypatch, capsys):
-    monkeypatch.setattr("extras.swarm.join.JoinedMachine", StoppedMachine)
+def test_a_host_that_is_told_to_stop_again_while_it_stops_ends_its_engines_all_the_same(join, monkeypatch, capsys):
+    monkeypatch.setattr("extras.swarm.join.JoinedHost", StoppedHost)
     join("--join", "127.0.0.1:7733", "--key", "none")
     assert capsys.readouterr().out == "all engines have ended\nleft: stopped here\n"
 

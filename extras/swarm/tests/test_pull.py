@@ -1,4 +1,4 @@
-"""Snapshots that a machine pulls: exact, whole or as a delta, and nothing else is taken for them."""
+"""Snapshots that a host pulls: exact, whole or as a delta, and nothing else is taken for them."""
 
 import struct
 
@@ -133,7 +133,7 @@ def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
     assert [v for v in range(9) if is_left(transport, v)] == [6, 7, 8]
 
 
-def test_many_slow_machines_cannot_make_the_trainer_keep_all_versions():
+def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
     transport = PullTransport(SPECS)
     for version in range(20):
         transport.acquire(version, transport.stage(version, parameters(version)))
@@ -171,16 +171,16 @@ def test_beside_a_local_transport_each_worker_reads_by_its_own():
         local.announce(staged)
         if version == 4:  # those after it wait for its evaluation to end
             pulled.announce(pulled.staged(4))
-            machine = Machine(pulled)
-            machine.pull(pulled.staged(4))
-            assert is_same(machine.puller, parameters(4))
+            host = Host(pulled)
+            host.pull(pulled.staged(4))
+            assert is_same(host.puller, parameters(4))
     assert is_left(pulled, 4) and not is_left(pulled, 5)
 
 
 # The far end
 
 
-class Machine:
+class Host:
     """A puller, and the run's side that answers it in pieces."""
 
     def __init__(self, transport, piece_bytes=1 << 20):
@@ -212,21 +212,21 @@ def is_same(puller, parameters):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_machine_that_skips_versions_has_the_very_weights_of_those_it_takes(seed):
+def test_a_host_that_skips_versions_has_the_very_weights_of_those_it_takes(seed):
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     shapes = [tuple(map(int, rng.integers(1, 40, rng.integers(1, 4)))) for _ in range(5)]
     specs = [ParameterSpec(f"p{i}", dtypes[i % 3], shape) for i, shape in enumerate(shapes)]
     values = [(spec.name, torch.randn(spec.shape, generator=generator)) for spec in specs]
     transport = PullTransport(specs)
-    machine = Machine(transport, piece_bytes=int(rng.integers(1, 3000)))
+    host = Host(transport, piece_bytes=int(rng.integers(1, 3000)))
     for version in range(12):
         share = rng.choice([0.0, 0.01, 0.3, 1.0])  # of values that this step changes
         values = [(n, torch.where(torch.rand(v.shape, generator=generator) < share, v + 0.1, v)) for n, v in values]
         staged = transport.stage(version, values)
         if rng.random() < 0.5:
-            machine.pull(staged)
-            assert machine.puller.here.version == version and is_same(machine.puller, values)
+            host.pull(staged)
+            assert host.puller.here.version == version and is_same(host.puller, values)
 
 
 def two_versions(transport, other=0.0):
@@ -239,12 +239,12 @@ def two_versions(transport, other=0.0):
 
 @pytest.fixture
 def begun():
-    """A machine that has version 0, and wants version 1."""
-    machine = Machine(PullTransport(SPECS))
-    first, second, machine.values = two_versions(machine.transport)
-    machine.pull(first)
-    machine.puller.want(second.messages[0])
-    return machine
+    """A host that has version 0, and wants version 1."""
+    host = Host(PullTransport(SPECS))
+    first, second, host.values = two_versions(host.transport)
+    host.pull(first)
+    host.puller.want(second.messages[0])
+    return host
 
 
 @pytest.mark.parametrize("is_delta", [True, False])
@@ -253,18 +253,18 @@ def test_a_pull_that_is_cut_after_any_piece_goes_on_where_it_was(is_delta):
     first, second, a = two_versions(transport)
     num_bytes = len(transport.open(1, 0 if is_delta else None)[1])
     for num_before in range(-(-num_bytes // 60)):
-        machine = Machine(transport)
+        host = Host(transport)
         if is_delta:
-            machine.pull(first)
-        machine.piece_bytes, machine.num_bytes = 60, 0
-        machine.puller.want(second.messages[0])
+            host.pull(first)
+        host.piece_bytes, host.num_bytes = 60, 0
+        host.puller.want(second.messages[0])
         for _ in range(num_before):
-            assert not machine.puller.take(machine.answer())
-        machine.asked.clear()  # what was asked for last was lost
-        machine.puller.want(second.messages[0]) if num_before % 2 else machine.puller.resume()
-        assert machine.asked[-1].offset == 60 * num_before
-        machine.take_all()
-        assert machine.num_bytes == num_bytes and is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
+            assert not host.puller.take(host.answer())
+        host.asked.clear()  # what was asked for last was lost
+        host.puller.want(second.messages[0]) if num_before % 2 else host.puller.resume()
+        assert host.asked[-1].offset == 60 * num_before
+        host.take_all()
+        assert host.num_bytes == num_bytes and is_same(host.puller, [("a", a), ("b", torch.zeros(5))])
 
 
 def test_a_whole_copy_in_place_of_the_rest_of_a_delta_begins_at_its_start(begun):
@@ -279,20 +279,20 @@ def test_a_whole_copy_in_place_of_the_rest_of_a_delta_begins_at_its_start(begun)
 
 
 def test_where_the_base_is_another_than_the_runs_the_whole_is_taken():
-    machine = Machine(PullTransport(SPECS))
-    first, _, _ = two_versions(machine.transport, other=5.0)
-    machine.pull(first)
-    here = [(name, tensor.clone()) for name, tensor in machine.puller.parameters()]
-    machine.transport = PullTransport(SPECS)
-    _, second, a = two_versions(machine.transport)
-    machine.puller.want(second.messages[0])
-    wrong = machine.answer()
-    assert not machine.puller.take(wrong)
-    assert machine.puller.here.version == 0 and is_same(machine.puller, here), "what is here stays meanwhile"
-    assert not machine.puller.take(wrong), "nor does it count when it comes twice"
-    machine.take_all()
-    assert [pull.base for pull in machine.asked] == [None, 0, None]
-    assert is_same(machine.puller, [("a", a), ("b", torch.zeros(5))])
+    host = Host(PullTransport(SPECS))
+    first, _, _ = two_versions(host.transport, other=5.0)
+    host.pull(first)
+    here = [(name, tensor.clone()) for name, tensor in host.puller.parameters()]
+    host.transport = PullTransport(SPECS)
+    _, second, a = two_versions(host.transport)
+    host.puller.want(second.messages[0])
+    wrong = host.answer()
+    assert not host.puller.take(wrong)
+    assert host.puller.here.version == 0 and is_same(host.puller, here), "what is here stays meanwhile"
+    assert not host.puller.take(wrong), "nor does it count when it comes twice"
+    host.take_all()
+    assert [pull.base for pull in host.asked] == [None, 0, None]
+    assert is_same(host.puller, [("a", a), ("b", torch.zeros(5))])
 
 
 WHOLE = PullTransport(SPECS).num_bytes
@@ -323,19 +323,19 @@ def test_a_piece_that_no_snapshot_has_is_refused(begun, is_delta, num_bytes, off
 
 
 def test_pieces_that_come_twice_or_late_or_for_what_was_given_up_change_nothing():
-    machine = Machine(PullTransport(SPECS), piece_bytes=1000)
-    first, second, _ = two_versions(machine.transport)
-    machine.puller.want(first.messages[0])
-    late = machine.answer()
-    assert not machine.puller.take(late) and not machine.puller.take(late)
-    machine.take_all()
-    assert len(machine.asked) == -(-WHOLE // 1000) and not machine.puller.take(late)
-    machine.puller.want(second.messages[0])
-    assert not machine.puller.take(late) and machine.puller.wanted == second.messages[0]
-    machine.puller.give_up()
-    machine.puller.resume()
-    assert not machine.puller.take(machine.answer()) and machine.puller.here.version == 0
-    assert machine.puller.wanted is None
+    host = Host(PullTransport(SPECS), piece_bytes=1000)
+    first, second, _ = two_versions(host.transport)
+    host.puller.want(first.messages[0])
+    late = host.answer()
+    assert not host.puller.take(late) and not host.puller.take(late)
+    host.take_all()
+    assert len(host.asked) == -(-WHOLE // 1000) and not host.puller.take(late)
+    host.puller.want(second.messages[0])
+    assert not host.puller.take(late) and host.puller.wanted == second.messages[0]
+    host.puller.give_up()
+    host.puller.resume()
+    assert not host.puller.take(host.answer()) and host.puller.here.version == 0
+    assert host.puller.wanted is None
 
 
 def test_a_whole_copy_that_is_not_what_was_announced_is_refused_and_the_old_one_stays(begun):

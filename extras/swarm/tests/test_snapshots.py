@@ -1,4 +1,4 @@
-"""Snapshots as files: exact along every way, and when a file system fails, machines pull by the socket."""
+"""Snapshots as files: exact along every way, and when a file system fails, hosts pull by the socket."""
 
 import errno
 import threading
@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from fake_machine import wait_until
+from fake_host import wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 
 import extras.swarm.snapshots
@@ -68,7 +68,7 @@ def num_bytes(trainer):
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
 @pytest.mark.usefixtures("anchors_every_3")
-def test_a_machine_reads_the_very_bytes_from_any_version_that_it_has(folder, share):
+def test_a_host_reads_the_very_bytes_from_any_version_that_it_has(folder, share):
     trainer = Trainer(folder)
     had = [None]
     for _ in range(14):
@@ -139,7 +139,7 @@ def test_the_way_of_fewest_bytes_is_taken():
     assert cheapest_way(ring, node(6), node(4)) is None
 
 
-def test_a_machine_waits_for_a_file_that_is_still_to_be_written(folder, monkeypatch):
+def test_a_host_waits_for_a_file_that_is_still_to_be_written(folder, monkeypatch):
     trainer = Trainer(folder)
     trainer.write()
     trainer.writer, writer = None, trainer.writer
@@ -153,7 +153,7 @@ def test_a_machine_waits_for_a_file_that_is_still_to_be_written(folder, monkeypa
             read_snapshot({**info, "version": version}, None, num_bytes(trainer))
 
 
-class Machine:
+class Host:
     """A puller, which is woken from another thread."""
 
     def __init__(self, trainer):
@@ -167,13 +167,13 @@ class Machine:
         return self.puller.collect()
 
 
-def test_a_machine_has_the_weights_by_files_and_asks_the_run_for_nothing(folder):
+def test_a_host_has_the_weights_by_files_and_asks_the_run_for_nothing(folder):
     trainer = Trainer(folder)
-    machine = Machine(trainer)
+    host = Host(trainer)
     for _ in range(5):
-        assert machine.want(trainer.write()) and machine.puller.here.version == trainer.version
-        assert torch.equal(dict(machine.puller.parameters())["a"], trainer.values.bfloat16())
-    assert machine.asked == [] and machine.puller.wanted is None and not machine.puller.collect()
+        assert host.want(trainer.write()) and host.puller.here.version == trainer.version
+        assert torch.equal(dict(host.puller.parameters())["a"], trainer.values.bfloat16())
+    assert host.asked == [] and host.puller.wanted is None and not host.puller.collect()
 
 
 def cut(path):
@@ -186,18 +186,18 @@ def garble(path):
 
 @pytest.mark.parametrize("spoil", [Path.unlink, cut, garble])
 @pytest.mark.parametrize("is_delta", [True, False])
-def test_where_a_file_is_missing_or_broken_the_machine_says_so_and_pulls_by_the_socket(
+def test_where_a_file_is_missing_or_broken_the_host_says_so_and_pulls_by_the_socket(
     folder, spoil, is_delta, capsys, monkeypatch
 ):
     monkeypatch.setattr(extras.swarm.snapshots, "WAIT_S", 0.0)
     trainer = Trainer(folder)
-    machine, info = Machine(trainer), trainer.write()
+    host, info = Host(trainer), trainer.write()
     if is_delta:
-        assert machine.want(info)
+        assert host.want(info)
         info = trainer.write()
     spoil(folder / names(folder)[-1])
-    assert not machine.want(info)
-    (pull,), here = machine.asked, machine.puller.here
+    assert not host.want(info)
+    (pull,), here = host.asked, host.puller.here
     assert (pull.version, pull.base, pull.offset) == ((1, 0, 0) if is_delta else (0, None, 0))
     assert (here and here.version) == pull.base, "what was here is whole still"
     (line,) = capsys.readouterr().out.splitlines()
@@ -229,7 +229,7 @@ def disk():
     Disk.goes.set()
 
 
-def test_with_a_full_disk_the_trainer_goes_on_and_machines_are_sent_to_it_again_when_it_has_room(disk, capsys):
+def test_with_a_full_disk_the_trainer_goes_on_and_hosts_are_sent_to_it_again_when_it_has_room(disk, capsys):
     trainer = Trainer("disk://run")
     assert "snapshots" in trainer.write() and capsys.readouterr().out == ""
     disk.is_full = True
@@ -241,7 +241,7 @@ def test_with_a_full_disk_the_trainer_goes_on_and_machines_are_sent_to_it_again_
     trainer.write()
     wait_until(lambda: not trainer.writer.is_failing)
     info = trainer.write()
-    assert Machine(trainer).want(info)
+    assert Host(trainer).want(info)
     trainer.transport.close()
     assert not disk.store
 
@@ -264,22 +264,22 @@ def test_a_slow_file_system_holds_no_step_and_what_it_has_no_time_for_is_skipped
     disk.goes.set()
     wait_until(trainer.is_written)
     assert len(disk.store) in (2, 3) and not trainer.writer.is_failing, "one or none of the four between"
-    assert Machine(trainer).want(trainer.write())
+    assert Host(trainer).want(trainer.write())
 
 
 def test_while_files_hang_newer_weights_come_by_the_socket(disk):
     trainer = Trainer("disk://run")
-    machine, info = Machine(trainer), trainer.write()
+    host, info = Host(trainer), trainer.write()
     disk.goes.clear()
-    machine.puller.want(info)
-    machine.puller.resume()
-    assert machine.asked == [], "the files are asked, and nobody waits for them"
+    host.puller.want(info)
+    host.puller.resume()
+    assert host.asked == [], "the files are asked, and nobody waits for them"
     newer = trainer.stage().messages[0]
-    machine.puller.want(newer)
-    assert [pull.version for pull in machine.asked] == [1]
+    host.puller.want(newer)
+    assert [pull.version for pull in host.asked] == [1]
     disk.goes.set()
-    assert machine.woken.acquire(timeout=60) and not machine.puller.collect()
-    assert machine.puller.here is None and machine.puller.wanted == newer, "what was read is wanted no more"
-    machine.puller.give_up()
+    assert host.woken.acquire(timeout=60) and not host.puller.collect()
+    assert host.puller.here is None and host.puller.wanted == newer, "what was read is wanted no more"
+    host.puller.give_up()
     wait_until(trainer.is_written)
-    assert machine.want(newer) and machine.puller.here.version == 1
+    assert host.want(newer) and host.puller.here.version == 1

@@ -1,4 +1,4 @@
-"""Machines that join a run, sample for it and leave: real sockets and a real controller, made-up answers."""
+"""Hosts that join a run, sample for it and leave: real sockets and a real controller, made-up answers."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from fake_machine import MODEL_CONFIG, PROBE, FakeMachine, running, wait_until
+from fake_host import MODEL_CONFIG, PROBE, FakeHost, running, wait_until
 
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
@@ -16,9 +16,9 @@ from asyncrl.runlog.metrics import Sum
 from extras.swarm.wire import Fetch, JoinAgain, JoinAt, Leave, Piece, Pull, Refused, Welcome
 
 
-def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_path, capsys):
+def test_a_run_without_workers_of_its_own_trains_on_what_a_host_samples(tmp_path, capsys):
     with running(tmp_path) as run:
-        far = FakeMachine(run).start()
+        far = FakeHost(run).start()
         for _ in range(4):
             groups = run.step()
             assert {t.worker for group in groups for t in group.trajectories} == {0}
@@ -37,8 +37,8 @@ def test_a_run_without_workers_of_its_own_trains_on_what_a_machine_samples(tmp_p
         ({"code": "f" * 64}, "its code is ffffffffffff, the run's"),
     ],
 )
-def test_a_machine_with_another_protocol_or_code_is_refused_in_one_line(tmp_path, capsys, said, why):
-    with running(tmp_path) as run, FakeMachine(run, **said) as far:
+def test_a_host_with_another_protocol_or_code_is_refused_in_one_line(tmp_path, capsys, said, why):
+    with running(tmp_path) as run, FakeHost(run, **said) as far:
         wait_until(lambda: far.saw(Refused))
         assert run.swarm.take_report()["swarm/machines"].value == 0
     (refused,) = far.saw(Refused)
@@ -47,11 +47,9 @@ def test_a_machine_with_another_protocol_or_code_is_refused_in_one_line(tmp_path
 
 
 @pytest.mark.parametrize("why", ["has left", "was silent", "cannot be"])
-def test_the_tickets_of_a_machine_that_is_gone_are_issued_again_and_what_it_says_later_is_late(
-    tmp_path, monkeypatch, why
-):
+def test_the_tickets_of_a_host_that_is_gone_are_issued_again_and_what_it_says_later_is_late(tmp_path, monkeypatch, why):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
-    with running(tmp_path) as run, FakeMachine(run, "first") as first:
+    with running(tmp_path) as run, FakeHost(run, "first") as first:
         first.holds = lambda ticket: True
         wait_until(lambda: len(first.held) == 8)
         if why == "has left":
@@ -69,7 +67,7 @@ def test_the_tickets_of_a_machine_that_is_gone_are_issued_again_and_what_it_says
             first.is_silent = False
             first.finish()
             wait_until(lambda: first.saw(JoinAgain) and run.swarm.take_report()["swarm/late"].value == 8)
-        with FakeMachine(run, "second") as second:
+        with FakeHost(run, "second") as second:
             for _ in range(3):
                 run.step()
         lost = {(t.group_id, t.member): t.seed for t in first.had}
@@ -79,7 +77,7 @@ def test_the_tickets_of_a_machine_that_is_gone_are_issued_again_and_what_it_says
 
 
 def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
-    with running(tmp_path, swarm=SwarmOptions(refresh_lag=1)) as run, FakeMachine(run) as far:
+    with running(tmp_path, swarm=SwarmOptions(refresh_lag=1)) as run, FakeHost(run) as far:
         wait_until(lambda: far.saw(Update))
         far.answers_fetch = False
         run.step()
@@ -96,8 +94,8 @@ def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
     assert any(isinstance(m, Tickets) for m in order[order.index(far.saw(Fetch)[1]) : order.index(far.saw(Update)[1])])
 
 
-def test_a_machine_refreshes_only_when_it_is_so_many_versions_behind_and_no_token_is_too_old(tmp_path):
-    with running(tmp_path, async_ratio=1.0, swarm=SwarmOptions(refresh_lag=3)) as run, FakeMachine(run) as far:
+def test_a_host_refreshes_only_when_it_is_so_many_versions_behind_and_no_token_is_too_old(tmp_path):
+    with running(tmp_path, async_ratio=1.0, swarm=SwarmOptions(refresh_lag=3)) as run, FakeHost(run) as far:
         lags = []
         for step in range(12):
             lags += [step - group.min_version for group in run.step()]
@@ -108,13 +106,13 @@ def test_a_machine_refreshes_only_when_it_is_so_many_versions_behind_and_no_toke
     assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(fetched))
 
 
-def test_a_machine_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(tmp_path):
+def test_a_host_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(tmp_path):
     limits = {"max_running_requests": 2, "swarm": SwarmOptions(refresh_lag=2), "timeout_s": 20.0}
-    with running(tmp_path, **limits) as run, FakeMachine(run, "behind") as behind:
+    with running(tmp_path, **limits) as run, FakeHost(run, "behind") as behind:
         behind.holds = lambda ticket: ticket.group_id >= 2
         run.step()
         wait_until(lambda: {ticket.group_id for _, ticket in behind.held} == {2})
-        ahead = FakeMachine(run, "ahead")
+        ahead = FakeHost(run, "ahead")
         ahead.holds = lambda ticket: True
         with ahead:
             wait_until(lambda: [ticket.group_id for _, ticket in ahead.held] == [3, 3] and ahead.versions == {0: 1})
@@ -126,12 +124,12 @@ def test_a_machine_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(
         assert [group.min_version for group in run.step()] == [0, 1]
 
 
-def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_machine_that_made_room_for_it(tmp_path):
+def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_host_that_made_room_for_it(tmp_path):
     changes = {"drop_zero_variance": True, "answers": lambda index: "ok" if index % 3 == 0 else "vary"}
     with (
         pytest.raises(RuntimeError, match="has 1000 tokens, --max-prompt-tokens is"),
         running(tmp_path, **changes) as run,
-        FakeMachine(run, "far"),
+        FakeHost(run, "far"),
     ):
         prompts = run.controller.tickets.prompts
         encode = lambda problem: [2] * 1000 if problem.prompt == "p11" else [2, 3]  # noqa: E731
@@ -141,13 +139,13 @@ def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_machine
     assert not [why for _, why in run.left() if why.startswith("sent ")]
 
 
-def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):
+def test_a_host_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
-    with running(tmp_path, swarm=SwarmOptions(lease_s=1)) as run, FakeMachine(run, "slow") as slow:
+    with running(tmp_path, swarm=SwarmOptions(lease_s=1)) as run, FakeHost(run, "slow") as slow:
         slow.holds = lambda ticket: True
         wait_until(lambda: len(slow.held) == 8)
         slow.held, kept = [], slow.held  # it does not even abort
-        with FakeMachine(run, "fast") as fast:
+        with FakeHost(run, "fast") as fast:
             run.step()
             lapsed = {(ticket.group_id, ticket.member): ticket.seed for _, ticket in kept}
             again = {(t.group_id, t.member): t.seed for t in fast.had if (t.group_id, t.member) in lapsed}
@@ -162,11 +160,11 @@ def test_a_machine_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_pa
             assert not run.left()
 
 
-def test_a_machine_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
+def test_a_host_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
-    with running(tmp_path, async_ratio=0.0, swarm=SwarmOptions(lease_s=1000)) as run, FakeMachine(run, "fast"):
+    with running(tmp_path, async_ratio=0.0, swarm=SwarmOptions(lease_s=1000)) as run, FakeHost(run, "fast"):
         run.step()  # now it is known how long a trajectory takes
-        slow = FakeMachine(run, "slow")
+        slow = FakeHost(run, "slow")
         slow.holds = lambda ticket: True
         with slow:
             while not slow.held:
@@ -176,20 +174,20 @@ def test_a_machine_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, 
             assert not run.left()
 
 
-@pytest.mark.parametrize("has_machine", [False, True])
-def test_a_run_whose_last_machine_has_left_or_that_none_joins_ends_in_one_line(tmp_path, has_machine):
+@pytest.mark.parametrize("has_host", [False, True])
+def test_a_run_whose_last_host_has_left_or_that_none_joins_ends_in_one_line(tmp_path, has_host):
     with running(tmp_path, join_timeout_s=1.0) as run:
-        if has_machine:
-            with FakeMachine(run):
+        if has_host:
+            with FakeHost(run):
                 run.step()
-        with pytest.raises(WorkerDied, match=r"^no machine has sampled for this run for 1 s, .* --join-timeout-s$"):
+        with pytest.raises(WorkerDied, match=r"^no host has sampled for this run for 1 s, .* --join-timeout-s$"):
             for _ in range(5):
                 run.step()
 
 
 def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_path):
     with running(tmp_path, eval_answers=["ok"], publishes=False, join_timeout_s=10.0) as run:
-        with FakeMachine(run) as far:
+        with FakeHost(run) as far:
             far.holds = lambda ticket: ticket.is_evaluation
             run.publish(evaluate=True)
             for _ in range(2):
@@ -207,9 +205,9 @@ def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_pat
         assert state.evaluates, "it is not at its end"
 
 
-def test_one_engine_of_each_machine_scores_the_probe_and_all_evaluate(tmp_path):
+def test_one_engine_of_each_host_scores_the_probe_and_all_evaluate(tmp_path):
     with running(tmp_path, eval_answers=["ok"] * 12, publishes=False, max_running_requests=4) as run:
-        with FakeMachine(run, "a", num_engines=2) as a, FakeMachine(run, "b") as b:
+        with FakeHost(run, "a", num_engines=2) as a, FakeHost(run, "b") as b:
             wait_until(lambda: len(run.workers_of("a")) == 2 and run.workers_of("b"))
             a.holds = b.holds = lambda ticket: ticket.is_evaluation
             run.publish(evaluate=True, probe=PROBE)
@@ -225,22 +223,22 @@ def test_one_engine_of_each_machine_scores_the_probe_and_all_evaluate(tmp_path):
         assert evaluation["eval/accuracy"] == 1.0 and evaluation["eval/problems"] == 12
 
 
-def test_machines_of_one_name_are_told_apart_and_a_name_is_used_again(tmp_path):
-    with running(tmp_path) as run, FakeMachine(run, "twin"):
+def test_hosts_of_one_name_are_told_apart_and_a_name_is_used_again(tmp_path):
+    with running(tmp_path) as run, FakeHost(run, "twin"):
         wait_until(lambda: run.workers_of("twin"))
-        with FakeMachine(run, "twin") as other:
+        with FakeHost(run, "twin") as other:
             wait_until(lambda: run.workers_of("twin.2"))
             other.send(Leave())
             wait_until(run.left)
-        with FakeMachine(run, "twin"):
+        with FakeHost(run, "twin"):
             wait_until(lambda: len(run.workers_of("twin.2")) == 2)
             run.step()
 
 
-def test_a_machine_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeypatch):
+def test_a_host_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.hub.MAX_UNSENT", 10)
-    with running(tmp_path, num_floats=1 << 18) as run, FakeMachine(run, "good"):
-        deaf, sent = FakeMachine(run, "deaf", rcvhwm=1).join(), []
+    with running(tmp_path, num_floats=1 << 18) as run, FakeHost(run, "good"):
+        deaf, sent = FakeHost(run, "deaf", rcvhwm=1).join(), []
 
         def has_sent(megabytes):
             sent.append(run.swarm.take_report().get("swarm/deaf/mb_sent", Sum(0.0)).value)
@@ -257,9 +255,9 @@ def test_a_machine_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monk
         deaf.close()
 
 
-def test_a_run_with_workers_of_its_own_goes_on_when_the_machines_have_gone(tmp_path):
+def test_a_run_with_workers_of_its_own_goes_on_when_the_hosts_have_gone(tmp_path):
     with running(tmp_path, num_own=1, max_running_requests=2) as run:
-        with FakeMachine(run) as far:
+        with FakeHost(run) as far:
             while not far.had:
                 run.step()
             far.send(Leave())
@@ -269,39 +267,39 @@ def test_a_run_with_workers_of_its_own_goes_on_when_the_machines_have_gone(tmp_p
         assert {t.worker for group in run.step() for t in group.trajectories} == {0}
 
 
-def test_what_machines_sent_is_kept_for_verification_only_where_there_is_any(tmp_path):
+def test_what_hosts_sent_is_kept_for_verification_only_where_there_is_any(tmp_path):
     for share in (0, 1):
         folder = tmp_path / str(share)
         folder.mkdir()
-        with running(folder, swarm=SwarmOptions(verify_share=share)) as run, FakeMachine(run):
+        with running(folder, swarm=SwarmOptions(verify_share=share)) as run, FakeHost(run):
             run.step()
             assert bool(run.swarm.take_answered()) == bool(share)
 
 
-def test_machines_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
+def test_hosts_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
     with running(tmp_path) as run:
         run.swarm.nodes = [(run.address, 1), ("elsewhere:1", 0)]
         sent_to = []
         for num_joined in ({}, {1: 1}, {1: 3}):  # of two that have as many the first
             run.swarm.num_joined = Counter(num_joined)
-            with FakeMachine(run) as machine:
-                wait_until(lambda: machine.saw(Welcome) or machine.saw(JoinAt))
-                sent_to += [message.address for message in machine.saw(JoinAt)] or ["here"]
+            with FakeHost(run) as host:
+                wait_until(lambda: host.saw(Welcome) or host.saw(JoinAt))
+                sent_to += [message.address for message in host.saw(JoinAt)] or ["here"]
         assert sent_to == ["elsewhere:1", "here", "here"]
 
 
 def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_the_last(tmp_path):
-    with running(tmp_path) as run, FakeMachine(run, "a") as a, FakeMachine(run, "b") as b:
+    with running(tmp_path) as run, FakeHost(run, "a") as a, FakeHost(run, "b") as b:
         wait_until(lambda: run.workers_of("a") and run.workers_of("b"))
-        for name, machine, goes_on in (("a", a, True), ("b", b, False)):
+        for name, host, goes_on in (("a", a, True), ("b", b, False)):
             (worker,) = run.workers_of(name)
             assert run.controller.shuts_out(worker, "does not have the trainer's weights") == goes_on
-            wait_until(lambda machine=machine: machine.saw(Refused))
+            wait_until(lambda host=host: host.saw(Refused))
 
 
 @pytest.mark.parametrize("async_ratio", [0.0, 1.0])
 def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(tmp_path, async_ratio):
-    with running(tmp_path, async_ratio=async_ratio) as run, FakeMachine(run, "liar") as liar:
+    with running(tmp_path, async_ratio=async_ratio) as run, FakeHost(run, "liar") as liar:
         held = run.controller.hold_batch()
         (worker,) = {t.worker for group in held for t in group.trajectories}
         buffer = run.controller.dispatcher.buffer
@@ -311,7 +309,7 @@ def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(
         assert run.controller.refuse_batch(run.swarm.disbelieved)
         wait_until(lambda: liar.saw(Refused))
         assert not buffer.groups_of({worker})
-        with FakeMachine(run, "honest"):
+        with FakeHost(run, "honest"):
             trained = [*run.step(), *run.step()]
         assert {t.worker for group in trained for t in group.trajectories} == {*run.workers_of("honest")}
         ledger = run.controller.take_report().ledger
@@ -320,11 +318,11 @@ def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(
 
 def test_a_batch_is_believed_though_another_host_lied_earlier(tmp_path):
     with running(tmp_path, async_ratio=0.0) as run:
-        with FakeMachine(run, "liar") as liar:
+        with FakeHost(run, "liar") as liar:
             run.step()
             run.swarm.shut_out(run.workers_of("liar")[0], "sent what is not true")
             wait_until(lambda: liar.saw(Refused))
-        with FakeMachine(run, "honest"):
+        with FakeHost(run, "honest"):
             run.controller.hold_batch()
             assert not run.controller.refuse_batch(run.swarm.disbelieved)
             assert {t.worker for group in run.controller.consume_batch() for t in group.trajectories} == {1}

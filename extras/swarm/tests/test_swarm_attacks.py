@@ -1,4 +1,4 @@
-"""What a machine that has the key may send without harm: the run goes on, says one line, and loses nothing."""
+"""What a host that has the key may send without harm: the run goes on, says one line, and loses nothing."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from fake_machine import PROBE, FakeMachine, running, wait_until
+from fake_host import PROBE, FakeHost, running, wait_until
 
 from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Update, Updated
 from extras.swarm.hub import MAX_MESSAGE_BYTES
@@ -22,44 +22,44 @@ ENCODE = Codec(()).encode
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run, and a machine that is honest."""
+    """A run, and a host that is honest."""
     with running(tmp_path_factory.mktemp("run"), async_ratio=2.0, max_running_requests=4) as run:
-        run.honest = FakeMachine(run, "honest").start()
+        run.honest = FakeHost(run, "honest").start()
         yield run
         run.honest.close()
 
 
 def goes_on(run):
-    """Two batches are trained on, with the ledger balanced, and the honest machine has stayed."""
+    """Two batches are trained on, with the ledger balanced, and the honest host has stayed."""
     for _ in range(2):
         run.step()
     assert "honest" not in [name for name, _ in run.left()]
 
 
 def printed_of(capsys, name):
-    """Lines about a machine, but for that it joined."""
+    """Lines about a host, but for that it joined."""
     return [line for line in capsys.readouterr().out.splitlines() if f"{name} " in line and "has joined" not in line]
 
 
 @contextlib.contextmanager
 def liar(run, holds=True, **options):
-    """A machine that has joined and its engine is up; it has a ticket if it `holds`."""
-    machine = FakeMachine(run, f"liar{len(run.events)}", **options)
-    machine.name = machine.fields["host"]
-    machine.holds = lambda ticket: True
-    with machine:
-        wait_until(lambda: run.workers_of(machine.name))
+    """A host that has joined and its engine is up; it has a ticket if it `holds`."""
+    host = FakeHost(run, f"liar{len(run.events)}", **options)
+    host.name = host.fields["host"]
+    host.holds = lambda ticket: True
+    with host:
+        wait_until(lambda: run.workers_of(host.name))
         if holds:
-            wait_until(lambda: run.step_if_ready() or machine.held)
-        yield machine
+            wait_until(lambda: run.step_if_ready() or host.held)
+        yield host
 
 
-def is_shut_out(run, machine, why, capsys):
-    """The machine is told so, the run says it in one line, and goes on."""
-    wait_until(lambda: machine.saw(Refused))
-    ((_, told),) = [left for left in run.left() if left[0] == machine.name]
+def is_shut_out(run, host, why, capsys):
+    """The host is told so, the run says it in one line, and goes on."""
+    wait_until(lambda: host.saw(Refused))
+    ((_, told),) = [left for left in run.left() if left[0] == host.name]
     goes_on(run)
-    (line,) = printed_of(capsys, machine.name)
+    (line,) = printed_of(capsys, host.name)
     assert why in told and told in line and len(line) < 500 and line.isprintable()
 
 
@@ -88,10 +88,10 @@ def is_shut_out(run, machine, why, capsys):
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_a_machine_that_sends_what_no_honest_one_can_is_shut_out(run, capsys, frames, why):
-    with liar(run, holds=False) as machine:
-        machine.send_frames(frames)
-        is_shut_out(run, machine, why, capsys)
+def test_a_host_that_sends_what_no_honest_one_can_is_shut_out(run, capsys, frames, why):
+    with liar(run, holds=False) as host:
+        host.send_frames(frames)
+        is_shut_out(run, host, why, capsys)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_machine_that_sends_what_no_honest_one_can_is_shut_out(run, capsys, fr
     ids=["garbage", "nan", "late", "early"],
 )
 def test_a_stranger_with_garbage_or_an_impossible_clock_is_shut_out_in_one_line(run, capsys, frames):
-    stranger = FakeMachine(run)
+    stranger = FakeHost(run)
     stranger.thread.start()
     for _ in range(50):
         stranger.send_frames(frames)
@@ -112,19 +112,19 @@ def test_a_stranger_with_garbage_or_an_impossible_clock_is_shut_out_in_one_line(
 
 
 def test_a_name_is_shown_in_one_short_line(run, capsys):
-    with FakeMachine(run, "\x1b[31mevil\n" + "x" * (10 << 20) + "/../..") as machine:
-        wait_until(lambda: machine.saw(Welcome))
+    with FakeHost(run, "\x1b[31mevil\n" + "x" * (10 << 20) + "/../..") as host:
+        wait_until(lambda: host.saw(Welcome))
         goes_on(run)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "evil" in line and "has joined" in line]
     assert line.isprintable() and len(line) < 120
 
 
 def test_a_message_that_is_too_large_ends_the_connection(run, capsys, monkeypatch):
-    with liar(run, holds=False) as machine:
-        machine.send_frames([b"0", b"Finished", bytes(MAX_MESSAGE_BYTES + (1 << 20))])
-        wait_until(lambda: machine.name in dict(run.left()))
+    with liar(run, holds=False) as host:
+        host.send_frames([b"0", b"Finished", bytes(MAX_MESSAGE_BYTES + (1 << 20))])
+        wait_until(lambda: host.name in dict(run.left()))
         goes_on(run)
-    assert len(printed_of(capsys, machine.name)) == 1
+    assert len(printed_of(capsys, host.name)) == 1
 
 
 def changed(index, **fields):
@@ -148,34 +148,34 @@ def changed(index, **fields):
     ],
     ids=["another", "twice", "all twice", "one more", "aborted"],
 )
-def test_trajectories_that_nobody_asked_for_shut_a_machine_out(run, capsys, changes, why):
-    with liar(run) as machine:
-        (*_, ticket) = machine.had
+def test_trajectories_that_nobody_asked_for_shut_a_host_out(run, capsys, changes, why):
+    with liar(run) as host:
+        (*_, ticket) = host.had
         for change in changes:
-            machine.send(Finished(change(machine.made(0, ticket)), None), 0)
-        is_shut_out(run, machine, why, capsys)
+            host.send(Finished(change(host.made(0, ticket)), None), 0)
+        is_shut_out(run, host, why, capsys)
 
 
-def test_a_ticket_of_another_machine_cannot_be_answered(run, capsys):
-    with liar(run) as machine, liar(run, holds=False) as thief:
-        (*_, ticket) = machine.had
+def test_a_ticket_of_another_host_cannot_be_answered(run, capsys):
+    with liar(run) as host, liar(run, holds=False) as thief:
+        (*_, ticket) = host.had
         thief.send(Finished(thief.made(0, ticket), None), 0)
         is_shut_out(run, thief, "which it has not", capsys)
-        machine.holds = lambda ticket: False
-        machine.finish()
+        host.holds = lambda ticket: False
+        host.finish()
         goes_on(run)
 
 
 def test_not_all_members_of_a_ticket_that_asks_for_several_are_refused(tmp_path, capsys):
     with (
         running(tmp_path, replicate_prompts=False) as run,
-        FakeMachine(run, "honest") as run.honest,
-        liar(run) as machine,
+        FakeHost(run, "honest") as run.honest,
+        liar(run) as host,
     ):
-        (*_, ticket) = machine.had
+        (*_, ticket) = host.had
         assert ticket.num_members == 2
-        machine.send(Finished(machine.made(0, ticket)[:1], None), 0)
-        is_shut_out(run, machine, "not all of them", capsys)
+        host.send(Finished(host.made(0, ticket)[:1], None), 0)
+        is_shut_out(run, host, "not all of them", capsys)
 
 
 UPDATED = Updated(0, 0.1, SampledTokens(), None)
@@ -193,31 +193,31 @@ UPDATED = Updated(0, 0.1, SampledTokens(), None)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_numbers_that_no_update_or_probe_has_shut_a_machine_out(tmp_path, capsys, answer, why):
-    with running(tmp_path, publishes=False) as run, FakeMachine(run, "honest"), liar(run, holds=False) as machine:
+def test_numbers_that_no_update_or_probe_has_shut_a_host_out(tmp_path, capsys, answer, why):
+    with running(tmp_path, publishes=False) as run, FakeHost(run, "honest"), liar(run, holds=False) as host:
 
-        def act(engine, message, act=machine._act):
+        def act(engine, message, act=host._act):
             if not isinstance(message, Update):
                 act(engine, message)
                 return
             if isinstance(answer, Probed):
-                machine.send(UPDATED, engine)
-            machine.send(answer, engine)
+                host.send(UPDATED, engine)
+            host.send(answer, engine)
 
-        machine._act = act
+        host._act = act
         run.publish(probe=PROBE)
-        is_shut_out(run, machine, why, capsys)
+        is_shut_out(run, host, why, capsys)
 
 
 def test_a_session_that_is_replayed_over_a_new_connection_brings_nothing(run, capsys):
-    first = FakeMachine(run, "recorded").start()
+    first = FakeHost(run, "recorded").start()
     while len(first.had) < 4:
         run.step()
     first.send(Leave())
     wait_until(lambda: "recorded" in dict(run.left()))
     first.close()
     taken = list(run.taken)
-    again = FakeMachine(run, "again")
+    again = FakeHost(run, "again")
     again.thread.start()
     for frames in first.sent:
         again.send_frames(frames)
@@ -228,63 +228,63 @@ def test_a_session_that_is_replayed_over_a_new_connection_brings_nothing(run, ca
     assert 1 <= len(printed_of(capsys, "recorded")) <= 2
 
 
-def test_messages_out_of_order_shut_a_machine_out_or_bring_nothing(run, capsys):
-    machine = FakeMachine(run, "early")
-    machine.thread.start()
-    machine.send(Updated(0, 0.1, SampledTokens(), None), 0)
-    machine.send(Ready(0.0), 0)
-    machine.send(Pull(0, None, 0))
-    wait_until(lambda: len(machine.saw(JoinAgain)) == 3)
-    machine.join()
-    machine.send(Fetched(0), 0)
-    wait_until(lambda: machine.saw(Refused))
+def test_messages_out_of_order_shut_a_host_out_or_bring_nothing(run, capsys):
+    host = FakeHost(run, "early")
+    host.thread.start()
+    host.send(Updated(0, 0.1, SampledTokens(), None), 0)
+    host.send(Ready(0.0), 0)
+    host.send(Pull(0, None, 0))
+    wait_until(lambda: len(host.saw(JoinAgain)) == 3)
+    host.join()
+    host.send(Fetched(0), 0)
+    wait_until(lambda: host.saw(Refused))
     goes_on(run)
-    assert not machine.saw(Piece) and len(printed_of(capsys, "early")) == 1
-    machine.close()
+    assert not host.saw(Piece) and len(printed_of(capsys, "early")) == 1
+    host.close()
 
 
-def test_a_flood_of_pulls_shuts_a_machine_out(run, capsys):
-    with liar(run, holds=False) as machine:
+def test_a_flood_of_pulls_shuts_a_host_out(run, capsys):
+    with liar(run, holds=False) as host:
         for _ in range(500):
-            machine.send(Pull(run.version, None, 0))
-        is_shut_out(run, machine, "while it pulls", capsys)
+            host.send(Pull(run.version, None, 0))
+        is_shut_out(run, host, "while it pulls", capsys)
 
 
 def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
     answer, answered = run.swarm._answer, []
-    run.swarm._answer = lambda machine, pull, opened: (answer(machine, pull, opened), answered.append(pull))
-    with liar(run, holds=False) as machine:
-        wait_until(lambda: machine.versions)  # a pull while it pulls, be that on its own, is another attack
-        machine._act = lambda *_: None
+    run.swarm._answer = lambda host, pull, opened: (answer(host, pull, opened), answered.append(pull))
+    with liar(run, holds=False) as host:
+        wait_until(lambda: host.versions)  # a pull while it pulls, be that on its own, is another attack
+        host._act = lambda *_: None
         for pull in (Pull(10**9, None, 0), Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63)):
-            machine.send(pull)
+            host.send(pull)
             wait_until(lambda pull=pull: pull in answered)
-        machine.send(Pull(run.version, None, 10**15))
-        wait_until(lambda: b"" in [piece.data for piece in machine.saw(Piece)])
+        host.send(Pull(run.version, None, 10**15))
+        wait_until(lambda: b"" in [piece.data for piece in host.saw(Piece)])
         goes_on(run)
-    assert not [line for line in printed_of(capsys, machine.name) if "cannot be reached" not in line]
+    assert not [line for line in printed_of(capsys, host.name) if "cannot be reached" not in line]
 
 
-def test_machines_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_run(run, capsys):
+def test_hosts_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_run(run, capsys):
     run.honest.holds = lambda ticket: True  # so that nothing succeeds meanwhile
     for _ in range(3):  # together they fail more often than a run may in a row
-        with liar(run, holds=False) as machine:
-            machine.holds = lambda ticket: False
-            machine.changes = lambda t: dataclasses.replace(
+        with liar(run, holds=False) as host:
+            host.holds = lambda ticket: False
+            host.changes = lambda t: dataclasses.replace(
                 t, finish_reason="failed", reward=math.nan, failure="x\n" * 400
             )
-            machine.finish()  # what it has had already
-            wait_until(lambda: run.step_if_ready() or machine.saw(Refused))
+            host.finish()  # what it has had already
+            wait_until(lambda: run.step_if_ready() or host.saw(Refused))
     run.honest.holds = lambda ticket: False
     run.honest.finish()
-    is_shut_out(run, machine, "16 failed trajectories one after the other", capsys)
+    is_shut_out(run, host, "16 failed trajectories one after the other", capsys)
 
 
 def test_another_key_brings_nothing_through(run, capsys):
     public, secret = zmq.curve_keypair()
-    server, machine_public, machine_secret = read_key(run.key_path)
-    for keys in ((server, public, secret), (public, machine_public, machine_secret)):
-        stranger = FakeMachine(run, "stranger", keys=keys)
+    server, host_public, host_secret = read_key(run.key_path)
+    for keys in ((server, public, secret), (public, host_public, host_secret)):
+        stranger = FakeHost(run, "stranger", keys=keys)
         stranger.thread.start()
         for _ in range(20):
             stranger.join()
@@ -316,7 +316,7 @@ def test_a_hundred_clients_that_say_nothing_change_nothing(run, capsys):
     for connection in garbage:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     goes_on(run)
-    with FakeMachine(run, "late") as late:
+    with FakeHost(run, "late") as late:
         wait_until(lambda: late.saw(Welcome))
         goes_on(run)
         late.send(Beat())

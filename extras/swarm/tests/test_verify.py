@@ -196,7 +196,7 @@ def test_rewards_of_a_function_of_ones_own_are_checked_by_it(model):
     assert verify(config, pairs)[:2] == ([], [(9, f"the reward of ticket 0 is {honest.reward:g}, not 99")])
 
 
-def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_machine_has(model):
+def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_host_has(model):
     config = make_config(model)
     (_, response), *_ = sample(config, 1)
     responses = [replace(response, ticket_id=i) for i in range(2000)]

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.messages import ActivityReport, Finished, Probed, SampledTokens, Tickets, Update, Updated
 from asyncrl.records import Ticket, Trajectory
-from extras.swarm.wire import FROM_ENGINE, FROM_MACHINE, TO_ENGINE, TO_MACHINE, Codec, Join, Piece, read_key
+from extras.swarm.wire import FROM_ENGINE, FROM_HOST, TO_ENGINE, TO_HOST, Codec, Join, Piece, read_key
 
 pack = msgspec.msgpack.encode
 CODEC = Codec(FROM_ENGINE)
@@ -46,8 +46,8 @@ def test_a_trajectory_comes_back_with_the_dtypes_and_shapes_of_its_arrays():
     [
         (Tickets([Ticket(1, 2, 3, 1, 0, (4, 5), "a", None, 6, 0)]), TO_ENGINE),
         (Update(3, [{"version": 3, "digest": "d", "num_bytes": 9}], ((1, 2),)), TO_ENGINE),
-        (Piece(3, True, 9, 0, b"abc"), TO_MACHINE),
-        (Join(1, "c", "cpu", "h", 2.0), FROM_MACHINE),
+        (Piece(3, True, 9, 0, b"abc"), TO_HOST),
+        (Join(1, "c", "cpu", "h", 2.0), FROM_HOST),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -1,4 +1,4 @@
-"""A machine of a swarm without an engine, and a run that it joins: real sockets, a real controller, made-up answers."""
+"""A host of a swarm without an engine, and a run that it joins: real sockets, a real controller, made-up answers."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ from extras.swarm.swarm import Swarm
 from extras.swarm.wire import (
     PROTOCOL,
     TO_ENGINE,
-    TO_MACHINE,
+    TO_HOST,
     Beat,
     Fetch,
     Fetched,
@@ -104,12 +104,12 @@ class Run:
         return [ticket_id for ticket_id, _ in self.trained]
 
     def workers_of(self, name):
-        """Numbers of the workers of machines of a name, in order."""
+        """Numbers of the workers of hosts of a name, in order."""
         started = [event for event in self.events if event["event"] == "worker_started"]
         return [event["worker"] for event in started if event.get("machine") == name]
 
     def left(self):
-        """Machines that have left or were shut out, and why."""
+        """Hosts that have left or were shut out, and why."""
         return [(event["machine"], event["why"]) for event in self.events if event["event"] == "machine_left"]
 
 
@@ -155,12 +155,12 @@ def running(
         controller.stop()
 
 
-class FakeMachine:
-    """Speaks the protocol as a machine does; tests make it lie, hold tickets back, and fall silent."""
+class FakeHost:
+    """Speaks the protocol as a host does; tests make it lie, hold tickets back, and fall silent."""
 
     def __init__(self, run, name="far", num_engines=1, keys=None, rcvhwm=1000, **said):
         """`said` takes the place of fields of its Join."""
-        self.link = Link((*TO_ENGINE, *TO_MACHINE), self.send_frames)
+        self.link = Link((*TO_ENGINE, *TO_HOST), self.send_frames)
         self.send, self.lock, self.context = self.link.send, threading.Lock(), zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger, self.socket.rcvhwm = 500, rcvhwm
