@@ -1,6 +1,6 @@
 """Whole jobs on hosts that join, sample and leave: real engines, real sockets, on one host.
 
-Slow, as job/test_swarm.py and engine/test_join.py have the same without engines.
+Slow, as test_swarm.py and test_join.py have the same without engines.
 """
 
 import os

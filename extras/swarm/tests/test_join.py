@@ -100,6 +100,16 @@ class Far:
         self.host.close()
         return self.ended[0]
 
+    def ends_with(self, run):
+        """Whether it ends as it should when the run ends."""
+        run.swarm.stop()
+        assert self.end() == "the run has ended"
+
+    def fails(self, kind, words):
+        """Whether it ends by itself, in one line with these words."""
+        error = self.end()
+        assert isinstance(error, kind) and words in str(error) and "\n" not in str(error)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _others_children():
@@ -127,8 +137,7 @@ def lasting(tmp_path_factory):
             run.step()
             run.process = run.host.engines[0].process.process.pid
             yield run
-            run.swarm.stop()
-            assert run.far.end() == "the run has ended"
+            run.far.ends_with(run)
             run.relay.close()
     assert not psutil.pid_exists(run.process)
 
@@ -140,19 +149,13 @@ def joins(run):
     return sum(event["event"] == "machine_joined" for event in run.events)
 
 
-def test_a_host_that_joined_samples(lasting):
-    for _ in range(3):
-        lasting.step()
-    assert joins(lasting) == 1 and lasting.host.puller.here.version >= 2
-
-
 def test_a_short_stall_of_the_network_loses_nothing(lasting):
     lasting.relay.is_stalled = True
     time.sleep(1.0)
     lasting.relay.is_stalled = False
     for _ in range(3):
         lasting.step()
-    assert joins(lasting) == 1 and not lasting.left()
+    assert joins(lasting) == 1 and not lasting.left() and lasting.host.puller.here.version >= 2
 
 
 def test_versions_that_are_equal_to_the_bit_are_told_apart(lasting, monkeypatch):
@@ -164,7 +167,7 @@ def test_versions_that_are_equal_to_the_bit_are_told_apart(lasting, monkeypatch)
 
 
 @pytest.mark.parametrize("way", ["the run's side gave it up", "the connection broke", "neither side heard the other"])
-def test_a_host_joins_again_with_its_engines_and_weights(lasting, monkeypatch, capsys, way):
+def test_a_host_joins_again_with_its_engines_and_weights_and_says_nothing_of_the_old_session(lasting, monkeypatch, way):
     run, num_joins = lasting, joins(lasting)
     lasting.pulls.clear()
     if way == "the connection broke":
@@ -178,6 +181,7 @@ def test_a_host_joins_again_with_its_engines_and_weights(lasting, monkeypatch, c
         run.relay.is_stalled = False
     wait_until(lambda: joins(run) == num_joins + 1)
     monkeypatch.undo()
+    run.host._hear(0, Probed(1, (np.zeros(3, np.float32),)))  # asked for in the old session
     for _ in range(3):
         run.step()
     assert run.host.engines[0].process.process.pid == run.process and len(run.host.engines) == 1
@@ -199,16 +203,6 @@ def test_what_a_host_had_of_an_old_session_is_issued_again_and_not_trained_on(la
             run.step()
 
 
-def test_a_probe_that_an_engine_scores_for_an_old_session_is_not_sent_into_the_new_one(lasting):
-    run, num_joins = lasting, joins(lasting)
-    run.relay.drop()
-    wait_until(lambda: joins(run) == num_joins + 1)
-    run.host._hear(0, Probed(1, (np.zeros(3, np.float32),)))
-    for _ in range(3):
-        run.step()
-    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"].value == 0
-
-
 def test_a_host_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     far, tmp = None, tmp_path
@@ -223,8 +217,7 @@ def test_a_host_joins_again_when_the_run_was_started_again_with_its_key(tmp_path
         for _ in range(2):
             run.step()
         assert far.host.engines[0].process.process.pid == process
-        run.swarm.stop()
-        assert far.end() == "the run has ended"
+        far.ends_with(run)
 
 
 def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
@@ -245,9 +238,8 @@ def test_a_host_with_another_key_says_so_at_once(tmp_path, is_same_run):
             keys["run"] = json.loads(Path(run.key_path).read_text())["run"]
             (tmp_path / "other.key").write_text(json.dumps(keys))
         start = time.monotonic()
-        error = Far(run.address, tmp_path / "other.key", tmp_path / "far").end()
-        assert time.monotonic() - start < 20 and isinstance(error, ValueError)
-        assert "has another key" in str(error) and "\n" not in str(error)
+        Far(run.address, tmp_path / "other.key", tmp_path / "far").fails(ValueError, "has another key")
+        assert time.monotonic() - start < 20
         with FakeHost(run):
             run.step()
 
@@ -256,28 +248,25 @@ def test_a_host_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.JOIN_S", 1.0)
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     make_key(tmp_path / "swarm.key")
-    error = Far("127.0.0.1:1", tmp_path / "swarm.key", tmp_path / "far").end()
-    assert isinstance(error, ValueError) and "no answer in 1 s; is the run there?" in str(error)
+    far = Far("127.0.0.1:1", tmp_path / "swarm.key", tmp_path / "far")
+    far.fails(ValueError, "no answer in 1 s; is the run there?")
 
 
 def test_a_host_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.code_digest", lambda: "f" * 64)
     with running(tmp_path) as run:
-        error = Far(run.address, run.key_path, tmp_path / "far").end()
-    assert isinstance(error, ValueError) and "its code is ffffffffffff" in str(error)
+        Far(run.address, run.key_path, tmp_path / "far").fails(ValueError, "its code is ffffffffffff")
 
 
 def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
     with running(tmp_path, rollout_tp=2) as run:
         far = Far(run.address, run.key_path, tmp_path / "as_the_run")
-        error = far.end()
-        assert isinstance(error, ValueError) and "--rollout-tp 2 splits an engine over GPUs" in str(error)
+        far.fails(ValueError, "--rollout-tp 2 splits an engine over GPUs")
         assert not far.host.engines
         far = Far(run.address, run.key_path, tmp_path / "as_told", rollout_tp=1)
         run.step()
         assert len(far.host.engines) == 1 and not far.ended
-        run.swarm.stop()
-        assert far.end() == "the run has ended"
+        far.ends_with(run)
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])
@@ -287,27 +276,27 @@ def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anythi
     with running(tmp_path, algo=f"{path}:loss") as run:
         spoil(path)
         far = Far(run.address, run.key_path, tmp_path / "far")
-        error = far.end()
-    assert isinstance(error, ValueError) and str(path) in str(error) and "\n" not in str(error)
-    assert "not what the run has, or imports; copy runs/NAME/code" in str(error) and not far.host.engines
+        far.fails(ValueError, f"{path}:loss: not what the run has, or imports; copy runs/NAME/code")
+    assert not far.host.engines
 
 
-def run_worker_that_notes_its_loss(spec, connection):
-    Path(spec.log_path).with_name("loss").write_text(spec.config.algo)
+def run_worker_that_notes_its_options(spec, connection):
+    Path(spec.log_path).with_name("options").write_text(f"{spec.config.algo} {spec.config.timeout_s:g}")
     run_fake_worker(spec, connection)
 
 
-def test_a_host_takes_user_code_from_the_folder_that_it_is_started_in(tmp_path, monkeypatch):
+def test_engines_of_a_host_have_user_code_from_its_folder_and_half_of_the_timeout_so_that_they_end_first(
+    tmp_path, monkeypatch
+):
     path = write_own(tmp_path / "own", "def loss(): ...\n")
     here = tmp_path / "here"
     shutil.copytree(path.parent, here)
     monkeypatch.chdir(here)
-    with running(tmp_path, algo=f"{path}:loss") as run:
-        far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_loss)
+    with running(tmp_path, algo=f"{path}:loss", timeout_s=50.0) as run:
+        far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_options)
         run.step()
-        assert (tmp_path / "far" / "loss").read_text() == f"{here / path.name}:loss"
-        run.swarm.stop()
-        assert far.end() == "the run has ended"
+        assert (tmp_path / "far" / "options").read_text() == f"{here / path.name}:loss 25"
+        far.ends_with(run)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -329,36 +318,20 @@ def test_a_host_that_is_stopped_leaves_in_order(tmp_path, number):
     assert joined.startswith("joined ") and left == "left: stopped here"
 
 
-def run_worker_that_notes_its_limit(spec, connection):
-    Path(spec.log_path).with_name("limit").write_text(f"{spec.config.timeout_s:g}")
-    run_fake_worker(spec, connection)
-
-
-def test_engines_of_a_host_have_half_of_the_runs_timeout_so_that_they_end_before_the_run_does(tmp_path):
-    with running(tmp_path, timeout_s=50.0) as run:
-        far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_limit)
-        run.step()
-        assert (tmp_path / "far" / "limit").read_text() == "25"
-        run.swarm.stop()
-        assert far.end() == "the run has ended"
-
-
 def test_a_host_joins_the_node_that_it_is_sent_to(tmp_path):
     with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
         first.swarm.nodes = [(first.address, 1), (second.address, 0)]
         far = Far(first.address, first.key_path, tmp_path / "far")
         second.step()
         assert joins(second) == 1 and joins(first) == 0
-        second.swarm.stop()
-        assert far.end() == "the run has ended"
+        far.ends_with(second)
 
 
 def test_a_host_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
     with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
         far = Far(run.address, run.key_path, tmp_path / "far")
         wait_until(lambda: run.step_if_ready() or far.ended)
-        error = far.end()
-        assert isinstance(error, RuntimeError) and "exited with code 3" in str(error)
+        assert isinstance(far.end(), RuntimeError) and "exited with code 3" in str(far.ended)
         with FakeHost(run, "other"):
             for _ in range(2):
                 run.step()
@@ -372,8 +345,7 @@ def test_a_host_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_path
     try:
         (folder / "full").write_bytes(bytes(4096))
         with running(tmp_path) as run:
-            error = Far(run.address, run.key_path, folder).end()
-            assert isinstance(error, OSError) and "No space left on device" in str(error)
+            Far(run.address, run.key_path, folder).fails(OSError, "No space left on device")
             with FakeHost(run) as other:
                 run.step()
                 other.send(Leave())
