@@ -10,22 +10,19 @@ from extras.swarm.wire import BEAT_S, HOST, SILENCE_S, Beat, Codec
 class Link:
     """Sends messages as frames, reads those that come, counts bytes, and knows when the other side was heard."""
 
-    def __init__(self, received: tuple[type, ...], send_frames: Callable[[list[bytes]], str | None]):
-        """`received` are the classes that may come from the other side.
-
-        `send_frames(frames)` sends at once, and returns why that cannot be done.
-        """
+    def __init__(self, received: tuple[type, ...], send_frames: Callable[[list[bytes]], None]):
+        """`received` are the classes that may come from the other side; `send_frames(frames)` never waits."""
         self._codec, self._send_frames = Codec(received), send_frames
         self.num_bytes: Counter[str] = Counter()
         """`sent` and `received`."""
         self.heard_at = self.sent_at = time.monotonic()
 
-    def send(self, message: object, engine: int = HOST) -> str | None:
-        """Send a message to or of an engine, or the host itself. Returns why that cannot be done."""
+    def send(self, message: object, engine: int = HOST) -> None:
+        """Send a message to or of an engine, or the host itself."""
         frames = [str(engine).encode(), *self._codec.encode(message)]
         self.num_bytes["sent"] += sum(map(len, frames))
         self.sent_at = time.monotonic()
-        return self._send_frames(frames)
+        self._send_frames(frames)
 
     def read(self, frames: list[bytes]) -> tuple[int, object]:
         """Return the engine, or HOST, and the message that came. Raises ValueError for what may not come."""
@@ -45,6 +42,7 @@ class Link:
         """Whether the other side is to be taken for gone."""
         return self.silent_s > SILENCE_S
 
-    def beat(self) -> str | None:
-        """Give a sign of life, unless a message just was one; to be called every BEAT_S. Returns as `send`."""
-        return self.send(Beat()) if time.monotonic() > self.sent_at + BEAT_S / 2 else None
+    def beat(self) -> None:
+        """Give a sign of life, unless a message just was one; to be called every BEAT_S."""
+        if time.monotonic() > self.sent_at + BEAT_S / 2:
+            self.send(Beat())

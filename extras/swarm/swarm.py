@@ -243,16 +243,14 @@ class Swarm:
 
     # In the hub's thread
 
-    def _send(self, host: Host, message: object, engine: int = HOST) -> None:
-        self._lose_if(host, host.link.send(message, engine))
-
-    def _lose_if(self, host: Host, why: str | None) -> None:
-        if why is not None:
-            self._lose(host, f"cannot be reached ({why})")
+    def _send_frames(self, identity: bytes, frames: list[bytes]) -> None:
+        why = self.hub.send([identity, *frames])
+        if why is not None and identity in self._hosts:
+            self._lose(self._hosts[identity], f"cannot be reached ({why})")
 
     def _send_if_there(self, host: Host, message: object, engine: int = HOST) -> None:
         if self._hosts.get(host.identity) is host:
-            self._send(host, message, engine)
+            host.link.send(message, engine)
 
     def _receive(self, frames: list[bytes]) -> None:
         identity = frames[0]
@@ -260,7 +258,7 @@ class Swarm:
             return
         host = self._hosts.get(identity)
         if host is None:
-            link = Link((*FROM_ENGINE, *FROM_HOST), lambda frames: self.hub.send([identity, *frames]))
+            link = Link((*FROM_ENGINE, *FROM_HOST), functools.partial(self._send_frames, identity))
             host = Host(identity, link)
         try:
             engine, message = host.link.read(frames[1:])
@@ -289,19 +287,19 @@ class Swarm:
             why = f"it computes on {_shown(join.device)}, the run on {self._device}: their log-probs differ too much"
         if why is not None:
             print(f"swarm: {host.name} was refused: {why}", flush=True)
-            self._send(host, Refused(why))
+            host.link.send(Refused(why))
             return
         if self.nodes:
             node = min(range(len(self.nodes)), key=lambda node: self.nodes[node][1] + self.num_joined[node])
             self.num_joined[node] += 1
             if node > 0:
-                self._send(host, JoinAt(self.nodes[node][0]))
+                host.link.send(JoinAt(self.nodes[node][0]))
                 return
         host.clock_ahead_s = join.unix_time - time.time()
         self._take_in(host)
         self.record("machine_joined", machine=host.name)
         print(f"swarm: {host.name} has joined", flush=True)
-        self._send(host, self.welcome)
+        host.link.send(self.welcome)
 
     def _take_in(self, host: Host) -> None:
         asked, taken = host.name, {other.name for other in self._hosts.values()}
@@ -315,7 +313,7 @@ class Swarm:
         if isinstance(message, Finished):
             self._counts["late"] += len(message.trajectories)
         if not isinstance(message, Leave):
-            self._send(host, JoinAgain())
+            host.link.send(JoinAgain())
 
     def _act(self, host: Host, engine: int, message: object) -> None:
         match message:
@@ -390,14 +388,14 @@ class Swarm:
 
     def _end(self) -> None:
         for host in list(self._hosts.values()):
-            self._send(host, Leave())
+            host.link.send(Leave())
 
     def _beat(self) -> None:
         for host in list(self._hosts.values()):
             if host.link.is_silent:
                 self._lose(host, f"was silent for {host.link.silent_s:.0f} s")
             else:
-                self._lose_if(host, host.link.beat())
+                host.link.beat()
         self.controller.end_leases()
 
     def _lose_liar(self, identity: bytes, why: str) -> None:
@@ -424,7 +422,7 @@ class Swarm:
             self._counts["shut_out"] += 1
             self._shut_out.add(host.identity)
             self._disbelieve(host.identity)
-            self._send(host, Refused(why))
+            host.link.send(Refused(why))
         for worker in host.engines.values():
             self.controller.on_message(worker, None if is_believed else Disbelieved())
 

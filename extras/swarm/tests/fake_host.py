@@ -75,9 +75,8 @@ class Run:
     def publish(self, evaluate=False, probe=()):
         self.version += 1
         evaluate |= self.controller.withdraw()
-        staged = self.controller.stage(
-            self.version, [("w", torch.full((self.num_floats,), self.value_of(self.version)))]
-        )
+        weights = torch.full((self.num_floats,), self.value_of(self.version))
+        staged = self.controller.stage(self.version, [("w", weights)])
         self.controller.publish(Announcement(self.version, self.version, staged, probe, evaluate))
 
     def step(self):
@@ -176,18 +175,13 @@ class FakeHost:
         self.answers_fetch = True
         self.held, self.had, self.versions = [], [], {}
         self.puller, self.wants = None, {}
-        self.fields = {
-            "protocol": PROTOCOL,
-            "code": code_digest(),
-            "device": "cpu",
-            "host": name,
-            "unix_time": time.time(),
-        } | said
+        self.name = name
+        self.said = dataclasses.replace(Join(PROTOCOL, code_digest(), "cpu", name, time.time()), **said)
         self.is_silent = self.is_closed = False
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def join(self):
-        self.send(Join(**self.fields))
+        self.send(self.said)
         return self
 
     def start(self):
@@ -223,7 +217,7 @@ class FakeHost:
             asked = [held for held in self.held if tickets is None or held[1].ticket_id in tickets]
             self.held = [held for held in self.held if held not in asked]
         for index, ticket in asked:
-            self._finish(index, ticket, reason)
+            self.send(Finished([self.changes(t) for t in self.made(index, ticket, reason)], None), index)
 
     def made(self, index, ticket, reason="stop"):
         """All trajectories of a ticket."""
@@ -232,9 +226,6 @@ class FakeHost:
         made = [trajectory(ticket, self.versions.get(index, 0), spec, reason, member) for member in members]
         turns = [(t.started_at - 0.01, t.started_at, t.ended_at) for t in made]
         return [dataclasses.replace(t, started_at=turn[0], turns=(turn,)) for t, turn in zip(made, turns, strict=True)]
-
-    def _finish(self, index, ticket, reason):
-        self.send(Finished([self.changes(t) for t in self.made(index, ticket, reason)], None), index)
 
     def _serve(self):
         while not self.is_closed:

@@ -45,7 +45,6 @@ def printed_of(capsys, name):
 def liar(run, holds=True, **options):
     """A host that has joined and its engine is up; it has a ticket if it `holds`."""
     host = FakeHost(run, f"liar{len(run.events)}", **options)
-    host.name = host.fields["host"]
     host.holds = lambda ticket: True
     with host:
         wait_until(lambda: run.workers_of(host.name))
