@@ -5,7 +5,6 @@ copies its part of the trainer's state to host memory, and every leader what its
 asyncrl/trainer/checkpoint.py writes it while training goes on, and asyncrl/job/resume.py goes on from it.
 """
 
-import json
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from asyncrl.job.node import NobodySamples, Node, is_due
 from asyncrl.job.publisher import Publisher
 from asyncrl.records import Group
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
+from asyncrl.runlog.header import read_header, write_header
 from asyncrl.runlog.manifest import set_aside
 from asyncrl.trainer.checkpoint import CheckpointWriter
 from asyncrl.trainer.policy import NotFinite, Policy
@@ -180,7 +180,7 @@ def write_recording(path: Path, step: int, groups: list[Group]) -> None:
     """Make a recording, as of a run with --record, of one step whose weights are in `path`/weights, below the run."""
     write_batch(batch_path(path, step), step, groups)
     weights = str(path / "weights")
-    header = json.loads((path.parent / "run.json").read_text(encoding="utf-8"))
+    header = read_header(path.parent)
     header["config"] |= {"model": weights, "steps": step}
     header |= {"weights_sha256": weights_sha256(weights), "first_step": step}
-    (path / "run.json").write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+    write_header(path / "run.json", header, None)

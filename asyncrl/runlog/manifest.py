@@ -13,6 +13,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from asyncrl.runlog.header import read_header
+
 FORMAT = 3
 """Of checkpoints; those of another are not read."""
 PART, MANIFEST = "resume", "manifest.json"
@@ -99,7 +101,7 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
 
 def id_of(run: Path) -> str | None:
     """The id in the run.json of a run, or of a node's folder of one; None where older code has made it."""
-    return json.loads((run / "run.json").read_text(encoding="utf-8")).get("run_id")
+    return read_header(run).get("run_id")
 
 
 def measured(file: Path) -> tuple[int, str]:

@@ -250,23 +250,23 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
     return values["num_updates"]
 
 
-def read_trained(folder: Path) -> dict[str, Tensor]:
+def read_trained(folder: str) -> dict[str, Tensor]:
     """Full trained weights by name, from the shards in a folder; by one process."""
     state = {name: torch.empty(shape) for name, shape in _shapes(folder).items() if name.startswith("weights.")}
     _load(state, folder, None)
     return {name.removeprefix("weights."): tensor for name, tensor in state.items()}
 
 
-def _shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
+def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor of the shards in a folder, by name."""
-    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    metadata = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     return {name: tuple(tensor.size) for name, tensor in metadata.items()}
 
 
-def _load(state: dict[str, Tensor], folder: Path | str, group: dist.ProcessGroup | None) -> None:
+def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None) -> None:
     """Read what a live state names; by this process alone without a group. Raises OSError."""
     try:
-        reader = dcp.HuggingFaceStorageReader(str(folder))
+        reader = dcp.HuggingFaceStorageReader(folder)
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise OSError(reason_of(error)) from None
@@ -394,7 +394,7 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     def finish(self, metadata: dcp.Metadata, results: list[dict]) -> None:
         """Write weights for people and the manifest, give the checkpoint its name, and delete the old; on rank 0."""
         part = self.partial / PART
-        self.weights.write(read_trained(part), self.partial)
+        self.weights.write(read_trained(str(part)), self.partial)
         for version, weights in self._delayed.items():
             save_file(dict(weights), part / f"delayed_{version}.safetensors")
         for_people = [path for path in self.partial.rglob("*") if path.is_file() and path.parent != part]
