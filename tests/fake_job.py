@@ -53,7 +53,7 @@ class Sampler:
     """What a worker has in flight."""
 
     def __init__(self, spec, connection):
-        self.connection, self.lock, self.activity = connection, threading.Lock(), Activity()
+        self.connection, self.lock, self.activity = connection, threading.RLock(), Activity()
         self.takes_time = spec.config.async_ratio > 0
         self.running, self.version = {}, -1
 
@@ -61,9 +61,16 @@ class Sampler:
         with self.lock:
             self.connection.send(message)
 
+    def report(self, kind, *fields, **changes) -> None:
+        """Send a message with a report, and none with an older one after it."""
+        with self.lock:
+            self.activity.add(**changes)
+            self.send(kind(*fields, self.activity.report()))
+
     def begin(self, ticket) -> None:
         """Sample what a ticket asks for, in its time."""
-        self.activity.add(requests=1, trajectories=1)
+        with self.lock:
+            self.activity.add(requests=1, trajectories=1)
         response = response_to(ticket, self.version)
         num_old = 0 if ticket.prefix is None else len(ticket.prefix.tokens)
         self.running[ticket.ticket_id] = (response, num_old, time.monotonic())
@@ -74,8 +81,7 @@ class Sampler:
 
     def end(self, response: Trajectory) -> None:
         if self.running.pop(response.ticket_id, None) is not None:
-            self.activity.add(requests=-1, trajectories=-1)
-            self.send(Finished([response], self.activity.report()))
+            self.report(Finished, [response], requests=-1, trajectories=-1)
 
     def partials(self) -> list[Partial]:
         """How far everything is that has begun."""
@@ -100,7 +106,7 @@ def run_sampler(spec, connection) -> None:
                 pass
             case Update(version):
                 sampler.version = version
-                sampler.send(Updated(version, 0.001, SampledTokens(), sampler.activity.report()))
+                sampler.report(Updated, version, 0.001, SampledTokens())
             case Tickets(tickets):
                 for ticket in tickets:
                     sampler.begin(ticket)
@@ -110,7 +116,7 @@ def run_sampler(spec, connection) -> None:
                 for ticket_id in ticket_ids:
                     sampler.running.pop(ticket_id, None)
             case Stop():
-                sampler.send(Stopped(sampler.activity.report()))
+                sampler.report(Stopped)
                 return
 
 
