@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from algos.advantages import EPS
-from algos.gae import gae, estimate_step
+from algos.gae import estimate_step, gae
 from asyncrl.config import AdvantageOptions, Config
 
 
@@ -48,7 +48,7 @@ DEFAULTS = {"gamma": 1.0, "lam": 1.0, "value_lam": 1.0, "whiten": True}
 
 
 def made(sequences, split, **options):
-    """What `estimate_step` makes of sequences in micro-batches [:split] and [split:]: advantages, returns, what it says."""
+    """What `estimate_step` makes of sequences in micro-batches [:split] and [split:]: advantages, returns, metrics."""
     parts = [columns(part) for part in (sequences[:split], sequences[split:])]
     batches = [[Batch(rewards, ids) for rewards, _, ids in parts]]
     values = [[values for _, values, _ in parts]]
