@@ -1,8 +1,8 @@
 """Every option of a run, declared once: its type, default, unit, range, and who may change it.
 
 Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv 2510.11345). The command line and its
-help, resumes, joined hosts, nodes and replays read the annotations (OPTIONS). Two tables list what values exclude each
-other.
+help, resumes, joined hosts, nodes and replays read the annotations (OPTIONS). The generators below OPTIONS say what
+values exclude each other.
 """
 
 import dataclasses
@@ -59,19 +59,17 @@ AtLeastOne = Annotated[int, Meta(ge=1, le=10**9)]
 Outstanding = Annotated[int, Meta(ge=1, le=MAX_OUTSTANDING)]
 NonNegative = Annotated[float, Meta(ge=0, le=10**9)]
 Positive = Annotated[float, Meta(gt=0, le=10**9)]
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, title="a finite number")]
 Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 Temperature = Annotated[float, Meta(ge=0.01, le=2, description="outside of which vLLM clips or refuses")]
-Assignment = Annotated[
-    str, Meta(pattern=r"(?s)\A\w+=.+\Z", description="NAME=VALUE, as in clip_high=0.28 or held_out=0.2")
-]
-Reward = Annotated[str, Meta(pattern=rf"\A{OWN}\Z", description="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")]
-Address = Annotated[str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", description="HOST:PORT, as 127.0.0.1:7711")]
+Assignment = Annotated[str, Meta(pattern=r"(?s)\A\w+=.+\Z", title="NAME=VALUE, as in clip_high=0.28 or held_out=0.2")]
+Reward = Annotated[str, Meta(pattern=rf"\A{OWN}\Z", title="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")]
+Address = Annotated[str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", title="HOST:PORT, as 127.0.0.1:7711")]
 RunName = Annotated[
     str,
     Meta(
         pattern=r"\A(?!\.{1,2}\Z)[\w.+=-]+\Z",
-        description="made of letters, digits and . _ + = -, and neither . nor ..",
+        title="made of letters, digits and . _ + = -, and neither . nor ..",
     ),
 ]
 
@@ -308,12 +306,10 @@ class Config:
         if not re.fullmatch("|".join([*TASKS, OWN_TASK]).replace("NAME", r"\w+"), self.task):
             allowed = f"{', '.join(TASKS)}, or your own, FILE.py:NAME"
             raise ValueError(f"--task must be one of {allowed}, got {self.task!r}{nearest(self.task, TASKS)}")
-        for is_there, mistake in MISTAKES:
-            if is_there(self):
-                raise ValueError(mistake.format(c=self))
-        for is_there, one, other in CONFLICTS:
-            if is_there(self):
-                raise ValueError(f"{one} does not go with {other}; change one of the two".format(c=self))
+        for mistake in _mistakes(self):
+            raise ValueError(mistake)
+        for one, other in (*_conflicts(self), *_conflicts_of_rollout(self)):
+            raise ValueError(f"{one} does not go with {other}; change one of the two")
         return self
 
     def of_node(self, num_nodes: int) -> "Config":
@@ -370,34 +366,12 @@ class Config:
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> "Config":
-        """Return the config of `as_dict`, also after JSON, and as older runs have it; raises KeyError for others."""
+        """Return the config of `as_dict`, also after JSON; raises KeyError for an unknown option."""
         values: dict[str, Any] = {}
-        for name, value in todays_options(options).items():
+        for name, value in options.items():
             group, _, field = OPTIONS[name].path.rpartition(".")
             (values.setdefault(group, {}) if group else values)[field] = value
         return msgspec.convert(values, cls, strict=False)
-
-
-def todays_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options that a run of any age recorded by the names in OPTIONS.
-
-    Older runs have groups as NAME=VALUE, two options of the optimizer by themselves, and `share_prefix` as yes or no.
-    """
-    today = dict(options)
-    if isinstance(today.get("share_prefix"), bool):
-        today["share_prefix"] = "prompt" if today["share_prefix"] else "off"
-    items = {group: today.pop(f"{group}_args", ()) for group in ("optim", "advantage", "swarm")}
-    if "warmup" in today:
-        items["optim"] = [f"warmup={today.pop('warmup')}", *items["optim"]]
-    if weight_decay := today.pop("weight_decay", 0):
-        items["optim"] = [f"weight_decay={weight_decay}", *items["optim"]]
-    for group, item in ((group, item) for group, of_group in items.items() for item in of_group):
-        name, _, value = item.partition("=")
-        if f"{group}.{name}" in OPTIONS:
-            today[f"{group}.{name}"] = value
-        else:
-            today["optim.args"] = [*today.get("optim.args", ()), item]
-    return today
 
 
 @dataclass(frozen=True)
@@ -463,153 +437,104 @@ def options_for(may: May) -> list[Option]:
 
 
 OWN_TASK = re.sub(r"\?P<\w+>", "", OWN)
-_ALONE = "--group-size 1"
-_ONE_REQUEST = "--no-replicate-prompts (one request of group_size responses)"
-_PARTIAL = "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps)"
-_SLEEP = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
-_LISTEN = "--listen {c.listen}, where remote hosts come and go,"
-MISTAKES = (
-    (
-        lambda c: c.groups_per_step % c.minibatches > 0,
-        "--groups-per-step {c.groups_per_step} is not a multiple of --minibatches {c.minibatches}; "
-        "change one of the two",
-    ),
-    (
-        lambda c: c.max_outstanding_responses > MAX_OUTSTANDING,
-        "{c.max_outstanding_groups} outstanding groups of {c.group_size} + {c.extra_members} responses are "
-        "{c.max_outstanding_responses}, at most 1000000 may be outstanding; lower --groups-per-step, --async-ratio, "
-        "--over-sampling, --extra-groups, --group-size or --extra-members",
-    ),
-    (
-        lambda c: c.max_tokens_per_microbatch < c.max_sequence_tokens,
-        "--max-tokens-per-microbatch {c.max_tokens_per_microbatch} is below one whole sequence: --max-prompt-tokens "
-        "{c.max_prompt_tokens} + --max-response-tokens {c.max_response_tokens} = {c.max_sequence_tokens}; raise the "
-        "first or lower the others",
-    ),
-    (
-        lambda c: c.num_rollout_workers == 0 and c.listen is None,
-        "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where remote hosts join, or "
-        "leave it out",
-    ),
-    (
-        lambda c: c.advantage_options.overlong >= c.max_response_tokens,
-        "--advantage.overlong {c.advantage_options.overlong} must be below --max-response-tokens "
-        "{c.max_response_tokens}, or no response is short enough; change one of the two",
-    ),
-)
-"""Whether a config has a mistake, and the line that says what was given, what is allowed and what to change."""
-CONFLICTS = (
-    (
-        lambda c: c.group_size == 1 and c.advantage not in ("reinforce", "gae"),
-        "--advantage {c.advantage}",
-        f"{_ALONE}, which leaves nothing to compare: every advantage would be 0; use reinforce or gae",
-    ),
-    (
-        lambda c: c.group_size == 1 and c.share_prefix == "prompt",
-        "--share-prefix prompt",
-        f"{_ALONE}, which leaves nothing to share",
-    ),
-    (
-        lambda c: c.group_size == 1 and c.drop_zero_variance,
-        "--drop-zero-variance",
-        f"{_ALONE}: every group would be dropped, for ever",
-    ),
-    (
-        lambda c: c.advantage != "gae" and c.advantage_options != AdvantageOptions(c.advantage_options.overlong),
-        "--advantage {c.advantage}, which has no values as gae has,",
-        "options of --advantage.NAME but overlong",
-    ),
-    (lambda c: "auto" in c.save_memory and len(c.save_memory) > 1, "--save-memory auto", "other ways to save memory"),
-    (
-        lambda c: bool(c.reward) and c.is_multi_turn,
-        "--reward",
-        "--task {c.task}, an environment, which gives its own rewards",
-    ),
-    (
-        lambda c: c.scheduling == "batch" and c.extra_members > 0,
-        "--extra-members {c.extra_members}, which gives up the slowest responses,",
-        "--scheduling batch, which waits for all",
-    ),
-    (
-        lambda c: c.extra_groups > 0 and c.stale_policy == "gate",
-        "--extra-groups {c.extra_groups}, of which the late are given up,",
-        "--stale-policy gate: none is",
-    ),
-    # One request of several responses cannot be taken up again, nor left early.
-    (
-        lambda c: not c.replicate_prompts and c.on_update in ("resume", "restart"),
-        _ONE_REQUEST,
-        "--on-update {c.on_update}",
-    ),
-    (
-        lambda c: not c.replicate_prompts and c.is_multi_turn,
-        _ONE_REQUEST,
-        "--task {c.task}, which has several turns",
-    ),
-    (
-        lambda c: not c.replicate_prompts and c.extra_members > 0,
-        _ONE_REQUEST,
-        "--extra-members {c.extra_members}",
-    ),
-    (
-        lambda c: not c.replicate_prompts and c.group_size > c.max_running_requests,
-        _ONE_REQUEST,
-        "--max-running-requests {c.max_running_requests} below --group-size {c.group_size}",
-    ),
-    (
-        lambda c: c.swarm.refresh_lag > 0 and c.async_ratio == 0,
-        "--swarm.refresh-lag {c.swarm.refresh_lag}, by which a host may be behind,",
-        "--async-ratio 0, which trains on-policy",
-    ),
-    (
-        lambda c: c.colocate == "sleep" and c.async_ratio > 0,
-        _SLEEP,
-        "--async-ratio {c.async_ratio:g}, which lets it run ahead; use 0",
-    ),
-    (
-        lambda c: c.colocate == "sleep" and c.over_sampling > 1 and c.on_update not in ("resume", "restart"),
-        _SLEEP,
-        "--on-update {c.on_update} of partial rollouts, which needs it; use resume or restart",
-    ),
-    # Partial rollouts are suspended between two synchronous steps, at most MAX_RESUMES times.
-    (lambda c: c.over_sampling > 1 and c.async_ratio > 0, _PARTIAL, "--async-ratio {c.async_ratio:g}; use 0"),
-    (
-        lambda c: c.over_sampling > 1 and c.on_update == "wait",
-        _PARTIAL,
-        "--on-update wait, which leaves nothing to resume",
-    ),
-    (
-        lambda c: c.over_sampling > 1 and c.scheduling == "batch",
-        _PARTIAL,
-        "--scheduling batch, which leaves nothing running",
-    ),
-    (
-        lambda c: c.over_sampling > 1 and c.stale_policy == "gate",
-        _PARTIAL,
-        "--stale-policy gate, which does not bound how often one is resumed",
-    ),
-    (
-        lambda c: c.over_sampling > 1 and c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES,
-        _PARTIAL,
-        f"{{c.max_suspensions}} suspensions of the last responses, of {MAX_RESUMES} at most",
-    ),
-    (
-        lambda c: c.listen is not None and c.colocate == "sleep",
-        _LISTEN,
-        "--colocate sleep, which is for one GPU that trainer and engine share",
-    ),
-    (
-        lambda c: c.listen is not None and c.scheduling != "queue",
-        _LISTEN,
-        "--scheduling {c.scheduling}, a baseline for one host",
-    ),
-    (
-        lambda c: c.listen is not None and c.num_rollout_workers == 0 and c.weight_sync != "auto",
-        "--weight-sync {c.weight_sync}",
-        "--num-rollout-workers 0, as remote hosts pull the weights",
-    ),
-)
-"""Whether two options exclude each other, and both."""
+
+
+def _mistakes(c: Config) -> Iterator[str]:
+    """Lines that say what was given, what is allowed and what to change."""
+    if c.groups_per_step % c.minibatches > 0:
+        yield (
+            f"--groups-per-step {c.groups_per_step} is not a multiple of --minibatches {c.minibatches}; change one of "
+            "the two"
+        )
+    if c.max_outstanding_responses > MAX_OUTSTANDING:
+        yield (
+            f"{c.max_outstanding_groups} outstanding groups of {c.group_size} + {c.extra_members} responses are "
+            f"{c.max_outstanding_responses:,}, at most {MAX_OUTSTANDING:,} may be outstanding; lower "
+            "--groups-per-step, --async-ratio, --over-sampling, --extra-groups, --group-size or --extra-members"
+        )
+    if c.max_tokens_per_microbatch < c.max_sequence_tokens:
+        yield (
+            f"--max-tokens-per-microbatch {c.max_tokens_per_microbatch} is below one whole sequence: "
+            f"--max-prompt-tokens {c.max_prompt_tokens} + --max-response-tokens {c.max_response_tokens} = "
+            f"{c.max_sequence_tokens}; raise the first or lower the others"
+        )
+    if c.num_rollout_workers == 0 and c.listen is None:
+        yield (
+            "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where remote hosts join, or "
+            "leave it out"
+        )
+    if c.advantage_options.overlong >= c.max_response_tokens:
+        yield (
+            f"--advantage.overlong {c.advantage_options.overlong} must be below --max-response-tokens "
+            f"{c.max_response_tokens}, or no response is short enough; change one of the two"
+        )
+
+
+def _conflicts(c: Config) -> Iterator[tuple[str, str]]:
+    """Two options that exclude each other."""
+    if c.group_size == 1:
+        alone = "--group-size 1"
+        if c.advantage not in ("reinforce", "gae"):
+            nothing = "which leaves nothing to compare: every advantage would be 0; use reinforce or gae"
+            yield f"--advantage {c.advantage}", f"{alone}, {nothing}"
+        if c.share_prefix == "prompt":
+            yield "--share-prefix prompt", f"{alone}, which leaves nothing to share"
+        if c.drop_zero_variance:
+            yield "--drop-zero-variance", f"{alone}: every group would be dropped, for ever"
+    if c.advantage != "gae" and c.advantage_options != AdvantageOptions(c.advantage_options.overlong):
+        yield f"--advantage {c.advantage}, which has no values as gae has,", "options of --advantage.NAME but overlong"
+    if "auto" in c.save_memory and len(c.save_memory) > 1:
+        yield "--save-memory auto", "other ways to save memory"
+    if c.reward and c.is_multi_turn:
+        yield "--reward", f"--task {c.task}, an environment, which gives its own rewards"
+    if c.scheduling == "batch" and c.extra_members > 0:
+        members = f"--extra-members {c.extra_members}, which gives up the slowest responses,"
+        yield members, "--scheduling batch, which waits for all"
+    if c.extra_groups > 0 and c.stale_policy == "gate":
+        yield f"--extra-groups {c.extra_groups}, of which the late are given up,", "--stale-policy gate: none is"
+    if c.swarm.refresh_lag > 0 and c.async_ratio == 0:
+        lag = f"--swarm.refresh-lag {c.swarm.refresh_lag}, by which a host may be behind,"
+        yield lag, "--async-ratio 0, which trains on-policy"
+
+
+def _conflicts_of_rollout(c: Config) -> Iterator[tuple[str, str]]:
+    """Two options that exclude each other, one of which says how rollout is done."""
+    if not c.replicate_prompts:  # one request of several responses can be neither resumed nor left early
+        one_request = "--no-replicate-prompts (one request of group_size responses)"
+        if c.on_update in ("resume", "restart"):
+            yield one_request, f"--on-update {c.on_update}"
+        if c.is_multi_turn:
+            yield one_request, f"--task {c.task}, which has several turns"
+        if c.extra_members > 0:
+            yield one_request, f"--extra-members {c.extra_members}"
+        if c.group_size > c.max_running_requests:
+            yield one_request, f"--max-running-requests {c.max_running_requests} below --group-size {c.group_size}"
+    if c.colocate == "sleep":
+        sleep = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
+        if c.async_ratio > 0:
+            yield sleep, f"--async-ratio {c.async_ratio:g}, which lets it run ahead; use 0"
+        if c.over_sampling > 1 and c.on_update not in ("resume", "restart"):
+            yield sleep, f"--on-update {c.on_update} of partial rollouts, which needs it; use resume or restart"
+    if c.over_sampling > 1:  # suspended between two synchronous steps, at most MAX_RESUMES times
+        partial = f"--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps)"
+        if c.async_ratio > 0:
+            yield partial, f"--async-ratio {c.async_ratio:g}; use 0"
+        if c.on_update == "wait":
+            yield partial, "--on-update wait, which leaves nothing to resume"
+        if c.scheduling == "batch":
+            yield partial, "--scheduling batch, which leaves nothing running"
+        if c.stale_policy == "gate":
+            yield partial, "--stale-policy gate, which does not bound how often one is resumed"
+        if c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES:
+            yield partial, f"{c.max_suspensions} suspensions of the last responses, of {MAX_RESUMES} at most"
+    if c.listen is not None:
+        listen = f"--listen {c.listen}, where remote hosts come and go,"
+        if c.colocate == "sleep":
+            yield listen, "--colocate sleep, which is for one GPU that trainer and engine share"
+        if c.scheduling != "queue":
+            yield listen, f"--scheduling {c.scheduling}, a baseline for one host"
+        if c.num_rollout_workers == 0 and c.weight_sync != "auto":
+            yield f"--weight-sync {c.weight_sync}", "--num-rollout-workers 0, as remote hosts pull the weights"
 
 
 def read_arguments(
@@ -664,13 +589,11 @@ def allowed_values(annotation: Any) -> str:
 
 
 def _range_in_words(meta: Meta) -> str:
-    if meta == Finite.__metadata__[0]:
-        return "a finite number"
-    if meta.pattern is not None:
-        return meta.description
-    low = f"({meta.gt:g}" if meta.ge is None else f"[{meta.ge:g}"
-    high = f"{meta.lt:g})" if meta.le is None else f"{meta.le:g}]"
-    return f"in {low}, {high}{f', {meta.description}' if meta.description else ''}"
+    if meta.title:
+        return meta.title
+    limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
+    words = [f"{word} {limit:,}".removesuffix(".0") for word, limit in limits.items() if limit is not None]
+    return " and ".join(words) + (f", {meta.description}" if meta.description else "")
 
 
 def is_environment(task: str) -> bool:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pandas as pd
 
+from asyncrl.config import OPTIONS
 from asyncrl.runlog.header import read_header
 from scripts.lines import read, read_events
 
@@ -83,11 +85,35 @@ def load(path: str | Path) -> Run:
         info = read_header(path)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run") from None
+    if "config" in info:
+        info["config"] = todays_options(info["config"])
     metrics = read(path / "metrics.jsonl", cut)
     if not metrics:
         empty = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
         raise ValueError(f"{path / 'metrics.jsonl'} {empty}")
     return Run(path, info, frame(metrics), cut)
+
+
+def todays_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options that a run of any age recorded by the names in OPTIONS.
+
+    Older runs have groups as NAME=VALUE, two options of the optimizer by themselves, and `share_prefix` as yes or no.
+    """
+    today = dict(options)
+    if isinstance(today.get("share_prefix"), bool):
+        today["share_prefix"] = "prompt" if today["share_prefix"] else "off"
+    items = {group: today.pop(f"{group}_args", ()) for group in ("optim", "advantage", "swarm")}
+    if "warmup" in today:
+        items["optim"] = [f"warmup={today.pop('warmup')}", *items["optim"]]
+    if weight_decay := today.pop("weight_decay", 0):
+        items["optim"] = [f"weight_decay={weight_decay}", *items["optim"]]
+    for group, item in ((group, item) for group, of_group in items.items() for item in of_group):
+        name, _, value = item.partition("=")
+        if f"{group}.{name}" in OPTIONS:
+            today[f"{group}.{name}"] = value
+        else:
+            today["optim.args"] = [*today.get("optim.args", ()), item]
+    return today
 
 
 def frame(records: list[dict]) -> pd.DataFrame:

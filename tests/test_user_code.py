@@ -343,7 +343,7 @@ def test_options_reach_the_chat_template_and_order_may_be_the_files(tmp_path):
         ([{"prompt": [{"role": "user"}]}], (), "neither a text nor a list of chat messages with role and content"),
         ([[1]], (), "a.jsonl, line 1: b'[1]' is no JSON object"),
         (ROWS[:1], (), "gives 0 training and 1 held-out problems; both must have some"),
-        (ROWS, ("held_out=1",), "held_out of --task jsonl must be in (0, 1)"),
+        (ROWS, ("held_out=1",), "held_out of --task jsonl must be above 0 and below 1"),
         (ROWS, ("template=no",), "template takes a JSON object"),
         (ROWS, ("colunm=a",), "--task jsonl takes prompt, system, test, held_out, shuffle, template"),
         (ROWS, ("test=nowhere.jsonl",), "nowhere.jsonl does not exist"),

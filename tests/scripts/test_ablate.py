@@ -97,7 +97,7 @@ def test_any_option_can_be_swept_whatever_its_type():
     [
         (["--sweep", "lr"], "--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got 'lr'"),
         (["--sweep", "lrr=1|2"], "--lrr is no option; did you mean --lr"),
-        (["--sweep", "lr=a|2"], "--lr must be in (0, 1e+09]"),
+        (["--sweep", "lr=a|2"], "--lr must be above 0 and at most 1,000,000,000"),
         (["--sweep", "share_prefix=off|yes"], "--share-prefix must be one of off, prompt, tree, got 'yes'"),
         (["--sweep", "compile=yes|no"], "--compile is true or false, got 'yes'"),
         (["--algos", "grop"], "--algo 'grop' is none of"),

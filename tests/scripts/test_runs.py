@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from scripts.runs import evaluations, frame, load, names, progress, rows, summarise
+from asyncrl.config import Config, OptimOptions
+from scripts.runs import evaluations, frame, load, names, progress, rows, summarise, todays_options
 
 ROOT = Path(__file__).parents[2]
 INFO = {"config": {"algo": "grpo"}}
@@ -160,3 +161,11 @@ def test_a_column_without_any_value_is_kept():
     table = frame([{"a": None, "b": [1]}, {"b": [2], "c": "x"}])
     assert list(table) == ["a", "b", "c"] and rows(table) == [{"b": [1]}, {"b": [2], "c": "x"}]
     assert isinstance(table, pd.DataFrame)
+
+
+@pytest.mark.parametrize(("share_prefix", "today"), [(True, "prompt"), (False, "off"), ("tree", "tree")])
+def test_options_of_older_runs_have_todays_names(share_prefix, today):
+    recorded = {"share_prefix": share_prefix, "warmup": 3, "weight_decay": 0.1, "optim_args": ["epochs=2"]}
+    options = todays_options(recorded)
+    expected = Config(share_prefix=today, optim=OptimOptions(epochs=2, warmup=3, args=("weight_decay=0.1",)))
+    assert Config.from_dict(options) == expected and recorded["share_prefix"] == share_prefix
