@@ -131,6 +131,7 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
 
 def lead(start, recording: Recording, evaluate: bool):
     """Make rank 0's node: the model must be the recorded one; a rollout worker is needed only to evaluate."""
+    from asyncrl.cluster.gpus import visible_gpus
     from asyncrl.job.node import start_rollout
     from asyncrl.runlog.run_directory import RunDirectory
     from asyncrl.weights.models import resolve_model
@@ -142,7 +143,7 @@ def lead(start, recording: Recording, evaluate: bool):
     if evaluate:
         node = start_rollout(start)
     else:
-        run = RunDirectory(start.config)
+        run = RunDirectory(start.config, gpus=[gpu.name for gpu in visible_gpus()])
         node = replace(start, config=run.config).make_node(model_path, run=run)
         start.on_end.callback(lambda: node.run.close(sys.exception()))
         print(f"run directory: {node.run.path}", flush=True)

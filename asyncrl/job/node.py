@@ -237,15 +237,18 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
     there; collective on them."""
     config, cluster, run = start.config, start.cluster, None
     resumed = start.resumed and start.resumed.event(cluster.node)
+    make = functools.partial(
+        RunDirectory, config, cluster.num_ranks, gpus=[gpu.name for gpu in visible_gpus()], resumed=resumed
+    )
     if cluster.is_first:
         weights = weights_sha256(model_path) if config.record else None
-        run = RunDirectory(config, cluster.num_ranks, weights_sha256=weights, resumed=resumed)
+        run = make(weights_sha256=weights)
         print(f"run directory: {run.path}", flush=True)
         if texts := texts_of(run.config):
             print(f"user code: {', '.join(texts)}", flush=True)
     name, run_id = cluster.gather(run and (run.path.name, run.run_id))[0]
     folder = f"{name}/node_{cluster.node}"
-    return run or RunDirectory(config, cluster.num_ranks, node_folder=folder, run_id=run_id, resumed=resumed)
+    return run or make(node_folder=folder, run_id=run_id)
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

@@ -19,11 +19,8 @@ OF_A_START = ("command", "world_size", "git_commit", "git_diff", "started_at")
 """Fields that a resumed run has for each of its starts."""
 
 
-def new_header(config: Config, num_ranks: int) -> dict:
-    """Return what run.json says of a run that starts now."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+def new_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dict:
+    """Return what run.json says of a run that starts now, on GPUs of these names."""
     return {
         "wandb_id": secrets.token_hex(4),
         "command": [Path(sys.executable).name, *sys.argv],
@@ -33,7 +30,7 @@ def new_header(config: Config, num_ranks: int) -> dict:
         "git_diff": git("diff", "HEAD"),
         "packages": versions(PACKAGES),
         "python": platform.python_version(),
-        "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(), "gpus": gpus},
+        "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(), "gpus": list(gpus)},
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 

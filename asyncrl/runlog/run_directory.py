@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.config import Config
@@ -36,6 +37,7 @@ class RunDirectory:
         config: Config,
         num_ranks: int = 1,
         *,
+        gpus: Iterable[str] = (),
         node_folder: str = "",
         run_id: str | None = None,
         weights_sha256: str | None = None,
@@ -43,6 +45,7 @@ class RunDirectory:
     ):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
+        `gpus` are names of the node's GPUs.
         `node_folder` is RUN/node_N, on a node other than the first, and `run_id` is then the id that the first has. A
         run that ended before its first step, refused or killed, gives its name back. Raises ValueError if the name is
         taken otherwise: no step is ever overwritten.
@@ -59,8 +62,7 @@ class RunDirectory:
         if not self._files["events"].lock():
             raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
         self._config = config
-        self.config = copied(config, self.path / "code") if resumed is None else config
-        """The options, with the run's copies of user code."""
+        self.config = copied(config, self.path / "code") if resumed is None else config  # with copies of user code
         self._is_first = not node_folder
         self._resumed = resumed
         self._wandb = None
@@ -68,9 +70,8 @@ class RunDirectory:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check(run_id)
         """Also in each of its checkpoints, which are no other run's."""
-        self._header = {"run_id": self.run_id} | new_header(config, num_ranks)
-        if weights_sha256 is not None:
-            self._header["weights_sha256"] = weights_sha256
+        self._header = {"run_id": self.run_id} | new_header(config, num_ranks, gpus)
+        self._header |= {} if weights_sha256 is None else {"weights_sha256": weights_sha256}
         if resumed is None:
             self._begin()
             self.record("run_started")
