@@ -73,7 +73,7 @@ class WeightWriter:
             )
         frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather(frozen, policy.device)
-        """Full weights below adapters, by Hugging Face name, on rank 0."""
+        """Full weights below adapters, and others that their family never trains, by Hugging Face name, on rank 0."""
         self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)}
         self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
 
@@ -82,12 +82,13 @@ class WeightWriter:
 
         A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
         """
-        of_model = {name: weight for name, weight in trained.items() if name != VALUE_HEAD}
-        merged = {name: lora.merge(name, weight, of_model) for name, weight in self.frozen.items()}
-        self._skeleton.save_pretrained(folder, state_dict=(merged or of_model) | self._buffers)
+        adapters = {name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)}
+        weights = {name: weight for name, weight in trained.items() if name not in adapters and name != VALUE_HEAD}
+        weights |= {name: lora.merge(name, weight, adapters) for name, weight in self.frozen.items()}
+        self._skeleton.save_pretrained(folder, state_dict=weights | self._buffers)
         self._tokenizer.save_pretrained(folder)
-        if merged:
-            lora.write_adapter(str(folder / "adapter"), of_model, self._base_path)
+        if adapters:
+            lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
         if VALUE_HEAD in trained:
             (folder / "value_head").mkdir()
             save_file({VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors")

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 SCALE = 2
 """alpha / r."""
-_ADAPTER_NAMES = (".lora_A", ".lora_B")
+ADAPTER_NAMES = (".lora_A", ".lora_B")
+"""How the names of an adapter's parameters end."""
 
 
 class LoraLinear(nn.Linear):
@@ -77,12 +78,12 @@ def initial_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, parameter) of every adapter matrix, A and B."""
-    return ((name, p) for name, p in model.named_parameters() if name.endswith(_ADAPTER_NAMES))
+    return ((name, p) for name, p in model.named_parameters() if name.endswith(ADAPTER_NAMES))
 
 
 def named_base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (Hugging Face name, parameter) of the model without its adapters, tied ones once."""
-    return ((name, p) for name, p in model.named_parameters() if not name.endswith(_ADAPTER_NAMES))
+    return ((name, p) for name, p in model.named_parameters() if not name.endswith(ADAPTER_NAMES))
 
 
 @torch.no_grad()
